@@ -181,10 +181,11 @@ def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the
     assert all(torch.equal(a, b) for (a, _), (b, _) in zip(one, two, strict=True))
 
 
-def test_verify_names_dropout_whose_masks_come_from_the_gpu() -> None:
+def test_verify_switches_off_dropout_whose_masks_come_from_the_gpu() -> None:
     job = ZOO["mlp"].replace(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
     found = lockstep.verify(job, strategy="dp", devices=[Device(TYPE, 0)] * 2)
-    assert [cause.kind for cause in found.causes] == ["dropout"], str(found)
+    assert found, str(found)
+    assert any("dropout is switched off on both sides" in note for note in found.notes)
 
 
 @only_cuda

@@ -291,10 +291,8 @@ class _Search:
             good[what] = found[what], gain
             line = found[what].line(self.job)
             self.told(_in_lines(line) if isinstance(self.job, JobFile) else f"  {line}")
-        if good:
-            self.told("\nnothing was changed: the line is yours to paste")
-        else:
-            self.told("\nnothing that was tried is faster than the job as it is")
+        done = "nothing was changed: the line is yours to paste"
+        self.told(f"\n{done if good else 'nothing that was tried is faster than the job as it is'}")
         kept, gain_kept = good.get("that keep the numbers", (self.start, None))
         changed, gain_changed = good.get("of both kinds", (kept, gain_kept))
         return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)

@@ -4,7 +4,7 @@
 
     the start differs, other samples, other learning rates          seen as it is
     single against single also parts                                the job can't be repeated: operators? numbers? data?
-    equal once dropout, or batch norm, is taken out                 that is it
+    equal once all draws, or batch norms, are taken out             that is it
     single, its batches cut as for the devices, parts from single   the model or its loss: a buffer, state, samples that
                                                                     act on one another, a backward of its own
     it doesn't                                                      the strategy: sums, buffers, ranks that drift
@@ -112,7 +112,7 @@ class Diagnosis:
             return [cause("operators", name=", torch.empty")]
         return [cause("unseeded model")]
 
-    # ---- dropout and batch norm, taken out --------------------------------------------------------------------------
+    # ---- draws and batch norms, taken out ---------------------------------------------------------------------------
 
     def _taken_out(self) -> list[Caveat]:
         present: list[Thing] = ["draws"] if self.found.drew else []
@@ -138,18 +138,17 @@ class Diagnosis:
             kept = self._without(rest) if rest else self.found
             if kept is None or not self.noise.hold(kept):
                 needed.append(thing)
-        return [cause for thing in needed or present for cause in self._named(thing, without_all.worst)]
+        return [self._named(thing, without_all.worst) for thing in needed or present]
 
-    def _named(self, thing: Thing, left: float) -> list[Caveat]:
+    def _named(self, thing: Thing, left: float) -> Caveat:
         if thing == "norms":
             name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
-            return [cause(name, left=left)]
-        causes = [cause("dropout", left=left)] if self.found.drops else []
-        if "backward" in self.found.drew:
-            causes.append(cause("drawing", where="backward", left=left))
-        return causes or [cause("drawing", where="forward", left=left)]
+            return cause(name, left=left)
+        where = "backward" if "backward" in self.found.drew else "forward"
+        return cause("drawing", where=where, left=left)
 
     def _without(self, things: frozenset[Thing]) -> Comparison | None:
+        things |= self.experiment.still
         settings = dict(self.experiment.settings)
         if "draws" in things:
             settings["activation_checkpointing"] = None  # which computes again where nothing is held still
@@ -188,7 +187,7 @@ class Diagnosis:
         shares, found = self.experiment.shares, self.found
         if shares == 1 or self.first is None:
             return []
-        still = self._still
+        still = self._still | self.experiment.still
         if found.normalises and self.experiment.loaded.sync_batchnorm:
             still |= {"norms"}  # which see the whole batch on the devices, as they don't here
         cut = self.experiment.parts * shares

@@ -24,11 +24,6 @@ CAUSES: dict[str, tuple[str, str]] = {
         "({left:.0e})",
         "ddp or dp with sync_batchnorm=True, or layers that see one sample at a time (GroupNorm, LayerNorm)",
     ),
-    "dropout": (
-        "dropout masks differ from single-device training; without dropout the results agree ({left:.0e})",
-        "none needed where only the masks differ; mp draws those of one device, and with dropout 0 all else is "
-        "compared",
-    ),
     "drawing": (
         "the model draws random numbers in {where}, which differ from single-device training; without them the results "
         "agree ({left:.0e})",

@@ -111,7 +111,7 @@ class Comparison:
     apart_attributes: tuple[str, ...] = ()
     # From where the first update drew random numbers: "somewhere", "elsewhere" (Python or numpy), "backward".
     drew: tuple[str, ...] = ()
-    drops: bool = False  # whether there are dropout layers
+    drops: bool = False  # whether there are dropout layers, which may be switched off
     normalises: bool = False  # whether there are batch norms over what a forward sees
     mixes: bool = False  # whether the look before training saw outputs depend on other samples, and no memory
     reads: tuple[str, ...] = ()  # outputs over a whole forward, no sum over its samples, that the loss reads

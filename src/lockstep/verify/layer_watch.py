@@ -41,7 +41,6 @@ class Watch:
     @contextmanager
     def looking(self, models: list[nn.Module]) -> Iterator[None]:
         """Look at what these replicas compute meanwhile."""
-
         names = {module: name for model in models for name, module in model.named_modules()}
 
         def begins(module: nn.Module, args: Any) -> None:

@@ -240,7 +240,8 @@ class _PairedRun:
         found.functions = tuple(sorted(theirs.functions | ours.functions))
         found.hooked = tuple(hooked_parameters(model))
         said = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
-        found.notes = tuple(dict.fromkeys([*said, *self.notes]))
+        notes = dict.fromkeys([*said, *self.notes])
+        found.notes = tuple(note for note in notes if note.kind not in self.experiment.still)
 
 
 def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:

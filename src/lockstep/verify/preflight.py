@@ -49,7 +49,7 @@ def preflight(
     fewest = min(job.batch_size, max(shared + 1, 4))
     for size in (fewest, job.batch_size):
         try:
-            seconds, precision = _tried(job.replace(**settings, batch_size=size), devices)
+            seconds, draws, precision = _tried(job.replace(**settings, batch_size=size), devices)
             break
         except Exception:  # so few may be too few for it
             if size == job.batch_size:
@@ -67,7 +67,12 @@ def preflight(
         notes.append(f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)")
     more = _more(job.replace(**settings), devices, notes)
     parts = strategy.num_microbatches(job.replace(**settings))
-    return Experiment(source, strategy, devices, parts, settings, more), notes
+    experiment = Experiment(source, strategy, devices, parts, settings, more)
+    if draws and (experiment.shares > 1 or not devices[0].is_slot):  # else it draws what single does
+        # Blocks that compute again were inspected above; another look would draw masks in them.
+        inspected = job.activation_checkpointing is not None
+        experiment = experiment.but(still=frozenset({"dropout"}), looked=inspected)
+    return experiment, notes
 
 
 def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
@@ -96,7 +101,7 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
         if seconds + each * (job.batch_size - size) <= _LONGEST:
             return job.batch_size
         more = min(job.batch_size, 4 * size)
-        longer = _seconds(job.replace(batch_size=more), devices)
+        longer, _ = _seconds(job.replace(batch_size=more), devices)
         each = max(0.0, longer - seconds) / (more - size)
         if longer > _LONGEST:
             return int(size + (_LONGEST - seconds) / each)
@@ -104,19 +109,19 @@ def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> i
     return size
 
 
-def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, str | None]:
-    """Seconds of an update, and the precision: fp64 where the model and the device can do it."""
+def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool, str | None]:
+    """Return what ``_seconds`` gives, and the precision: fp64 where model and device can do it."""
     if devices[0].type != "mps":
         try:
-            return _seconds(job.replace(precision="fp64"), devices), "fp64"
+            return *_seconds(job.replace(precision="fp64"), devices), "fp64"
         except Exception:  # a cast of its own, an operator that has no float64; else it is raised again
             pass
     own = None if job.precision is None else "fp32"
-    return _seconds(job.replace(precision=own), devices), own
+    return *_seconds(job.replace(precision=own), devices), own
 
 
-def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
-    """Of the faster of the first two updates, of which the first one prepares much."""
+def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
+    """Return seconds of the faster of two updates (the first prepares much), and if it draws."""
     taken: list[float] = []
     with alone((place_of(devices),)) as world:
         side = Side(job, world, Experiment(job, Single(), devices, job.accumulate))
@@ -129,7 +134,7 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> float:
             if taken[-1] > _DOUBT * _LONGEST or len(taken) == 2:
                 break
         side.loader.close()
-    return min(taken)
+    return min(taken), bool(side.drew)
 
 
 def _uneven(job: Job, size: int, fewest: int) -> int:

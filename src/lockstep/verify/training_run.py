@@ -16,7 +16,7 @@ from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
 from lockstep.model.given_modules import changes, given_parts
-from lockstep.model.inspection import acting_buffers, attribute_prints, drawing_nothing
+from lockstep.model.inspection import acting_buffers, attribute_prints
 from lockstep.model.inspection.nonlinear import own_functions
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
@@ -28,7 +28,7 @@ from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment, row_ids
-from lockstep.verify.determinism import hold_still, still_function
+from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
 
 _FACTOR = 1 + 2.0**-21
@@ -57,9 +57,8 @@ class Side(Observer):
     """
 
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
-        job = job.replace(loss=_own_loss(job))
-        if job.step is not None:
-            job = job.replace(step=still_function(job.step, experiment.still))
+        # Before the strategy has the model: it may copy it, or take a later change for the person's.
+        job = without_draws(job.replace(loss=_own_loss(job)), experiment.still)
         self.job, self.world, self._experiment = job, world, experiment
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
@@ -70,8 +69,9 @@ class Side(Observer):
                 "one (lambda: Net())"
             )
         self.step.last_look = min(self.step.last_look, 0 if experiment.looked else 1)
-        for model in self.step.models():
-            hold_still(model, experiment.still)
+        if "norms" in experiment.still:
+            for model in self.step.models():
+                hold_norms(model)
         self.scheduler = scheduler_of(job, self.step)
         self.loader = experiment.strategy.training_loader(job, world, begun(self.data, job.batch_size))
         self.watch = Watch()
@@ -169,12 +169,12 @@ class Side(Observer):
 
     @contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """Take note of what it draws; it draws nothing in an experiment without draws."""
+        """Take note of what it draws; what is out of the model isn't drawn here either."""
         if self._experiment.shuffled:
             self._scaled = True
             total.register_hook(lambda grad: grad * _FACTOR)  # type: ignore[no-untyped-call]
         generators = states(self._accelerators) if self._number == 1 else None
-        with drawing_nothing() if "draws" in self._experiment.still else nullcontext():
+        with still(self._experiment.still):
             yield
         if generators is not None and not same(generators, states(self._accelerators)):
             self.drew.add("backward")

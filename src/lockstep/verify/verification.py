@@ -27,6 +27,8 @@ from lockstep.verify.comparison import Comparison, Update, relative
 from lockstep.verify.experiments import Laboratory, Noise
 from lockstep.verify.preflight import preflight
 
+_WITHOUT_DROPOUT = "dropout is switched off on both sides, since its masks differ between strategies"
+
 _SHOWN = 4
 """Names of a list that are shown."""
 
@@ -258,6 +260,8 @@ def _answer(
                 return _answer(source, loaded, way, chosen, laboratory, whole=True)
             laboratory.compared(experiment.of_single(cut=None))  # does one device say it too?
         return replace(said, refused=str(error), causes=(cause,))
+    if "dropout" in found.still and (found.drops or not found.drew):
+        said = replace(said, notes=(*said.notes, _WITHOUT_DROPOUT))
     equal = noise.hold(found)
     bounds = noise.bounds(found)
     said = replace(

@@ -21,9 +21,9 @@ _MOST = 1000
 
 
 @contextmanager
-def drawing_nothing() -> Iterator[None]:
-    """Meanwhile this thread draws nothing."""
-    with _NoDropoutInAttention(), _Means():
+def drawing_nothing(*, only_masks: bool = False) -> Iterator[None]:
+    """Meanwhile this thread draws nothing; with ``only_masks``, no masks of dropout."""
+    with _NoDropoutInAttention(), _Means(_MASKS if only_masks else _INSTEAD):
         yield
 
 
@@ -74,15 +74,16 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drawn in another way still shows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instead: Mapping[str, Callable[..., Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._instead = instead
         self._calls = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        instead = _INSTEAD.get(func.overloadpacket.__name__)
+        instead = self._instead.get(func.overloadpacket.__name__)
         if instead is None or self._calls >= _MOST:
             return func(*args, **kwargs)
         self._calls += 1
@@ -145,6 +146,9 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "native_dropout": _kept,
 }
 """By operator, what is given in the place of what it drew: a function of that, and of the operator's arguments."""
+
+_MASKS = {name: _INSTEAD[name] for name in ("bernoulli_", "native_dropout")}
+"""The operators that draw the masks of dropout, with what is given in the place of a mask."""
 
 
 def drawing_alike(judge: Callable[..., T], accelerators: Sequence[torch.device]) -> Callable[..., T]:
