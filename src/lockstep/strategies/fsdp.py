@@ -166,8 +166,7 @@ class FSDP(Strategy):
             )
         if has_own_state(optimizer):
             raise StrategyError(
-                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give the state of one rank's shards: "
-                "use ddp"
+                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give a rank's shards only: use ddp"
             )
         if self._is_elementwise(optimizer):
             return
