@@ -42,6 +42,7 @@ class Fetcher:
     ``draws_random = False`` on the dataset says that it draws no random numbers, which saves looking.
 
     Attributes:
+        dataset: what it fetches from, the one under any ``Subset``.
         tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
     """
 
@@ -54,21 +55,21 @@ class Fetcher:
         collate: Collate | None = None,
         name: str = "train_data",
     ) -> None:
-        self._base, self._lookup = base_of(dataset), lookup_of(dataset)
+        self.dataset, self._lookup = base_of(dataset), lookup_of(dataset)
         self._collate = collate
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
-        is_tensors = type(self._base) is TensorDataset
-        if is_tensors and collate is None and len(self._base.tensors) != 2:
+        is_tensors = type(self.dataset) is TensorDataset
+        if is_tensors and collate is None and len(self.dataset.tensors) != 2:
             raise JobError(
-                f"{name}: its TensorDataset has {len(self._base.tensors)} tensors, (inputs, targets) is expected; of "
+                f"{name}: its TensorDataset has {len(self.dataset.tensors)} tensors, (inputs, targets) is expected; of "
                 "several inputs a dataset gives ((a, b), targets), which is called as model(a, b)"
             )
-        self.tensors: tuple[Tensor, Tensor] | None = self._base.tensors if is_tensors and collate is None else None
+        self.tensors: tuple[Tensor, Tensor] | None = self.dataset.tensors if is_tensors and collate is None else None
         # Tensors draw nothing, but what puts samples together may.
-        drawing = getattr(dataset, "draws_random", getattr(self._base, "draws_random", True))
+        drawing = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
         self._draws = (not is_tensors or collate is not None) and drawing
-        self._whole = callable(getattr(self._base, "__getitems__", None))
+        self._whole = callable(getattr(self.dataset, "__getitems__", None))
         self._looked = is_tensors or not drawing
         self._note: str | None = None
 
@@ -110,14 +111,14 @@ class Fetcher:
     def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
         """Fetch some samples again, which are the same unless they depend on more than their seed."""
         self._looked = True
-        state = self._base.state_dict() if hasattr(self._base, "load_state_dict") else None
+        state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
         again = self._samples(epoch, indices, share)
         # A flip that is drawn seldom may come out the same.
-        generators = generators_in(self._base)
+        generators = generators_in(self.dataset)
         stood = list(map(state_of, generators))
         goes_on = bool(generators) and self._samples(epoch, indices, share) and stood != list(map(state_of, generators))
         if state is not None:
-            self._base.load_state_dict(state)
+            self.dataset.load_state_dict(state)
         for index, one, other in zip(share, samples, again, strict=False):
             if number_of(one) != number_of(other):
                 what = f"sample {index} came out otherwise when it was fetched again under one seed: it draws"
@@ -133,7 +134,7 @@ class Fetcher:
         """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""
         before = states() if self._draws else None
         try:
-            samples = list(self._base.__getitems__(list(indices)))
+            samples = list(self.dataset.__getitems__(list(indices)))
         except Exception as error:
             shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
             raise SampleError(f"{self._name}: fetching samples {shown} raised {told(error)}") from error
@@ -146,7 +147,7 @@ class Fetcher:
 
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
         state = absorbed(self._stream, epoch)
-        draws, base = self._draws, self._base
+        draws, base = self._draws, self.dataset
         samples = []
         for i, index in enumerate(indices):
             if draws:

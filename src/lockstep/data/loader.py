@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, workers_here
+from lockstep.data.open_files import shared_file
 from lockstep.data.order import Ascending, Placed, by_person, permutation
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
@@ -91,8 +93,8 @@ class AnyLoader(ABC):
         self._pin = bool(self._places) and (may_pin(self._places[0]) if pin is None else pin)
         self._fetching = self._fetcher()
         self._count = self._count_of_workers(workers)
-        self._workers = Workers(self._fetching, self._count, self._pin) if self._count else None
-        self._are_stale = False
+        self._workers: Workers | None = None
+        self._are_stale = bool(self._count)
         self._states: dict[tuple[int, int], Any] | None = None
         self._next = 0
 
@@ -153,9 +155,27 @@ class AnyLoader(ABC):
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """What ``_fetching`` gives for each request, here or in loader workers, which are asked ahead."""
         if self._are_stale:
-            self.close()
-            self._workers, self._are_stale = Workers(self._fetching, self._count, self._pin), False
+            self._begin_workers()
         return (self._fetching(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
+
+    def _begin_workers(self) -> None:
+        """Begin new loader workers, unless they would share an open file of the dataset: its position moves."""
+        self.close()
+        self._workers, self._are_stale = None, False
+        if (file := shared_file(self._dataset)) is None:
+            self._workers = Workers(self._fetching, self._count, self._pin)
+            return
+        self._count = 0
+        note = (
+            f'{self._name}: attribute "{file}" is an open file, and loader workers would share its position: samples '
+            "are fetched in the training process; to have loader workers, open it in __getitem__, or leave it out in "
+            "the dataset's __getstate__"
+        )
+        world = _world.current()
+        if world is None:
+            warnings.warn(note, stacklevel=2)
+        elif world.is_first:
+            world.tell(Line.note(note))
 
     def _world_to_compare(self) -> World | None:
         """The ranks that share these batches, where there are several."""
@@ -164,12 +184,12 @@ class AnyLoader(ABC):
 
     def renew_workers(self) -> None:
         """Have the next epoch fetched by new loader workers, where there are any: the dataset has been changed here."""
-        self._are_stale = self._workers is not None
+        self._are_stale = bool(self._count)
 
     @property
     def has_workers(self) -> bool:
         """Whether samples are fetched by loader workers, which hold copies of the dataset."""
-        return self._workers is not None
+        return bool(self._count)
 
     def close(self) -> None:
         """End the loader workers, where there are any."""
@@ -195,7 +215,7 @@ class Loader(AnyLoader):
 
     @property
     def _held_on(self) -> torch.device | None:
-        return None if self._workers is not None else self._fetching.held_on
+        return None if self._count else self._fetching.held_on
 
     def __len__(self) -> int:
         """Global batches of an epoch (the first)."""
@@ -215,7 +235,7 @@ class Loader(AnyLoader):
         rows, held = self._cutting.rows(order, start), self._held_on
         wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
         answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
-        is_indexed = self._workers is None and self._fetching.tensors is not None
+        is_indexed = not self._count and self._fetching.tensors is not None
         for index, row in enumerate(rows, start):
             if is_indexed:  # the hot path of a small step
                 at = row if held is None else next(wanted)

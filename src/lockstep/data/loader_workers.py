@@ -14,9 +14,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in the stubs
-from typing import Any
+from typing import Any, Protocol
 
 import cloudpickle
 import torch
@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 from lockstep.data import fetch
 from lockstep.data.fetch import base_of
+from lockstep.data.open_files import with_own_files
 from lockstep.errors import JobError, LockstepError, Lost, counted
 from lockstep.launch.devices import bound_by_launcher, usable_cores
 from lockstep.launch.stop_request import GRACE
@@ -32,8 +33,15 @@ from lockstep.launch.world import World
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
 
-Fetching = Callable[..., Any]
-"""A Fetcher, or what reads a stream."""
+
+class Fetching(Protocol):
+    """A Fetcher, or what reads a stream."""
+
+    dataset: Any
+
+    def __call__(self, *request: Any) -> Any:
+        """Fetch what is asked for."""
+
 
 _PR_SET_PDEATHSIG = 1
 
@@ -110,6 +118,7 @@ class _Remote:
     def __getitem__(self, request: Request) -> Any:
         if self._reading is not None and fetch.reading is None and (info := get_worker_info()) is not None:
             fetch.reading = memoryview(self._reading).cast("q")[info.id : info.id + 1]
+            self._fetcher.dataset = with_own_files(self._fetcher.dataset)
         try:
             return self._fetcher(*request)
         except LockstepError as error:

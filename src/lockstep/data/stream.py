@@ -133,12 +133,15 @@ class Reader:
 
     Random numbers that the stream draws are seeded by (seed, epoch, place) before each sample, so every rank reads the
     same, and a skipped sample leaves the stream in the state that a used one would.
+
+    Attributes:
+        dataset: the stream.
     """
 
     def __init__(
         self, dataset: Any, cutting: Cutting, seed: int, evaluation: bool, collate: Collate | None, name: str
     ) -> None:
-        self._dataset, self._cutting, self._collate, self._name = dataset, cutting, collate, name
+        self.dataset, self._cutting, self._collate, self._name = dataset, cutting, collate, name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
         self._draws = getattr(dataset, "draws_random", True)
         self._compared = cutting.world_size > 1 and cutting.rank is not None
@@ -159,7 +162,7 @@ class Reader:
             first = self._place
             samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
             if begins and index == 0 and not samples and kept is not None:  # the state was at the end of an epoch
-                self._samples = iter(self._dataset)
+                self._samples = iter(self.dataset)
                 samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
             if begins and index == 0 and not samples:
                 if not self._gave:
@@ -177,7 +180,7 @@ class Reader:
                 pairs.append(together(samples[a:b], self._collate, self._name))
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         looks = self._compared and samples and index & (index - 1) == 0
-        after = state_of(self._dataset, self._place) if self.sends_state else None
+        after = state_of(self.dataset, self._place) if self.sends_state else None
         return len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs, after
 
     def _begin(self, epoch: int, state: int, start: int, kept: Any) -> None:
@@ -185,11 +188,11 @@ class Reader:
         if self._draws:
             seed_all(absorbed(state, ORDER) >> 1)
         if kept is not None:
-            load_state(self._dataset, kept, self._name)
+            load_state(self.dataset, kept, self._name)
         try:
-            if callable(getattr(self._dataset, "set_epoch", None)):
-                self._dataset.set_epoch(epoch)
-            self._samples = iter(self._dataset)
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(epoch)
+            self._samples = iter(self.dataset)
         except Exception as error:
             raise JobError(f"{self._name}: going through it raised {told(error)}") from error
         skipped = start * self._cutting.batch_size
