@@ -170,3 +170,21 @@ def test_objects_of_other_classes_are_left_as_they_are() -> None:
 def test_texts_in_a_tuple_are_cut() -> None:
     assert cut((X, ("a", "b", "c", "d", "e", "f")), 1, 2, 6)[1] == ("b", "c")
     assert cut((X, ("a", "b")), 1, 2, 6)[1] == ("a", "b")
+
+
+class Moves:
+    """It is moved in place, and takes devices only."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+
+    def to(self, device: torch.device) -> Moves:
+        self.values = self.values.to(device=device)
+        return self
+
+
+def test_an_object_with_to_is_moved_by_it_and_stays_as_it_is_where_it_takes_no_format() -> None:
+    nest = {"graphs": Moves(torch.ones(2)), "class": Moves, "text": "to"}
+    moved = to_device(nest, torch.device("meta"), torch.float64)
+    assert moved["graphs"].values.is_meta and moved["graphs"].values.dtype is torch.float32
+    assert moved["class"] is Moves and moved["text"] == "to"

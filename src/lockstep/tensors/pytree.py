@@ -7,6 +7,7 @@ classes are leaves: what is passed from layer to layer may be written to, and ha
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -161,6 +162,7 @@ def each(
     *,
     on_list: Callable[[list[Any] | tuple[Any, ...]], list[Any] | tuple[Any, ...] | None] | None = None,
     on_packed: Callable[[PackedSequence], Any] | None = None,
+    on_object: Callable[[Any], Any] | None = None,
 ) -> Any:
     """The same nest with ``function`` of each tensor; anything else is left as it is.
 
@@ -169,6 +171,7 @@ def each(
         nest: any nesting.
         on_list: asked first of each list and tuple; what it gives is taken instead, unless that is None.
         on_packed: of a ``PackedSequence``, which is refused otherwise.
+        on_object: of any other leaf.
     """
     if isinstance(nest, torch.Tensor):
         return function(nest)
@@ -178,8 +181,9 @@ def each(
         return taken
     inside = parts(nest)
     if inside is None:
-        return nest
-    return rebuilt(nest, [each(function, part, on_list=on_list, on_packed=on_packed) for part in inside])
+        return nest if on_object is None else on_object(nest)
+    of_part = functools.partial(each, function, on_list=on_list, on_packed=on_packed, on_object=on_object)
+    return rebuilt(nest, list(map(of_part, inside)))
 
 
 def copied_nest(nest: T) -> T:
@@ -251,7 +255,8 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
     """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
 
-    Beside float64 complex ones are complex128.
+    Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of graph libraries have, is
+    moved by ``.to(device)`` and cast by ``.to(dtype)``.
 
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
     """
@@ -268,7 +273,20 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None,
             return tensor.to(device, wanted, non_blocking=ahead, memory_format=torch.channels_last)
         return tensor.to(device, wanted, non_blocking=ahead)
 
-    return each(moved, tree, on_packed=lambda packed: packed.to(device))  # type: ignore[arg-type]  # the stubs know dtypes only
+    def moved_object(leaf: Any) -> Any:
+        if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
+            return leaf
+        leaf = leaf.to(device)
+        with contextlib.suppress(Exception):  # some take a device only
+            return leaf if dtype is None else leaf.to(dtype)
+        return leaf
+
+    return each(
+        moved,
+        tree,
+        on_packed=lambda packed: packed.to(device),  # type: ignore[arg-type]  # the stubs know dtypes only
+        on_object=moved_object,
+    )
 
 
 def may_pin(device: torch.device) -> bool:
