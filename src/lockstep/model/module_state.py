@@ -64,16 +64,25 @@ def plain_attributes_of(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def set_flags(model: nn.Module, described: Mapping[str, str]) -> None:
+    """Freeze and train parameters, and set the modes of modules, as ``plain_attributes_of`` described them."""
+    for name, p in model.named_parameters():
+        flag = described.get(f"{name}.requires_grad")
+        if flag is not None:
+            p.requires_grad_(flag == str(True))
+    for name, module in model.named_modules():
+        mode = described.get(f"{name}.training")
+        if mode is not None:
+            module.training = mode == str(True)
+
+
 def note_on_attributes(names: Sequence[str]) -> Caveat:
     """Say which attributes had changed when a checkpoint was written that doesn't keep them."""
     shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     what, are = ("attribute", "is") if len(names) == 1 else ("attributes", "are")
     text = f"{what} {shown}{more} of the model had changed when this checkpoint was written"
-    fix = (
-        "keep state in a buffer, or by get_extra_state and set_extra_state; freeze parameters and "
-        "modules in on_start of a callback"
-    )
+    fix = "keep state in a buffer, or by get_extra_state and set_extra_state"
     return Caveat("state", f"{text}, and {are} not kept", fix)
 
 

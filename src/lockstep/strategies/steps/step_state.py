@@ -30,6 +30,7 @@ from lockstep.model.module_state import (
     note_on_attributes,
     plain_attributes_of,
     set_extra_state,
+    set_flags,
 )
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state, with_modes
 from lockstep.strategies.steps.evaluator import Evaluator
@@ -418,7 +419,8 @@ class StepState(Evaluator):
         self._built_attributes = plain_attributes_of(self.model)
 
     def tell_what_is_not_kept(self) -> None:
-        """Log what the loaded checkpoint does not have; it is called when callbacks have begun."""
+        """Take over what was frozen, and log what the loaded checkpoint does not have; callbacks have begun."""
+        set_flags(self.model, self._saved_attributes)
         now = plain_attributes_of(self.model) if self._saved_attributes else {}
         lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
         notes = [self._begins_anew] if self._begins_anew is not None else []
