@@ -190,6 +190,7 @@ def verify(
     epoch, up to three whose targets differ in kind (a mask, a rare class, NaN), two of the second epoch, and an
     evaluation of a few batches of each set. They compute in float64 where the
     model can; else rounding is measured, by two runs of ``single`` whose sums are taken in other orders.
+    Dropout is switched off on both sides where its masks would differ, which a note says.
 
     Args:
         job: as in ``train``.
