@@ -159,7 +159,7 @@ class AnyLoader(ABC):
         return (self._fetching(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
 
     def _begin_workers(self) -> None:
-        """Begin new loader workers, unless they would share an open file of the dataset: its position moves."""
+        """Begin new loader workers, unless they would share an open file of the dataset."""
         self.close()
         self._workers, self._are_stale = None, False
         if (file := shared_file(self._dataset)) is None:
@@ -167,9 +167,9 @@ class AnyLoader(ABC):
             return
         self._count = 0
         note = (
-            f'{self._name}: attribute "{file}" is an open file, and loader workers would share its position: samples '
-            "are fetched in the training process; to have loader workers, open it in __getitem__, or leave it out in "
-            "the dataset's __getstate__"
+            f'{self._name}: attribute "{file}" is an open file, and loader workers would share its '
+            "position: samples are fetched in the training process; to have loader workers, open it in "
+            "__getitem__, or leave it out in the dataset's __getstate__"
         )
         world = _world.current()
         if world is None:

@@ -1,7 +1,7 @@
 """Open files among a dataset's attributes.
 
-A forked process shares the position of each file that was open before the fork, and reading moves it: of two loader
-workers that seek and read, one would read where the other went.
+A forked process shares the position of each file that was open before the fork, and reading moves
+it: of two loader workers that seek and read, one would read where the other went.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _ITEMS = 32
 
 
 def shared_file(dataset: Any) -> str | None:
-    """Return the name of an open file (``reader.file``) that forked workers would share; None where there is none.
+    """Return the name of an open file (``reader.file``) that forked workers would share, or None.
 
-    A file that the dataset's own ``__getstate__`` leaves out is not shared: workers take a copy of the dataset.
+    A file that the dataset's own ``__getstate__`` leaves out is not shared: workers take a copy of
+    the dataset.
     """
     if not (files := _open_files(dataset)):
         return None
@@ -34,12 +35,12 @@ def shared_file(dataset: Any) -> str | None:
 
 
 def with_own_files(dataset: Any) -> Any:
-    """Return the dataset for a loader worker: a copy where it has open files, which its ``__getstate__`` leaves out."""
+    """Return the dataset for a loader worker: a copy by ``__getstate__`` where it has open files."""
     return _by_state(dataset) if _open_files(dataset) else dataset
 
 
 def _by_state(dataset: Any) -> Any:
-    """Return a copy made by ``__getstate__`` and ``__setstate__``, as pickling would make it, where it has its own."""
+    """Return a copy made by the dataset's own ``__getstate__``; without one, the dataset itself."""
     if type(dataset) is Subset:
         return Subset(_by_state(dataset.dataset), dataset.indices)
     if type(dataset) is ConcatDataset:
@@ -70,19 +71,19 @@ def _open_files(dataset: Any) -> dict[int, str]:
 
 def _under(dataset: Any) -> list[Any]:
     """List a dataset and those that it is made of, by ``Subset`` and ``ConcatDataset``."""
-    parts: list[Any] = []
+    found = [dataset]
     if isinstance(dataset, Subset):
-        parts = [dataset.dataset]
-    elif isinstance(dataset, ConcatDataset):
-        parts = dataset.datasets
-    return [dataset, *(one for part in parts for one in _under(part))]
+        found += _under(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        for part in dataset.datasets:
+            found += _under(part)
+    return found
 
 
 def _inside(thing: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(thing, list | tuple):
-        return enumerate(thing[:_ITEMS])
-    if isinstance(thing, dict):
-        return list(islice(thing.items(), _ITEMS))
+    if isinstance(thing, dict | list | tuple):
+        items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+        return islice(items, _ITEMS)
     attributes = getattr(thing, "__dict__", None)
     if isinstance(thing, ModuleType) or not isinstance(attributes, dict):
         return ()
@@ -94,12 +95,10 @@ def _is_open_file(thing: Any) -> bool:
     library = type(thing).__module__.partition(".")[0]
     if library == "multiprocessing":  # its queues are made to be shared
         return False
-    if isinstance(thing, sqlite3.Connection):
-        return True
     try:
-        if library == "h5py":
-            return bool(thing)  # its closed files, groups and datasets are false
+        if library == "h5py" or isinstance(thing, sqlite3.Connection):
+            return bool(thing)  # closed files, groups and datasets of h5py are false
         is_open = hasattr(type(thing), "fileno") and thing.fileno() >= 0
-        return is_open and (not hasattr(thing, "readable") or thing.readable())
+        return is_open and getattr(thing, "readable", lambda: True)()
     except Exception:  # it is closed, or in memory
         return False

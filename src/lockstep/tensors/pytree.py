@@ -255,8 +255,8 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
 def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
     """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
 
-    Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of graph libraries have, is
-    moved by ``.to(device)`` and cast by ``.to(dtype)``.
+    Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of graph
+    libraries have, is moved by ``.to(device)`` and cast by ``.to(dtype)``.
 
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
     """
@@ -277,8 +277,9 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None,
         if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
             return leaf
         leaf = leaf.to(device)
-        with contextlib.suppress(Exception):  # some take a device only
-            return leaf if dtype is None else leaf.to(dtype)
+        if dtype is not None:
+            with contextlib.suppress(Exception):  # some take a device only
+                leaf = leaf.to(dtype)
         return leaf
 
     return each(
