@@ -174,6 +174,26 @@ def test_a_model_that_was_put_on_another_device_is_named(tmp_path: Path, monkeyp
     line(caught)
 
 
+def test_a_model_that_is_distributed_already_is_refused_by_its_wrapper(tmp_path: Path) -> None:
+    says = "model: %s is wrapped in %s already: give its .module, since Lockstep distributes the model"
+    whole, part = says % ("it", "DataParallel"), says % ('"0"', "DataParallel")
+    settings: dict[str, Any] = {"folder": tmp_path, "quiet": True}
+    for model, what in (
+        (lambda: nn.DataParallel(mlp()), whole),
+        (lambda: nn.Sequential(nn.DataParallel(mlp())), part),
+    ):
+        with pytest.raises(JobError) as caught:
+            lockstep.train(dataclasses.replace(MLP, model=model), devices="1xcpu", **settings)
+        assert line(caught) == what
+    job = dataclasses.replace(MLP, model=lambda: nn.parallel.DistributedDataParallel(mlp()))
+    with pytest.raises(JobError, match=f"^{says % ('it', 'DistributedDataParallel')}$"):
+        lockstep.train(job, strategy="ddp", devices="2xcpu", **settings)
+    with pytest.raises(JobError, match=r"Lockstep distributes the model: leave DistributedDataParallel out$"):
+        lockstep.train(job, devices="1xcpu", **settings)
+    with pytest.raises(JobError, match=f"^{whole}$"):
+        lockstep.parallelize(nn.DataParallel(mlp()), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu")
+
+
 # ---- a loss that is not finite ---------------------------------------------------------------------------------------
 
 NAN = float("nan")

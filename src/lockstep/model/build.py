@@ -49,10 +49,13 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         except LockstepError:
             raise
         except Exception as error:
-            raise JobError(f"model: building it raised {told(error)}") from error
+            needs_group = "process group has not been initialized" in str(error)
+            fix = "Lockstep distributes the model: leave DistributedDataParallel out" if needs_group else ""
+            raise JobError(f"model: building it raised {told(error)}", fix=fix) from error
     model = as_module(model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    _refuse_wrapped(model)
     take(job, model, loads=job.init is not None)
     elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
     if elsewhere is not None and not elsewhere[1].is_meta:
@@ -85,6 +88,17 @@ def as_module(model: Any) -> Any:
     """What a job's ``model`` gave; a dict of modules by name as an ``nn.ModuleDict``."""
     is_dict = isinstance(model, dict) and all(isinstance(part, nn.Module) for part in model.values())
     return nn.ModuleDict(model) if is_dict else model
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Refuse a model, or a part of it, that something else distributes already."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            what = f'"{name}"' if name else "it"
+            raise JobError(
+                f"model: {what} is wrapped in {type(module).__name__} already: give its .module, since "
+                "Lockstep distributes the model"
+            )
 
 
 def _begin_training(model: nn.Module) -> None:
