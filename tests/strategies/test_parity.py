@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from torch.utils.data import TensorDataset
 
 import lockstep
@@ -530,6 +531,44 @@ def test_what_replicas_can_not_keep_is_refused(model, ways, says, tmp_path) -> N
         with pytest.raises(StrategyError, match=says):
             train(job, strategy=way, devices="2xcpu", folder=tmp_path / way, quiet=True)
         assert not list((tmp_path / way).iterdir())
+
+
+def pruned() -> nn.Module:
+    model = mlp()
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    return model
+
+
+class Mask(nn.Module):
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * self.mask
+
+
+def masked() -> nn.Module:
+    """The same layer by a parametrization, as pruning is advised to be replaced."""
+    model = pruned()
+    mask = model[0].weight_mask
+    prune.remove(model[0], "weight")
+    parametrize.register_parametrization(model[0], "weight", Mask(mask))
+    return model
+
+
+def test_pruned_layers_are_refused_with_what_to_do(tmp_path) -> None:
+    job = ZOO["mlp"].replace(model=pruned, precision="fp64", epochs=1)
+    says = (
+        r'^%s: "0.weight" is pruned by torch.nn.utils.prune, which computes it from "0.weight_orig", so it can\'t be '
+        r"copied: take ddp, or multiply by the mask in a parametrization \(torch.nn.utils.parametrize\)$"
+    )
+    for way in ("dp", "fsdp"):
+        with pytest.raises(StrategyError, match=says % way):
+            train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    two = train(job.replace(model=masked), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert two.history[0]["eval_loss"] == pytest.approx(one.history[0]["eval_loss"], abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "bag", "function"])

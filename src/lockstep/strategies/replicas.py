@@ -38,7 +38,7 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
         made = copy.deepcopy(model, memo)
     except Exception as error:
         if (computed := computed_tensor(model)) is not None:
-            raise StrategyError(f'dp: "{computed}" is {OF_COMPUTED}') from error
+            raise StrategyError(f"dp: {computed}") from error
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
         ) from error
@@ -161,18 +161,26 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
         attributes[own] = placed[id(changed_to)]
 
 
-OF_COMPUTED = (
-    "computed from other parameters, so it can't be copied: take ddp, or in place of the old "
-    "torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
-)
-
-
 def computed_tensor(model: nn.Module) -> str | None:
-    """The first attribute that is a tensor with a history, as the old ``weight_norm`` leaves them."""
+    """Say which attribute can't be copied, since it is a tensor with a history; None without one.
+
+    Pruning and the old ``weight_norm`` leave such tensors.
+    """
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                return f"{name}.{key}" if name else key
+            if not isinstance(value, torch.Tensor) or value.grad_fn is None:
+                continue
+            place = f"{name}.{key}" if name else key
+            if f"{key}_mask" in module._buffers:
+                return (
+                    f'"{place}" is pruned by torch.nn.utils.prune, which computes it from '
+                    f'"{place}_orig", so it can\'t be copied: take ddp, or multiply by the mask in a '
+                    "parametrization (torch.nn.utils.parametrize)"
+                )
+            return (
+                f'"{place}" is computed from other parameters, so it can\'t be copied: take ddp, or in '
+                "place of the old torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
+            )
     return None
 
 
