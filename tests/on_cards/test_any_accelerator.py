@@ -8,9 +8,12 @@ from torch import nn
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.writer import Writer
+from lockstep.errors import StrategyError
 from lockstep.launch.device_table import machine, table
 from lockstep.launch.world import World
 from lockstep.parallel import largest_batch
+from lockstep.pipelining.stage_layers import place_tensors
+from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import to_device
 from simulated_card import counts
 
@@ -52,3 +55,23 @@ def test_a_checkpoint_is_copied_from_a_card_without_the_host_waiting(tmp_path) -
 def test_what_comes_from_a_card_is_there_when_the_host_reads_it() -> None:
     on_card = torch.arange(4.0).to("card:1")
     assert to_device([on_card], torch.device("cpu"))[0].tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6))
+    model[1].weight = nn.Parameter(model[0].weight.t())
+    return model
+
+
+def test_parameters_in_common_memory_are_moved_together_or_not_at_all() -> None:
+    card = torch.device("card:1")
+    model, stages = tied(), tied()
+    place_module(model, card)
+    place_tensors(stages, {}, card)
+    for moved in (model, stages):
+        with torch.no_grad():
+            moved[0].weight.fill_(3.0)
+        assert moved[1].weight.device == card
+        assert moved[1].weight.cpu().eq(3.0).all()
+    with pytest.raises(StrategyError, match=r"weight\" have memory in common .* can't be moved or converted together"):
+        place_tensors(tied(), {"1.weight": torch.device("card:2")}, card)

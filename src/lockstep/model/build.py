@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from lockstep.model.given_modules import given_parts, take
 from lockstep.model.inspection import attribute_tensors
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
+from lockstep.tensors.common_memory import common_memory_kept, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, is_lazy, to_device
@@ -57,7 +58,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     _refuse_wrapped(model)
     take(job, model, loads=job.init is not None)
-    elsewhere = next(((n, t) for n, t in _all_tensors(model) if t.device.type not in ("cpu", world.device.type)), None)
+    elsewhere = next(((n, t) for n, t in tensors_of(model) if t.device.type not in ("cpu", world.device.type)), None)
     if elsewhere is not None and not elsewhere[1].is_meta:
         raise JobError(
             f'model: "{elsewhere[0]}" was put on {elsewhere[1].device}, and it is to train on {world.device}: build it '
@@ -78,7 +79,8 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
     if job.channels_last:
-        _lay_out(model)
+        with common_memory_kept(model):
+            _lay_out(model)
     if place and not world.device.is_slot:
         place_module(model, world.device.torch)
     return model
@@ -127,7 +129,7 @@ def _expand_buffers(model: nn.Module) -> None:
 
 def _lay_out(model: nn.Module) -> None:
     """Give the weights of convolutions over images the layout; those over volumes stay, on which Module.to raises."""
-    for _, tensor in _all_tensors(model):
+    for _, tensor in tensors_of(model):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
@@ -155,7 +157,7 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
     Raises:
         JobError: the model can't take them, or has a lazy layer that it doesn't use.
     """
-    lazy = [name for name, p in _all_tensors(model) if is_lazy(p)]
+    lazy = [name for name, p in tensors_of(model) if is_lazy(p)]
     if not lazy:
         return
     data = resolve(job.train_data, world)
@@ -169,7 +171,7 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
             call(model, inputs)
     except Exception as error:
         raise JobError(f"model: it has lazy layers, and with the first samples it raised {told(error)}") from error
-    left = [name for name, p in _all_tensors(model) if is_lazy(p)]
+    left = [name for name, p in tensors_of(model) if is_lazy(p)]
     if left:
         raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')
 
@@ -198,7 +200,7 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     """
     if world.size == 1:
         return
-    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in _all_tensors(model)]
+    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in tensors_of(model)]
     whole = hashlib.sha256(repr(mine).encode()).hexdigest()
     if len(set(world.gather_objects(whole))) == 1:
         return
@@ -253,8 +255,3 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where each buffer of the model is kept: its module and its name there."""
     return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
-
-
-def _all_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()

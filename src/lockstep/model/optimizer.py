@@ -171,9 +171,8 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``state_dict`` and ``load_state_dict`` are not PyTorch's, as those of one that is made of others."""
-    kind = torch.optim.Optimizer
-    methods = (optimizer.state_dict, kind.state_dict), (optimizer.load_state_dict, kind.load_state_dict)
-    return all(getattr(own, "__func__", None) is not function for own, function in methods)
+    kind, pytorchs = type(optimizer), torch.optim.Optimizer
+    return kind.state_dict is not pytorchs.state_dict and kind.load_state_dict is not pytorchs.load_state_dict
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:

@@ -25,6 +25,7 @@ from torch import nn
 from lockstep.errors import JobError, first_line
 from lockstep.launch.processes.call import flags, set_flags
 from lockstep.launch.world import World
+from lockstep.tensors.common_memory import common_memory_kept
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
@@ -130,8 +131,9 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
     """
     if name == "fp16" and (found := next((n for n, p in model.named_parameters() if p.is_complex()), None)):
         raise JobError(f"precision: \"{found}\" is complex, which fp16's scaled loss can't be used with: take bf16")
-    if name == "fp64":
-        model.double()
-        model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
-    elif name is not None:
-        model.float()
+    with common_memory_kept(model):
+        if name == "fp64":
+            model.double()
+            model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]
+        elif name is not None:
+            model.float()

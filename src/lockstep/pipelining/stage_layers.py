@@ -22,6 +22,7 @@ from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.transfer import Moving
+from lockstep.tensors.common_memory import common_memory_kept, tensors_of
 from lockstep.tensors.placing import place_tensor
 from lockstep.threads import recompute
 
@@ -105,10 +106,11 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []  # as ``Module.to`` does
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        place = places.get(name, rest)
-        if tensor.device != place:
-            place_tensor(tensor, place)
+    with common_memory_kept(model):
+        for name, tensor in list(tensors_of(model)):
+            place = places.get(name, rest)
+            if tensor.device != place:
+                place_tensor(tensor, place)
     for module in recurrent:
         module._init_flat_weights()  # cuDNN wants its weights in one piece
 

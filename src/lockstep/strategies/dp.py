@@ -50,6 +50,7 @@ from lockstep.strategies.step_function.function_on_replicas import FunctionOnRep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
 from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut, share_sizes
@@ -85,6 +86,8 @@ class DP(Strategy):
         self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
             refuse_what_replicas_would_share(model)
+            if job.step is not None:  # each replica has memory of its own for parameters
+                refuse_common_memory(tensors_of(model), self.name)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):

@@ -30,6 +30,7 @@ from lockstep.strategies.product import Product
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
+from lockstep.tensors.common_memory import refuse_common_memory
 
 _ELEMENTWISE = {
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
@@ -145,10 +146,10 @@ class FSDP(Strategy):
         Raises:
             StrategyError: with what to do instead.
         """
-        from lockstep.strategies.sharded.common_memory import refuse_common_memory
+        from lockstep.strategies.sharded.held_tensors import held_tensors
         from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 
-        refuse_common_memory(model, {**job.metrics, "loss": job.loss})
+        refuse_common_memory(held_tensors(model, {**job.metrics, "loss": job.loss}), self.name)
         if world.backend == "gloo" and world.device.type == "cuda":  # whose functional collectives end in a SIGSEGV
             raise StrategyError("fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each rank")
         if job.compile:

@@ -51,6 +51,7 @@ from lockstep.strategies.single import SingleStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added
 from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,8 @@ class Hogwild(Strategy):
             raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
         model = build_model(job, world)
         self.refuse(model, world.size)
+        if world.size > 1:
+            refuse_common_memory(tensors_of(model), self.name)
         shared = SharedWeights(model, world) if world.size > 1 else None
         optimizer = build_optimizer(job, model)
         if world.size > 1:

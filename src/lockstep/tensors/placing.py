@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.tensors.common_memory import common_memory_kept
 from lockstep.tensors.pytree import tensors as tensors_of
 
 _BUCKET = 32 << 20
@@ -21,17 +22,18 @@ _BUCKET = 32 << 20
 
 def place_module(module: nn.Module, place: torch.device) -> None:
     """Move a module's parameters and buffers to a device, as ``Module.to`` does, with its ties and hooks."""
-    if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=place)):
-        module.to(place)
-        return
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        module.to(place)
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swaps)
-    for parameter in module.parameters():
-        _connect_hooks(parameter)
+    with common_memory_kept(module):
+        if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=place)):
+            module.to(place)
+            return
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            module.to(place)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+        for parameter in module.parameters():
+            _connect_hooks(parameter)
 
 
 @torch.no_grad()

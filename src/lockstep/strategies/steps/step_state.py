@@ -176,25 +176,22 @@ class StepState(Evaluator):
         if not self._with_modes or self._evaluates_weights:
             yield
             return
-        parameters = list(self.parts().values())
-        before = [p.detach().clone() for p in parameters]
+        before = {p: p.detach().clone() for p in self.parts().values()}
         for optimizer in self._with_modes:
             optimizer.eval()
         # None where a person has called eval() already, whose train() it is then.
-        swapped = [
-            (p, value, p._version) for p, value in zip(parameters, before, strict=True) if not torch.equal(p, value)
-        ]
+        versions = {p: p._version for p, value in before.items() if not torch.equal(p, value)}
         self._evaluates_weights = True
         try:
             yield
         finally:
             self._evaluates_weights = False
-            unwritten = [(p, value) for p, value, version in swapped if p._version == version]
-            if swapped:
+            unwritten = [p for p, version in versions.items() if p._version == version]
+            if versions:
                 self.train_weights()
             with torch.no_grad():
-                for p, value in unwritten:
-                    p.copy_(value)
+                for p in unwritten:
+                    p.copy_(before[p])
 
     def after_events(self) -> None:
         """Look for what a person's functions, which run on rank 0 only, may have changed."""
