@@ -102,6 +102,7 @@ def job(
     epochs: int = 30,
     generated: bool = False,
     samples: int = 50_000,
+    dropout: float = 0.2,
 ) -> lockstep.Job:
     """The job; its parameters are given as `--set image_size=224`.
 
@@ -112,6 +113,7 @@ def job(
         epochs: also the length of the annealing; ``--epochs 10`` sets it.
         generated: take a stand-in of the same shape for the images.
         samples: of the stand-in for training; a fifth of that is for evaluation.
+        dropout: before the classifier.
     """
     if image_size < 32:
         raise JobError(f"image_size: {image_size} is smaller than the images, which are 32 x 32")
@@ -122,7 +124,7 @@ def job(
     if generated:
         train_data, eval_data = lambda: stand_in(samples, 1), lambda: stand_in(samples // 5, 2)
     return lockstep.Job(
-        model=lambda: nn.Sequential(Enlarged(image_size), MobileNetV2(classes=10)),
+        model=lambda: nn.Sequential(Enlarged(image_size), MobileNetV2(10, dropout)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=5e-4),
         train_data=train_data,
