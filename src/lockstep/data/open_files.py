@@ -18,7 +18,7 @@ from torch.utils.data import ConcatDataset, Subset
 _LEVELS = 5
 """Three levels of attributes, with lists, tuples or dictionaries between them."""
 
-_ITEMS = 32
+_ITEMS = 16
 """Items that are looked at of a list, a tuple or a dictionary: the others are of the same kind."""
 
 
