@@ -166,7 +166,7 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
     In training they hold the point where gradients are computed, in evaluation the average that is the result.
     """
     every = optimizer.by_name.values() if isinstance(optimizer, Optimizers) else [optimizer]
-    return [one for one in every if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None))]
+    return [one for one in every if hasattr(one, "train") and hasattr(one, "eval")]
 
 
 def has_own_state(optimizer: torch.optim.Optimizer) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StrategyError
+from lockstep.tensors.pytree import is_lazy
 
 Named = tuple[str, torch.Tensor]
 
@@ -40,7 +41,7 @@ def common_memory_kept(model: nn.Module) -> Iterator[None]:
     Raises:
         StrategyError: that can't be, since they are on several devices now, say.
     """
-    groups = in_common_memory([(name, tensor.detach()) for name, tensor in tensors_of(model)])
+    groups = in_common_memory([(name, tensor.detach()) for name, tensor in tensors_of(model) if not is_lazy(tensor)])
     yield
     now = dict(tensors_of(model))
     for group in groups:
