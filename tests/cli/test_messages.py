@@ -166,7 +166,7 @@ def test_a_model_that_was_put_on_another_device_is_named(tmp_path: Path, monkeyp
 
     model = mlp()
     monkeypatch.setattr(
-        "lockstep.model.build._all_tensors", lambda model: [("2.weight", torch.ones(1).as_subclass(Elsewhere))]
+        "lockstep.model.build.tensors_of", lambda model: [("2.weight", torch.ones(1).as_subclass(Elsewhere))]
     )
     job = dataclasses.replace(MLP, model=lambda: model)
     with pytest.raises(JobError, match=r'"2.weight" was put on cuda:0, and it is to train on cpu:0: build') as caught:

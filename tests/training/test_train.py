@@ -57,6 +57,7 @@ def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
     assert set(summary) == {
         "strategy", "devices", "world_size", "epochs", "steps", "batch_size", "shares", "shapes", "train_samples",
         "eval_samples", "loss", "metrics", "samples_per_second", "seconds", "peak_memory_bytes", "versions",
+        "skipped_updates",
     }  # fmt: skip
     assert (summary["epochs"], summary["steps"], summary["train_samples"], summary["eval_samples"]) == (2, 14, 50, 21)
     assert summary["world_size"] == len(summary["peak_memory_bytes"]) == (2 if strategy == "ddp" else 1)

@@ -1403,7 +1403,7 @@ def test_what_fails_in_smaller_batches_is_judged_in_whole_ones(monkeypatch: pyte
     data = torch.utils.data.TensorDataset(drawn(40, 6), torch.where(where, 2, 0))
     job = dataclasses.replace(
         MLP, loss=FindingNothing(), train_data=data, eval_data=None, metrics={}, batch_size=40, optimizer=plain_sgd
-    )
+    ).replace(nonfinite_limit=0)  # a batch without an item is an error
     found = lockstep.verify(job, strategy="ddp", devices=DEVICES)
     assert found, found
     assert found.batch_size == 40

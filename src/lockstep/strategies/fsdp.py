@@ -27,6 +27,7 @@ from lockstep.model.inspection import holding_on, hooked_parameters
 from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
+from lockstep.strategies.replicas import computed_tensor
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
@@ -152,6 +153,9 @@ class FSDP(Strategy):
         refuse_common_memory(held_tensors(model, {**job.metrics, "loss": job.loss}), self.name)
         if world.backend == "gloo" and world.device.type == "cuda":  # whose functional collectives end in a SIGSEGV
             raise StrategyError("fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each rank")
+        computed = computed_tensor(model)
+        if computed is not None:
+            raise StrategyError(f"fsdp: {computed}")
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":

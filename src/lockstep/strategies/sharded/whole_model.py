@@ -13,7 +13,6 @@ from torch import nn
 from lockstep.errors import StrategyError, told
 from lockstep.launch.events import Caveat
 from lockstep.model.inspection import attribute_place, attribute_prints, detached_attributes
-from lockstep.strategies.replicas import computed_tensor
 from lockstep.strategies.sharded.shards import places_of
 
 LATER = Caveat(
@@ -37,8 +36,6 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        if (computed := computed_tensor(model)) is not None:
-            raise StrategyError(f"fsdp: {computed}") from error
         raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
 
 
