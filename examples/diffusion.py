@@ -1,11 +1,12 @@
-"""Denoising diffusion on handwritten digits, 8 x 8 pixels, that come with scikit-learn (Ho et al. 2020).
+"""Denoising diffusion on handwritten digits (Ho et al. 2020, https://arxiv.org/abs/2006.11239).
 
 lockstep train examples/diffusion.py --strategy ddp --devices 2
 
-The network learns to predict the noise in a noisy digit (https://arxiv.org/abs/2006.11239). Time and noise are drawn in
-the dataset: they depend on the epoch and the sample, so every strategy and number of devices draws the same. At each
-evaluation new digits are made out of noise, `samples/step-230.png` in the run's folder. After the 60 epochs, about one
-minute of two cores, most of them can be read.
+The digits, 8 x 8 pixels, come with scikit-learn; the network learns to predict the noise in a noisy
+one. Time and noise are drawn in the dataset: they depend on the epoch and the sample, so every
+strategy and number of devices draws the same. At each evaluation new digits are made out of noise,
+`samples/step-230.png` in the run's folder. After the 60 epochs, about one minute of two cores, most
+of them can be read.
 """
 
 import math
@@ -44,14 +45,20 @@ class NoisyDigits(Dataset[tuple[tuple[torch.Tensor, int], torch.Tensor]]):
         return (noisy, time), noise
 
 
+def normed(width: int) -> nn.Sequential:
+    """A convolution of what is normalized first."""
+    convolution = nn.Conv2d(width, width, 3, padding=1)
+    return nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), convolution)
+
+
 class Block(nn.Module):
-    """Two convolutions, the time added between them, added to their input: (batch, width, h, w) to that."""
+    """Two convolutions with the time added between them, added to (batch, width, h, w)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.first = normed(width)
         self.time = nn.Linear(width, width)
-        self.second = nn.Sequential(nn.GroupNorm(4, width), nn.SiLU(), nn.Conv2d(width, width, 3, padding=1))
+        self.second = normed(width)
 
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """The block; time: (batch, width)."""
@@ -59,12 +66,12 @@ class Block(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Noisy images (batch, 1, 8, 8) and times (batch,) to the noise: a small U-Net without batch norms."""
+    """Noisy images (batch, 1, 8, 8) and times (batch,) to the noise, by a small U-Net."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
-        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width), nn.SiLU())
+        self.time = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         self.begin = nn.Conv2d(1, width, 3, padding=1)
         self.down = Block(width)
         self.halve = nn.Conv2d(width, width, 3, stride=2, padding=1)
@@ -76,8 +83,8 @@ class Denoiser(nn.Module):
 
     def forward(self, images: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
         """The noise, (batch, 1, 8, 8)."""
-        rates = torch.arange(self.width // 2, device=images.device, dtype=images.dtype) * (-8 / self.width)
-        angles = times[:, None] * torch.exp(rates)
+        rates = torch.exp(torch.arange(self.width // 2).to(images) * (-8 / self.width))
+        angles = times[:, None] * rates
         time = self.time(torch.cat([angles.sin(), angles.cos()], dim=1))
         skip = self.down(self.begin(images), time)
         x = self.enlarge(self.bottom(self.halve(skip), time))
@@ -108,6 +115,6 @@ def job(lr: float = 2e-3, width: int = 32, epochs: int = 60) -> lockstep.Job:
         batch_size=64,
         epochs=epochs,
         eval_every="10epochs",
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
+        lr_scheduler=lambda it: torch.optim.lr_scheduler.CosineAnnealingLR(it, T_max=epochs),
         callbacks=[Sampler(digits_from_noise)],
     )

@@ -2,9 +2,10 @@
 
 lockstep train examples/text_classification.py --strategy ddp --devices 2
 
-Nothing is downloaded: the model of transformers is built from its configuration, and the texts are the files of four
-packages. Paragraphs, of lengths that vary, are padded in ``collate``, and the attention mask leaves the padding out.
-The learning rate rises, then falls to zero, by steps. Chance is right in about a third.
+Nothing is downloaded: the model of transformers is built from its configuration, and the texts are
+the files of four packages. Paragraphs, of lengths that vary, are padded in ``collate``, and the
+attention mask leaves the padding out. The learning rate rises, then falls to zero, by steps. The
+largest package is about a third of the paragraphs.
 """
 
 import re
@@ -47,14 +48,15 @@ def samples(vocabulary: int, longest: int) -> list[tuple[torch.Tensor, int]]:
     every = [(words_of(text), label) for text, label in paragraphs()]
     counts = Counter(word for words, _ in every for word in words)
     number = {word: i for i, (word, _) in enumerate(counts.most_common(vocabulary - 3), start=3)}
-    return [
-        (torch.tensor([BEGIN, *(number.get(word, UNKNOWN) for word in words[: longest - 1])]), label)
-        for words, label in every
-    ]
+    found = []
+    for words, label in every:
+        numbers = [number.get(word, UNKNOWN) for word in words[: longest - 1]]
+        found.append((torch.tensor([BEGIN, *numbers]), label))
+    return found
 
 
 def padded(batch: list[tuple[torch.Tensor, int]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Inputs by the names of the model's arguments, (batch, time of the longest), and labels (batch,)."""
+    """Inputs (batch, time of the longest) by the names of the model's arguments, and labels."""
     texts, labels = zip(*batch, strict=True)
     ids = pad_sequence(texts, batch_first=True, padding_value=PADDING)
     return {"input_ids": ids, "attention_mask": (ids != PADDING).long()}, torch.tensor(labels)
@@ -97,7 +99,7 @@ def job(
     dropout: float = 0.1,
     updates: int = 400,
 ) -> lockstep.Job:
-    """The job; its parameters are given as `--set layers=4`. Every tenth paragraph is for evaluation."""
+    """The job; its parameters are given as `--set layers=4`. A tenth is for evaluation."""
     every = samples(vocabulary, longest)
     return lockstep.Job(
         model=lambda: bert(vocabulary, longest, width, layers, dropout),

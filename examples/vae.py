@@ -1,11 +1,12 @@
-"""A variational autoencoder of handwritten digits, 8 x 8 pixels, that come with scikit-learn (Kingma and Welling 2013).
+"""A variational autoencoder of handwritten digits (Kingma and Welling 2013).
 
 lockstep train examples/vae.py --strategy ddp --devices 2
 
-Reconstruction and KL divergence are summed over the images of a batch, and both are reported beside the loss. The noise
-of the code (https://arxiv.org/abs/1312.6114) is drawn in `forward`: another number of devices draws other numbers, and
-ends as another seed would; a resumed run ends as if it had not been stopped. At each evaluation new digits are decoded,
-`samples/step-23.png` in the run's folder.
+The digits, 8 x 8 pixels, come with scikit-learn. Reconstruction and KL divergence are summed over
+the images of a batch, and both are reported beside the loss. The noise of the code
+(https://arxiv.org/abs/1312.6114) is drawn in `forward`: another number of devices draws other
+numbers, and ends as another seed would; a resumed run ends as if it had not been stopped. At each
+evaluation new digits are decoded, `samples/step-23.png` in the run's folder.
 """
 
 import torch
@@ -18,7 +19,7 @@ from lockstep.callbacks import Sampler
 
 
 class VAE(nn.Module):
-    """Images (batch, 64) to logits of their pixels, and the mean and log-variance of their code."""
+    """Images (batch, 64) to logits of that shape, mean and log-variance (batch, code)."""
 
     def __init__(self, width: int, code: int) -> None:
         super().__init__()
@@ -27,7 +28,7 @@ class VAE(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(code, width), nn.ReLU(), nn.Linear(width, 64))
 
     def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Logits (batch, 64), mean and log-variance (batch, code); in evaluation the code is the mean."""
+        """Logits, mean and log-variance; in evaluation the code is the mean."""
         mean, log_variance = self.encoder(images).chunk(2, dim=1)
         code = mean
         if self.training:
@@ -35,7 +36,7 @@ class VAE(nn.Module):
         return self.decoder(code), mean, log_variance
 
 
-def elbo(outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], images: torch.Tensor) -> lockstep.Loss:
+def elbo(outputs: tuple[torch.Tensor, ...], images: torch.Tensor) -> lockstep.Loss:
     """The negative evidence lower bound, summed over images, in nats."""
     logits, mean, log_variance = outputs
     reconstruction = F.binary_cross_entropy_with_logits(logits, images, reduction="sum")
@@ -46,7 +47,7 @@ def elbo(outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], images: torch
 
 
 def digits(held_out: bool) -> TensorDataset:
-    """Images (count, 64) with pixels from 0 to 1, which are their own targets; every fifth is for evaluation."""
+    """Images (count, 64), also as targets; every fifth is for evaluation."""
     from sklearn.datasets import load_digits
 
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 16

@@ -1,11 +1,12 @@
-"""A language model over words: an LSTM whose hidden state is carried from batch to batch, on Python's own reference.
+"""A language model over words: an LSTM whose hidden state is carried from batch to batch.
 
 lockstep train examples/word_lm.py --strategy ddp --devices 2
 
-The text is cut in columns, as many as a batch has rows. Row r of each batch is the next window of column r, so the LSTM
-goes on with the state in which it left that column, and back-propagation ends at the window's begin. The model keeps
-the states in a table by column, which is right however a batch is cut. `get_extra_state` gives it to checkpoints: a run
-that is resumed on as many devices goes on with the states that it had.
+The text is Python's own language reference, cut in columns, as many as a batch has rows. Row r of
+each batch is the next window of column r, so the LSTM goes on with the state in which it left that
+column, and back-propagation ends where the window begins. The model keeps the states in a table by
+column, which is right however a batch is cut. `get_extra_state` gives the table to checkpoints: a
+run that is resumed on as many devices goes on with the states that it had.
 """
 
 import re
@@ -15,7 +16,7 @@ from pydoc_data.topics import topics
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lockstep
@@ -25,10 +26,10 @@ UNKNOWN = 0
 
 
 @cache
-def words(vocabulary: int) -> torch.Tensor:
+def words(vocabulary: int) -> Tensor:
     """All words, marks and ends of lines of the reference, as their numbers by frequency.
 
-    Topics share paragraphs: each is taken once, else the text for evaluation would be known from training.
+    Topics share paragraphs. Each is taken once: no text for evaluation is known from training.
     """
     paragraphs = [part for name in sorted(topics) for part in topics[name].split("\n\n")]
     text = "\n".join(dict.fromkeys(paragraphs))
@@ -38,12 +39,12 @@ def words(vocabulary: int) -> torch.Tensor:
     return torch.tensor([number.get(word, UNKNOWN) for word in found])
 
 
-class Columns(Dataset[tuple[tuple[torch.Tensor, int, int], torch.Tensor]]):
-    """Window after window of all columns: sample i is window ``i // columns`` of column ``i % columns``."""
+class Columns(Dataset[tuple[tuple[Tensor, int, int], Tensor]]):
+    """Sample i is window ``i // columns`` of column ``i % columns``, and the words that follow."""
 
     draws_random = False
 
-    def __init__(self, text: torch.Tensor, columns: int, window: int) -> None:
+    def __init__(self, text: Tensor, columns: int, window: int) -> None:
         self.columns = columns
         self.window = window
         self.windows = (len(text) // columns - 1) // window
@@ -52,7 +53,7 @@ class Columns(Dataset[tuple[tuple[torch.Tensor, int, int], torch.Tensor]]):
     def __len__(self) -> int:
         return self.windows * self.columns
 
-    def __getitem__(self, i: int) -> tuple[tuple[torch.Tensor, int, int], torch.Tensor]:
+    def __getitem__(self, i: int) -> tuple[tuple[Tensor, int, int], Tensor]:
         number, column = divmod(i, self.columns)
         start = number * self.window
         words = self.text[column, start : start + self.window + 1]
@@ -60,7 +61,7 @@ class Columns(Dataset[tuple[tuple[torch.Tensor, int, int], torch.Tensor]]):
 
 
 class WordLM(nn.Module):
-    """Words (batch, time), their columns and windows (batch,) to logits of next words (batch, time, vocabulary)."""
+    """Words (batch, time), columns and windows (batch,) to logits (batch, time, vocabulary)."""
 
     def __init__(self, vocabulary: int, columns: int, width: int, layers: int) -> None:
         super().__init__()
@@ -69,36 +70,41 @@ class WordLM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
         self.states = torch.zeros(2, layers, columns, width)  # h and c of each column
 
-    def forward(self, words: torch.Tensor, column: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-        """Logits; in evaluation each window begins with a state of zeros."""
+    def forward(self, words: Tensor, column: Tensor, window: Tensor) -> Tensor:
+        """Logits of the next words; in evaluation each window begins with a state of zeros."""
         x = self.embedding(words)
         if not self.training:
             return self.head(self.lstm(x)[0])
         self.states = self.states.to(x)
-        begins = (window == 0).view(-1, 1)
-        h, c = self.states[:, :, column].masked_fill(begins, 0.0)
+        h, c = self.states[:, :, column].masked_fill((window == 0).view(-1, 1), 0.0)
         x, after = self.lstm(x, (h, c))
         self.states = self.states.index_copy(2, column, torch.stack(after).detach())
         return self.head(x)
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self) -> Tensor:
         """What a checkpoint keeps beside the weights: the states."""
         return self.states
 
-    def set_extra_state(self, states: torch.Tensor) -> None:
+    def set_extra_state(self, states: Tensor) -> None:
         """Go on with the states of a checkpoint."""
         self.states = states
 
 
-def nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+def nats(logits: Tensor, targets: Tensor) -> tuple[Tensor, int]:
     """The loss: (total, count) over words; ``exp(loss)`` is the perplexity."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    return total, targets.numel()
 
 
 def job(
-    vocabulary: int = 4000, columns: int = 20, window: int = 32, width: int = 128, layers: int = 2, lr: float = 3e-3
+    vocabulary: int = 4000,
+    columns: int = 20,
+    window: int = 32,
+    width: int = 128,
+    layers: int = 2,
+    lr: float = 3e-3,
 ) -> lockstep.Job:
-    """The job; its parameters are given as `--set width=256`. The first nine tenths of the text are trained on."""
+    """The job; its parameters are given as `--set width=256`. A tenth is for evaluation."""
     text = words(vocabulary)
     cut = len(text) * 9 // 10
     return lockstep.Job(
