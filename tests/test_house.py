@@ -8,8 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import lockstep
 
+import bars  # isort: skip
 from pages import table_of_strategies  # isort: skip
 
 SRC = Path(lockstep.__file__).parent
@@ -153,3 +156,84 @@ def test_no_room_uses_private_members_of_another() -> None:
         "_base",
     }  # PyTorch's own, which a class of ours names too
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
+
+
+TOKENS = {
+    "checkpoint": 7_037,
+    "cli": 6_836,
+    "compare": 17_831,
+    "data": 14_587,
+    "export": 4_790,
+    "launch": 24_914,
+    "map": 5_897,
+    "model": 42_978,
+    "parallel": 14_654,
+    "pipelining": 26_837,
+    "prediction": 4_303,
+    "profiling": 4_443,
+    "report": 5_175,
+    "strategies": 50_309,
+    "tensors": 9_853,
+    "threads": 8_790,
+    "top": 7_964,
+    "training": 34_635,
+    "verify": 16_610,
+}
+"""Code tokens of each room, at most. These bars, and those below, only fall: lower one where code goes."""
+
+DENSITY = {
+    "checkpoint": 6.28,
+    "cli": 6.34,
+    "compare": 7.28,
+    "data": 6.26,
+    "export": 8.65,
+    "launch": 5.57,
+    "map": 5.97,
+    "model": 7.14,
+    "parallel": 6.17,
+    "pipelining": 6.91,
+    "prediction": 6.78,
+    "profiling": 6.79,
+    "report": 7.39,
+    "strategies": 6.75,
+    "tensors": 6.88,
+    "threads": 6.19,
+    "top": 5.57,
+    "training": 7.60,
+    "verify": 7.13,
+}
+"""Code tokens a line in each room, at most; 5.0 is wanted."""
+
+CALLS = {"single": (1_100, 160), "dp": (16_700, 560), "pp": (20_700, 210)}
+"""Python calls of the first update, and of one that isn't checked, beyond those of the bare step, at most."""
+
+
+def test_no_room_has_more_code_than_its_bar() -> None:
+    found = bars.tokens_by_room()
+    assert found.keys() == TOKENS.keys()
+    assert {room: tokens for room, tokens in found.items() if tokens > TOKENS[room]} == {}
+
+
+def test_no_room_is_packed_denser_than_its_bar() -> None:
+    found = bars.density_by_room()
+    assert {room: density for room, density in found.items() if density > DENSITY[room]} == {}
+
+
+def test_the_reading_path_is_no_longer_than_its_bar() -> None:
+    assert bars.lines_of_the_reading_path() <= 4_515
+
+
+def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
+    assert bars.public_methods_of_a_step() <= 75
+
+
+def test_there_are_no_more_complex_functions_than_the_bar() -> None:
+    assert bars.complex_functions() <= 24
+
+
+@pytest.mark.parametrize("strategy", CALLS)
+def test_an_update_makes_no_more_python_calls_than_its_bar(strategy: str) -> None:
+    first, later = bars.calls_of_updates(strategy)
+    most_in_the_first, most_later = CALLS[strategy]
+    assert first <= most_in_the_first
+    assert later <= most_later
