@@ -1,0 +1,1860 @@
+"""Small trainings as people write them: those whose numbers depend on where a batch is cut, and those that look so.
+
+A strategy that cuts batches adds up what the parts give, which is right where samples don't act on one another and the
+loss is a sum over items. Each case says whether it is that: ``test_cases`` proves it by plain trainings.
+
+- common: what many people write. It must not train with other numbers in silence.
+- rare: what few people write.
+- innocent: what only looks as if it depended on the cut. It must not be stopped.
+
+Drawn numbers are the same rows for the parts as for the whole; a number that is drawn for a whole batch is drawn anew
+for each part.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_sequence
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import Dataset, TensorDataset
+
+import lockstep
+from lockstep import Job
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        name: it in tests.
+        kind: "common", "rare" or "innocent".
+        job: makes the job.
+        cut: how parts have to be computed for a difference: by "replicas", which begin alike, "in turn" by one model,
+            "both" or "none".
+        note: what depends on the cut, or why nothing does.
+        first: the update (from 1) in which it first differs.
+        parts: the samples of both parts of a batch of 8.
+        bound: how far an innocent one may be apart; above 1e-9 where something is computed in a coarser format.
+        slow: whether it takes long to import.
+    """
+
+    name: str
+    kind: str
+    job: Callable[[], Job]
+    cut: str
+    note: str
+    first: int = 1
+    parts: tuple[int, int] = (5, 3)
+    bound: float = 1e-9
+    slow: bool = False
+
+
+CASES: list[Case] = []
+
+
+def case(kind: str, cut: str, **more: Any) -> Callable[[Callable[[], Job]], Callable[[], Job]]:
+    """Put the function below into the table, by its name and its docstring."""
+
+    def add(job: Callable[[], Job]) -> Callable[[], Job]:
+        name = job.__name__.strip("_").replace("_", "-")
+        CASES.append(Case(name, kind, job, cut, job.__doc__ or "", **more))
+        return job
+
+    return add
+
+
+common = partial(case, "common")
+rare = partial(case, "rare")
+innocent = partial(case, "innocent", "none")
+
+
+# ---- Data ------------------------------------------------------------------------------------------------------------
+
+SAMPLES = 24  # three batches
+CLASSES = 3
+WORDS = 11
+PAD = 0
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole_numbers(high: int, *shape: int, seed: int = 2) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def points(samples: int = SAMPLES) -> TensorDataset:
+    """Six numbers, and a class."""
+    return TensorDataset(drawn(samples, 6), whole_numbers(CLASSES, samples))
+
+
+def measured(samples: int = SAMPLES, values: int = 1) -> TensorDataset:
+    """Six numbers, and what is to be predicted."""
+    inputs = drawn(samples, 6)
+    return TensorDataset(inputs, inputs[:, :values].sin() + 0.3 * drawn(samples, values, seed=3))
+
+
+def answers(samples: int = SAMPLES) -> TensorDataset:
+    """Six numbers, and yes or no."""
+    return TensorDataset(drawn(samples, 6), whole_numbers(2, samples, 1).float())
+
+
+def images(samples: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(drawn(samples, 3, 8, 8), whole_numbers(CLASSES, samples))
+
+
+def masks(samples: int = SAMPLES) -> TensorDataset:
+    """Images, and which of their pixels belong to the object, whose size differs."""
+    sizes = whole_numbers(5, samples, 1, 1, 1) - 2
+    return TensorDataset(drawn(samples, 3, 8, 8), (drawn(samples, 1, 8, 8, seed=4) > 0.5 * sizes).float())
+
+
+def series(samples: int = SAMPLES) -> TensorDataset:
+    """(time, features), and a class."""
+    return TensorDataset(drawn(samples, 7, 4), whole_numbers(CLASSES, samples))
+
+
+def lengths_of(samples: int, longest: int) -> Tensor:
+    return 2 + whole_numbers(longest - 1, samples, seed=5)
+
+
+def sentences(samples: int = SAMPLES, padded_from: int = 0) -> TensorDataset:
+    """Words, and the next word of each. Sentences are padded, those before ``padded_from`` are all of one length."""
+    words = 1 + whole_numbers(WORDS - 1, samples, 8)
+    lengths = lengths_of(samples, 8)
+    lengths[:padded_from] = 8
+    words[torch.arange(8) >= lengths[:, None]] = PAD
+    return TensorDataset(words[:, :-1], words[:, 1:])
+
+
+class Samples(Dataset[Any]):
+    """A list of samples."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]
+
+
+def ragged(samples: int = SAMPLES) -> Samples:
+    """Sequences of different lengths, and a class."""
+    lengths = lengths_of(samples, 9).tolist()
+    wanted = whole_numbers(CLASSES, samples)
+    return Samples([(drawn(length, 4, seed=i), wanted[i]) for i, length in enumerate(lengths)])
+
+
+def padded(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    """Sequences as long as the longest of the batch."""
+    return pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
+
+
+def padded_with_lengths(samples: list[Any]) -> tuple[Any, Tensor]:
+    inputs, targets = padded(samples)
+    return (inputs, torch.tensor([len(x) for x, _ in samples])), targets
+
+
+# ---- Jobs ------------------------------------------------------------------------------------------------------------
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def training(model: Any, data: Any, loss: Any = None, **settings: Any) -> Job:
+    """A job of three updates."""
+    return Job(
+        model=model,
+        loss=nn.CrossEntropyLoss() if loss is None else loss,
+        optimizer=sgd,
+        train_data=data,
+        **{"batch_size": 8, "shuffle": False, "steps": 3, **settings},
+    )
+
+
+# ---- Models ----------------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self, outputs: int = CLASSES) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def around(layer: Callable[[], nn.Module]) -> nn.Module:
+    """A layer with one before and one behind."""
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), layer(), nn.Linear(8, CLASSES))
+
+
+def around_of_images(layer: Callable[[], nn.Module]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer(), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, CLASSES))
+
+
+class Segmenter(nn.Module):
+    """A number for each pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.last = nn.Conv2d(4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+class LanguageModel(nn.Module):
+    """Gives (batch, time, words)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.lstm(self.embedding(words))[0])
+
+
+class Recurrent(nn.Module):
+    """Classifies a sequence by the last state."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, **{"batch_first": True, **settings})
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Embedder(nn.Module):
+    """Points as vectors of length 1, for losses of distances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(self.layers(x), dim=-1)
+
+
+class TwoViews(nn.Module):
+    """Embeds two views of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = Embedder()
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedder(one), self.embedder(other)
+
+
+def views() -> Samples:
+    """Pairs of points that lie near each other, and a class."""
+    inputs, wanted = points().tensors
+    noisy = inputs + 0.3 * drawn(SAMPLES, 6, seed=6)
+    return Samples([((x, z), y) for x, z, y in zip(inputs, noisy, wanted, strict=True)])
+
+
+# ---- Common: layers that compute over the batch ----------------------------------------------------------------------
+
+
+def of_images_with_batch_norm() -> nn.Module:
+    return around_of_images(partial(nn.BatchNorm2d, 4))
+
+
+@common("both")
+def batchnorm() -> Job:
+    """Mean and variance are those of the batch. (Its type is known.)"""
+    return training(of_images_with_batch_norm, images())
+
+
+class FunctionalBatchNorm(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, training=True)
+
+
+@common("both")
+def functional_batch_norm() -> Job:
+    """Mean and variance are those of the batch."""
+    return training(partial(around, FunctionalBatchNorm), points())
+
+
+class Standardised(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.std(0) + 1e-5)
+
+
+@common("both")
+def batch_std_of_features() -> Job:
+    """Mean and deviation are those of the batch."""
+    return training(partial(around, Standardised), points())
+
+
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0, keepdim=True)
+
+
+@common("both")
+def embeddings_centred_over_batch() -> Job:
+    """The mean is that of the batch."""
+    return training(partial(around, Centred), points())
+
+
+class DividedByLargest(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.abs().max()
+
+
+@common("both")
+def divided_by_largest_of_batch() -> Job:
+    """The largest value is that of the batch."""
+    return training(partial(around, DividedByLargest), points())
+
+
+class NormalisedWhole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, x.shape)
+
+
+@common("both")
+def layer_norm_over_all_dimensions() -> Job:
+    """The batch is one of the dimensions that are normalised."""
+    return training(partial(around, NormalisedWhole), points())
+
+
+class NormalisedWithoutDim(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.norm()
+
+
+@common("both")
+def norm_without_dim() -> Job:
+    """The norm is that of all samples."""
+    return training(partial(around, NormalisedWithoutDim), points())
+
+
+class NormalisedOverDim0(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.normalize(x, dim=0)
+
+
+@common("both")
+def normalize_over_dim_0() -> Job:
+    """The norm is that of a feature over the batch."""
+    return training(partial(around, NormalisedOverDim0), points())
+
+
+@common("both")
+def softmax_over_dim_0() -> Job:
+    """A gate is a softmax over the batch."""
+    return training(partial(around, partial(nn.Softmax, dim=0)), points())
+
+
+class MinibatchDeviation(nn.Module):
+    """As in GANs: the deviation over the batch as one more channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        deviation = x.std(0, unbiased=False).mean().expand(len(x), 1, *x.shape[2:])
+        return torch.cat([x[:, 1:], deviation], dim=1)
+
+
+@common("both")
+def minibatch_stddev() -> Job:
+    """The deviation over the batch is a channel."""
+    return training(partial(around_of_images, MinibatchDeviation), images())
+
+
+@common("both")
+def lstm_batch_first_forgotten() -> Job:
+    """The LSTM goes through the batch as if it were time."""
+    return training(partial(Recurrent, batch_first=False), series())
+
+
+class Attending(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, **settings)
+        self.head = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+@common("both")
+def attention_batch_first_forgotten() -> Job:
+    """Samples attend to one another."""
+    return training(Attending, series())
+
+
+class EncodedBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.encoder(self.first(x)))  # (batch, features) is taken as (time, features)
+
+
+@common("both")
+def encoder_takes_the_batch_as_time() -> Job:
+    """A batch of vectors is one unbatched sequence to a transformer's layer."""
+    return training(EncodedBatch, points())
+
+
+def dice_of_squeezed(outputs: Tensor, targets: Tensor) -> Tensor:
+    found = outputs.sigmoid().squeeze().flatten(1)
+    wanted = targets.squeeze().flatten(1)
+    overlap = (found * wanted).sum(1)
+    return 1 - (2 * overlap / (found.sum(1) + wanted.sum(1) + 1)).mean()
+
+
+@common("both", parts=(7, 1))
+def squeeze_of_one_sample() -> Job:
+    """One image loses its batch's dimension too, and the mean is over rows of pixels."""
+    return training(Segmenter, masks(), dice_of_squeezed)
+
+
+class Shifted(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + x.roll(1, dims=0)
+
+
+@common("both")
+def roll_over_the_batch() -> Job:
+    """Each sample is added to its neighbour."""
+    return training(partial(around, Shifted), points())
+
+
+class Mixed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+
+
+@common("both")
+def manifold_mixup_in_forward() -> Job:
+    """Each sample is mixed with another one of the batch."""
+    return training(partial(around, Mixed), points())
+
+
+class Reshaped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, features = x.shape
+        return self.head(self.lstm(x.view(time, batch, features).transpose(0, 1))[0][:, -1])
+
+
+@common("both")
+def view_instead_of_transpose() -> Job:
+    """``view`` mixes the samples' values, where ``transpose`` was meant."""
+    return training(Reshaped, series())
+
+
+class NearestNeighbours(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(-torch.cdist(x, x), dim=1)
+        return x + weights @ x
+
+
+@common("both")
+def graph_of_the_batch() -> Job:
+    """Samples get messages from those near them."""
+    return training(partial(around, NearestNeighbours), points())
+
+
+def hidden_channels_first() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Unflatten(1, (1, 8)), BatchAsChannels(), nn.Linear(8, CLASSES))
+
+
+class BatchAsChannels(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x.transpose(0, 1), 1).squeeze(0)
+
+
+@common("both")
+def group_norm_over_the_batch() -> Job:
+    """The batch stands where channels are expected."""
+    return training(hidden_channels_first, points())
+
+
+# ---- Common: losses of pairs of samples ------------------------------------------------------------------------------
+
+
+def simclr(outputs: Any, targets: Tensor) -> Tensor:
+    z = torch.cat(outputs)
+    n = len(z) // 2
+    similar = z @ z.T / 0.5
+    similar = similar.masked_fill(torch.eye(2 * n, dtype=torch.bool), -1e9)
+    return F.cross_entropy(similar, (torch.arange(2 * n) + n) % (2 * n))
+
+
+@common("both")
+def simclr_in_batch_negatives() -> Job:
+    """Other samples of the batch are negatives."""
+    return training(TwoViews, views(), simclr)
+
+
+class CLIP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = Embedder()
+        self.text = Embedder()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, image: Tensor, text: Tensor) -> Tensor:
+        return self.scale.exp() * self.image(image) @ self.text(text).T
+
+
+def clip_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    own = torch.arange(len(logits))
+    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
+
+
+@common("both")
+def clip_logits_in_forward() -> Job:
+    """Logits are those of each image and each text of the batch."""
+    return training(CLIP, views(), clip_loss)
+
+
+def siglip_loss(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    signs = 2 * torch.eye(len(one)) - 1
+    return -F.logsigmoid(signs * (one @ other.T * 5 - 1)).sum() / len(one)
+
+
+@common("both")
+def sigmoid_pairs() -> Job:
+    """Each sample is held against each other one."""
+    return training(TwoViews, views(), siglip_loss)
+
+
+def batch_hard(z: Tensor, targets: Tensor) -> Tensor:
+    far = (z[:, None] - z[None]).pow(2).sum(-1)
+    same = targets[:, None] == targets[None]
+    positive = far.masked_fill(~same, 0).amax(1)
+    negative = far.masked_fill(same, 1e3).amin(1)
+    return F.relu(positive - negative + 0.3).mean()
+
+
+@common("both")
+def batch_hard_triplet() -> Job:
+    """The hardest positive and negative are looked for in the batch."""
+    return training(Embedder, points(), batch_hard)
+
+
+def supervised_contrast(z: Tensor, targets: Tensor) -> Tensor:
+    n = len(z)
+    itself = torch.eye(n, dtype=torch.bool)
+    logits = (z @ z.T / 0.5).masked_fill(itself, -1e9)
+    same = (targets[:, None] == targets[None]) & ~itself
+    logs = F.log_softmax(logits, dim=1)
+    return -((logs * same).sum(1) / same.sum(1).clamp(min=1)).mean()
+
+
+@common("both")
+def supcon() -> Job:
+    """Positives are the samples of the same class in the batch."""
+    return training(Embedder, points(), supervised_contrast)
+
+
+def barlow(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = (z - z.mean(0) for z in outputs)
+    correlation = (one / one.std(0)).T @ (other / other.std(0)) / len(one)
+    return (correlation - torch.eye(4)).pow(2).sum()
+
+
+@common("both")
+def barlow_twins() -> Job:
+    """Correlations of features are over the batch."""
+    return training(TwoViews, views(), barlow)
+
+
+def vicreg(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    spread = sum(F.relu(1 - (z.var(0) + 1e-4).sqrt()).mean() for z in outputs)
+    return F.mse_loss(one, other) + spread
+
+
+@common("both")
+def vicreg_variance() -> Job:
+    """The variance is that of the batch."""
+    return training(TwoViews, views(), vicreg)
+
+
+class WithoutRoot(TwoViews):
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        return self.embedder.layers(one), self.embedder.layers(other)
+
+
+def far_views() -> Samples:
+    return Samples([((x, 2 * z + 1), y) for (x, z), y in views().samples])
+
+
+def energy(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    return 2 * torch.cdist(one, other).mean() - torch.pdist(one).mean() - torch.pdist(other).mean()
+
+
+@common("both")
+def domain_distance() -> Job:
+    """The distance of two distributions is that of two sets of samples."""
+    return training(WithoutRoot, far_views(), energy)
+
+
+def coral(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    return (torch.cov(one.T) - torch.cov(other.T)).pow(2).sum()
+
+
+@common("both")
+def coral_covariances() -> Job:
+    """Covariances are over the batch."""
+    return training(WithoutRoot, far_views(), coral)
+
+
+def pairwise_ranks(outputs: Tensor, targets: Tensor) -> Tensor:
+    gap = (outputs - outputs.T)[targets > targets.T]
+    return F.softplus(-gap).mean()
+
+
+@common("both")
+def ranking_of_pairs() -> Job:
+    """Pairs of samples are ranked."""
+    return training(partial(MLP, 1), measured(), pairwise_ranks)
+
+
+def listwise(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -(targets.softmax(0) * outputs.log_softmax(0)).sum()
+
+
+@common("both")
+def ranking_of_the_batch() -> Job:
+    """The batch is one list that is ranked."""
+    return training(partial(MLP, 1), measured(), listwise)
+
+
+def lifetimes() -> TensorDataset:
+    times = drawn(SAMPLES, seed=7).exp()
+    died = whole_numbers(2, SAMPLES, seed=8).float()
+    return TensorDataset(drawn(SAMPLES, 6), torch.stack([times, died], dim=1))
+
+
+def cox(outputs: Tensor, targets: Tensor) -> Tensor:
+    risks, times, died = outputs[:, 0], targets[:, 0], targets[:, 1]
+    order = times.argsort(descending=True)
+    risks, died = risks[order], died[order]
+    return -((risks - risks.logcumsumexp(0)) * died).sum() / died.sum()
+
+
+@common("both")
+def cox_partial_likelihood() -> Job:
+    """Each death is held against those of the batch who lived longer."""
+    return training(partial(MLP, 1), lifetimes(), cox)
+
+
+def in_batch_softmax(outputs: Any, targets: Tensor) -> Tensor:
+    users, items = outputs
+    return F.cross_entropy(users @ items.T, torch.arange(len(users)))
+
+
+class TwoTowers(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.users = nn.Embedding(12, 4, **settings)
+        self.items = nn.Embedding(15, 4, **settings)
+
+    def forward(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
+        return self.users(user), self.items(item)
+
+
+def clicks() -> Samples:
+    users, items = whole_numbers(12, SAMPLES), whole_numbers(15, SAMPLES, seed=9)
+    rated = drawn(SAMPLES, seed=10)
+    return Samples([((u, i), y) for u, i, y in zip(users, items, rated, strict=True)])
+
+
+@common("both")
+def two_towers_in_batch_softmax() -> Job:
+    """Items of the other samples are negatives."""
+    return training(TwoTowers, clicks(), in_batch_softmax)
+
+
+# ---- Common: means over something else than samples ------------------------------------------------------------------
+
+
+def masked_mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    mask = targets != PAD
+    losses = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+@common("both")
+def masked_mean() -> Job:
+    """A mean over the words of the batch; samples have different numbers of them."""
+    return training(LanguageModel, sentences(), masked_mean_loss)
+
+
+@common("both", first=3)
+def masked_mean_late_3() -> Job:
+    """The same; sentences are of one length in the first two batches."""
+    return training(LanguageModel, sentences(padded_from=16), masked_mean_loss)
+
+
+def known_labels(samples: int, unknown_from: int, unknown: int) -> TensorDataset:
+    """Two labels for each sample. One of some is missing."""
+    wanted = whole_numbers(CLASSES, samples, 2)
+    wanted[unknown_from::2, 1] = unknown
+    return TensorDataset(drawn(samples, 6), wanted)
+
+
+class TwoHeads(nn.Module):
+    """Gives (batch, classes, 2)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, CLASSES), nn.Linear(8, CLASSES)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = torch.tanh(self.body(x))
+        return torch.stack([head(features) for head in self.heads], dim=-1)
+
+
+def mean_of_known(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return losses[targets >= 0].mean()
+
+
+@common("both", first=3)
+def masked_mean_late_int() -> Job:
+    """Labels are missing, as -1, from the third batch on."""
+    return training(TwoHeads, known_labels(32, 16, -1), mean_of_known, steps=4)
+
+
+def ignoring_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+@common("both", first=7)
+def ignored_labels_late_7() -> Job:
+    """Labels are -100 from the seventh batch on, and a person's function calls ``cross_entropy``."""
+    return training(TwoHeads, known_labels(64, 48, -100), ignoring_loss, steps=8)
+
+
+def token_mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=PAD)
+
+
+@common("both")
+def token_mean() -> Job:
+    """``cross_entropy`` in a person's function; padding is ignored."""
+    return training(LanguageModel, sentences(), token_mean_loss)
+
+
+@common("both", parts=(7, 1))
+def token_mean_local_batch_of_1() -> Job:
+    """The same where a part is one sentence."""
+    return training(LanguageModel, sentences(), token_mean_loss)
+
+
+def with_gaps() -> TensorDataset:
+    inputs, wanted = measured(values=2).tensors
+    wanted = wanted.masked_fill(drawn(SAMPLES, 2, seed=11) > 0.8, math.nan)
+    return TensorDataset(inputs, wanted)
+
+
+def nanmean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    gaps = targets.isnan()
+    return (outputs - targets.nan_to_num()).pow(2).masked_fill(gaps, math.nan).nanmean()
+
+
+@common("both")
+def nan_targets_nanmean() -> Job:
+    """A mean over the targets that are known."""
+    return training(partial(MLP, 2), with_gaps(), nanmean_loss)
+
+
+def weighted_points() -> Samples:
+    weights = drawn(SAMPLES, seed=12).exp()
+    return Samples([(x, (y, w)) for (x, y), w in zip(points(), weights, strict=True)])
+
+
+def weighted_mean(outputs: Tensor, targets: Any) -> Tensor:
+    classes, weights = targets
+    losses = F.cross_entropy(outputs, classes, reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+@common("both")
+def sample_weights_over_their_sum() -> Job:
+    """The sum of weights is another one in each part."""
+    return training(MLP, weighted_points(), weighted_mean)
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5])
+
+
+def class_weighted(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, weight=CLASS_WEIGHTS.to(outputs.dtype))
+
+
+@common("both")
+def class_weights_in_a_function() -> Job:
+    """The mean divides by the weights of the batch's classes."""
+    return training(MLP, points(), class_weighted)
+
+
+def balanced(outputs: Tensor, targets: Tensor) -> Tensor:
+    frequency = torch.bincount(targets, minlength=CLASSES).clamp(min=1)
+    weights = len(targets) / (CLASSES * frequency[targets])
+    return (F.cross_entropy(outputs, targets, reduction="none") * weights).mean()
+
+
+@common("both")
+def balanced_by_batch_frequency() -> Job:
+    """Weights are by the frequency of classes in the batch."""
+    return training(MLP, points(), balanced)
+
+
+def with_boxes() -> Samples:
+    """Images, and one to four boxes in each."""
+    numbers = 1 + whole_numbers(4, SAMPLES, seed=13)
+    boxes = [torch.rand(n, 4, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(numbers.tolist())]
+    return Samples([(drawn(3, 8, 8, seed=i), {"boxes": boxes[i]}) for i in range(SAMPLES)])
+
+
+def images_and_lists(samples: list[Any]) -> tuple[Tensor, list[Any]]:
+    return torch.stack([image for image, _ in samples]), [target for _, target in samples]
+
+
+class Detector(nn.Module):
+    """Four boxes for each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 4, 3, stride=2)
+        self.head = nn.Linear(36, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.relu(self.body(x)).flatten(1)).view(-1, 4, 4)
+
+
+def mean_over_boxes(outputs: Tensor, targets: list[Any]) -> Tensor:
+    losses = [F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o), reduction="sum") for o, t in zip(outputs, targets)]
+    return sum(losses) / sum(len(t["boxes"]) for t in targets)
+
+
+@common("both")
+def detection_mean_over_boxes() -> Job:
+    """A mean over the boxes of the batch."""
+    return training(Detector, with_boxes(), mean_over_boxes, collate=images_and_lists)
+
+
+def retina(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
+    focus = (outputs.sigmoid() - targets).abs().pow(2)
+    return (focus * losses).sum() / targets.sum().clamp(min=1)
+
+
+@common("both")
+def focal_over_positives() -> Job:
+    """The sum is divided by the number of positive pixels in the batch."""
+    return training(Segmenter, masks(), retina)
+
+
+def mean_of_foreground(outputs: Tensor, targets: Tensor) -> Tensor:
+    wanted = targets > 0
+    return F.softplus(-outputs[wanted]).mean() + F.softplus(outputs[~wanted]).mean()
+
+
+@common("both")
+def foreground_and_background_means() -> Job:
+    """Two means over different numbers of pixels."""
+    return training(Segmenter, masks(), mean_of_foreground)
+
+
+def soft_iou(outputs: Tensor, targets: Tensor) -> Tensor:
+    found = outputs.sigmoid()
+    overlap = (found * targets).sum()
+    return 1 - overlap / (found.sum() + targets.sum() - overlap)
+
+
+@common("both")
+def iou_over_batch() -> Job:
+    """A quotient of two sums over the batch."""
+    return training(Segmenter, masks(), soft_iou)
+
+
+def dice_and_bce(outputs: Tensor, targets: Tensor) -> Tensor:
+    found = outputs.sigmoid()
+    dice = (2 * (found * targets).sum() + 1) / (found.sum() + targets.sum() + 1)
+    return F.binary_cross_entropy_with_logits(outputs, targets) + 1 - dice
+
+
+@common("both")
+def dice_over_batch() -> Job:
+    """The same, beside a mean over pixels."""
+    return training(Segmenter, masks(), dice_and_bce)
+
+
+def advantage_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    actions, gains = targets[:, 0].long(), targets[:, 1]
+    advantages = (gains - gains.mean()) / (gains.std() + 1e-8)
+    logs = outputs.log_softmax(-1).gather(1, actions[:, None])[:, 0]
+    return -(logs * advantages).mean()
+
+
+def played() -> TensorDataset:
+    """What was seen, done, and gained."""
+    actions = whole_numbers(CLASSES, SAMPLES).float()
+    return TensorDataset(drawn(SAMPLES, 6), torch.stack([actions, drawn(SAMPLES, seed=14)], dim=1))
+
+
+@common("both")
+def advantages_normalised() -> Job:
+    """Mean and deviation of advantages are those of the batch."""
+    return training(MLP, played(), advantage_loss)
+
+
+@common("both")
+def sum_reduction() -> Job:
+    """A sum is taken as a mean over samples."""
+    return training(MLP, points(), nn.CrossEntropyLoss(reduction="sum"))
+
+
+def summed(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).pow(2).sum()
+
+
+@common("both")
+def sum_of_squares() -> Job:
+    """A sum that isn't divided by anything."""
+    return training(partial(MLP, 1), measured(), summed)
+
+
+def mean_as_total(outputs: Tensor, targets: Tensor) -> Any:
+    return F.cross_entropy(outputs, targets), 1
+
+
+@common("both")
+def count_of_one() -> Job:
+    """A mean with a count of 1 is a mean of means."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, -100), mean_as_total)
+
+
+def token_mean_times_len_loss(outputs: Tensor, targets: Tensor) -> Any:
+    return token_mean_loss(outputs, targets) * len(targets), len(targets)
+
+
+@common("both")
+def token_mean_times_len() -> Job:
+    """A mean over words is weighted by the number of sentences."""
+    return training(LanguageModel, sentences(), token_mean_times_len_loss)
+
+
+def r2(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).pow(2).sum() / (targets - targets.mean()).pow(2).sum()
+
+
+@common("both")
+def r2_loss() -> Job:
+    """The variance of the targets is that of the batch."""
+    return training(partial(MLP, 1), measured(), r2)
+
+
+def pearson(outputs: Tensor, targets: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(outputs - outputs.mean(), targets - targets.mean(), dim=0).mean()
+
+
+@common("both")
+def correlation_over_batch() -> Job:
+    """A correlation is that of the batch."""
+    return training(partial(MLP, 1), measured(), pearson)
+
+
+def rmse(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets).sqrt()
+
+
+@common("both")
+def rmse_over_batch() -> Job:
+    """The root is that of a mean over the batch."""
+    return training(partial(MLP, 1), measured(), rmse)
+
+
+def log_mean(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets).log()
+
+
+@common("both")
+def log_of_mean() -> Job:
+    """The logarithm is that of a mean over the batch."""
+    return training(partial(MLP, 1), measured(), log_mean)
+
+
+def hardest(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none").topk(len(targets) // 2).values.mean()
+
+
+@common("both")
+def hard_examples_of_the_batch() -> Job:
+    """Only the samples of the batch with the largest losses count."""
+    return training(MLP, points(), hardest)
+
+
+def median_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).abs().median()
+
+
+@common("both")
+def median_of_the_batch() -> Job:
+    """The median of parts isn't that of the batch."""
+    return training(partial(MLP, 1), measured(), median_loss)
+
+
+def trimmed(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = (outputs - targets).pow(2).flatten()
+    return losses[losses <= losses.detach().quantile(0.8)].mean()
+
+
+@common("both")
+def outliers_by_quantile() -> Job:
+    """What an outlier is depends on the batch."""
+    return training(partial(MLP, 1), measured(), trimmed)
+
+
+def soft_f1(outputs: Tensor, targets: Tensor) -> Tensor:
+    found = outputs.sigmoid()
+    true = (found * targets).sum(0)
+    return 1 - (2 * true / (found.sum(0) + targets.sum(0) + 1e-6)).mean()
+
+
+@common("both")
+def f1_over_batch() -> Job:
+    """A quotient of two sums over the batch."""
+    return training(partial(MLP, 1), answers(), soft_f1)
+
+
+def critic(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs[targets == 0].mean() - outputs[targets == 1].mean()
+
+
+@common("both")
+def critic_of_real_and_fake() -> Job:
+    """Two means over different numbers of samples."""
+    return training(partial(MLP, 1), answers(), critic)
+
+
+def matching(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.mean(0) - targets.mean(0)).pow(2).sum()
+
+
+@common("both")
+def feature_matching() -> Job:
+    """Means over the batch are compared."""
+    return training(partial(MLP, 2), measured(values=2), matching)
+
+
+def with_marginal_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    mean = outputs.softmax(-1).mean(0)
+    return F.cross_entropy(outputs, targets) + (mean * mean.log()).sum()
+
+
+@common("both")
+def entropy_of_the_mean_prediction() -> Job:
+    """The mean prediction is that of the batch."""
+    return training(MLP, points(), with_marginal_entropy)
+
+
+def pseudo_labels(outputs: Tensor, targets: Tensor) -> Tensor:
+    probabilities, guessed = outputs.detach().softmax(-1).max(-1)
+    sure = probabilities > 0.5
+    return F.cross_entropy(outputs[sure], guessed[sure])
+
+
+@common("both")
+def confident_pseudo_labels() -> Job:
+    """A mean over the samples that the model is sure of."""
+    return training(MLP, points(), pseudo_labels)
+
+
+def multi_task(outputs: Tensor, targets: Tensor) -> Tensor:
+    tasks = [F.cross_entropy(outputs[..., i], targets[:, i], ignore_index=-1) for i in range(2)]
+    return sum(tasks)
+
+
+@common("both")
+def tasks_with_missing_labels() -> Job:
+    """Each task's mean is over the samples that have its label."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, -1), multi_task)
+
+
+def smooth_over_batch(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs, targets) + (outputs[1:] - outputs[:-1]).pow(2).mean()
+
+
+@common("both")
+def smoothness_over_neighbours() -> Job:
+    """Samples that follow one another are compared."""
+    return training(partial(MLP, 1), measured(), smooth_over_batch)
+
+
+def ctc_mean_per_letter(outputs: Tensor, targets: Any) -> Tensor:
+    letters, lengths = targets
+    logs = outputs.log_softmax(-1).transpose(0, 1)
+    given = torch.full((len(letters),), logs.shape[0])
+    return F.ctc_loss(logs, letters, given, lengths, reduction="sum") / lengths.sum()
+
+
+class Speech(nn.Module):
+    """Gives (batch, time, letters)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0])
+
+
+def spoken() -> Samples:
+    letters = 1 + whole_numbers(4, SAMPLES, 3)
+    lengths = 1 + whole_numbers(3, SAMPLES, seed=15)
+    return Samples([(drawn(8, 4, seed=i), (letters[i], lengths[i])) for i in range(SAMPLES)])
+
+
+@common("both")
+def ctc_over_all_letters() -> Job:
+    """The sum is divided by the letters of the batch."""
+    return training(Speech, spoken(), ctc_mean_per_letter)
+
+
+# ---- Common: terms that are added once for each part ----------------------------------------------------------------
+
+
+class WithPenalty(nn.Module):
+    """Gives logits, and the sum of its squared weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), sum(p.pow(2).sum() for p in self.parameters())
+
+
+def pair_with_penalty(outputs: Any, targets: Tensor) -> Any:
+    logits, penalty = outputs
+    return F.cross_entropy(logits, targets, reduction="sum") + 0.1 * penalty, len(targets)
+
+
+@common("both")
+def penalty_in_a_pair() -> Job:
+    """The penalty is added to the total once for each part."""
+    return training(WithPenalty, points(), pair_with_penalty)
+
+
+class Mixture(nn.Module):
+    """Two experts, and how evenly they are used: fraction of samples times mean probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        probabilities = self.gate(x).softmax(-1)
+        chosen = probabilities.argmax(-1)
+        logits = torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
+        used = F.one_hot(chosen, 2).to(x.dtype).mean(0)
+        self.aux = 2 * (used * probabilities.mean(0)).sum()
+        return logits * probabilities.amax(-1, keepdim=True), self.aux
+
+
+def with_aux(outputs: Any, targets: Tensor) -> Tensor:
+    logits, aux = outputs
+    return F.cross_entropy(logits, targets) + 0.1 * aux
+
+
+@common("both")
+def moe_aux_in_loss() -> Job:
+    """A product of two means over the batch."""
+    return training(Mixture, points(), with_aux)
+
+
+def pair_with_aux(outputs: Any, targets: Tensor) -> Any:
+    logits, aux = outputs
+    n = len(targets)
+    return F.cross_entropy(logits, targets, reduction="sum") + 0.1 * aux * n, n
+
+
+@common("both")
+def moe_aux_pair() -> Job:
+    """The same as total and count."""
+    return training(Mixture, points(), pair_with_aux)
+
+
+class SumsAux(nn.Module):
+    """A mixture as a block, whose auxiliary loss is read from an attribute afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Mixture()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, _ = self.block(x)
+        aux = sum(module.aux for module in self.modules() if hasattr(module, "aux"))
+        return logits, aux
+
+
+@common("both")
+def moe_aux_in_an_attribute() -> Job:
+    """The same, kept in the block."""
+    return training(SumsAux, points(), with_aux)
+
+
+class VariationOfUse(Mixture):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits, _ = super().forward(x)
+        importance = self.gate(x).softmax(-1).sum(0)
+        return logits, importance.var() / importance.mean().pow(2)
+
+
+@common("both")
+def moe_importance_variation() -> Job:
+    """The variation of how much each expert is used in the batch."""
+    return training(VariationOfUse, points(), with_aux)
+
+
+class Quantiser(nn.Module):
+    """The nearest of eight codes, straight through; gives the usage of codes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 4)
+        self.codes = nn.Embedding(8, 4)
+        self.decoder = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        z = self.encoder(x)
+        closeness = -(z[:, None] - self.codes.weight).pow(2).sum(-1)
+        code = self.codes(closeness.argmax(-1))
+        commitment = (z - code.detach()).pow(2).mean(-1) + (z.detach() - code).pow(2).mean(-1)
+        return self.decoder(z + (code - z).detach()), commitment, closeness.softmax(-1)
+
+
+def itself() -> TensorDataset:
+    """Points that are to be given back."""
+    return TensorDataset(drawn(SAMPLES, 6), drawn(SAMPLES, 6))
+
+
+def with_perplexity(outputs: Any, targets: Tensor) -> Tensor:
+    found, commitment, usage = outputs
+    mean = usage.mean(0)
+    entropy = -(mean * mean.log()).sum()
+    return F.mse_loss(found, targets) + commitment.mean() - 0.1 * entropy.exp()
+
+
+@common("both")
+def codebook_perplexity() -> Job:
+    """The perplexity of the codes that the batch uses."""
+    return training(Quantiser, itself(), with_perplexity)
+
+
+class SparseAutoencoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+        self.decoder = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(x).sigmoid()
+        return self.decoder(hidden), hidden
+
+
+def with_sparsity(outputs: Any, targets: Tensor) -> Tensor:
+    found, hidden = outputs
+    rate = hidden.mean(0)
+    sparsity = (0.1 * (0.1 / rate).log() + 0.9 * (0.9 / (1 - rate)).log()).sum()
+    return F.mse_loss(found, targets) + 0.1 * sparsity
+
+
+@common("both")
+def sparsity_of_mean_activation() -> Job:
+    """The divergence is that of a mean over the batch."""
+    return training(SparseAutoencoder, itself(), with_sparsity)
+
+
+class SummedLoss(nn.Module):
+    """Computes its loss itself, and divides by what it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = LanguageModel()
+
+    def forward(self, words: Tensor, labels: Tensor) -> Tensor:
+        return token_mean_loss(self.model(words), labels)
+
+
+def with_labels() -> Samples:
+    return Samples([((words, labels), labels) for words, labels in sentences()])
+
+
+def loss_of_the_model(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs
+
+
+@common("both")
+def model_returns_its_token_mean() -> Job:
+    """The model gives a mean over words, which the loss passes on."""
+    return training(SummedLoss, with_labels(), loss_of_the_model)
+
+
+# ---- Common: collate looks at the batch -------------------------------------------------------------------------------
+
+
+class MeanOverTime(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)).mean(1))
+
+
+@common("both")
+def padded_to_longest_no_mask() -> Job:
+    """Padding is averaged too, and there is as much of it as the longest sample of a batch wants."""
+    return training(MeanOverTime, ragged(), collate=padded)
+
+
+@common("both")
+def last_state_of_padded() -> Job:
+    """The last state is that behind the padding."""
+    return training(Recurrent, ragged(), collate=padded)
+
+
+def copies() -> Samples:
+    """Sequences that are to be given back."""
+    return Samples([(x, x) for x, _ in ragged().samples])
+
+
+def both_padded(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs = pad_sequence([x for x, _ in samples], batch_first=True)
+    return inputs, inputs.clone()
+
+
+class Copier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 8, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gru(x)[0])
+
+
+@common("both")
+def outputs_as_long_as_the_longest() -> Job:
+    """A mean over positions, of which there are as many as the longest sample has."""
+    return training(Copier, copies(), nn.MSELoss(), collate=both_padded)
+
+
+def left_padded(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, targets = padded([(x.flip(0), y) for x, y in samples])
+    return inputs.flip(1), targets
+
+
+@common("both")
+def padded_on_the_left() -> Job:
+    """The LSTM reads as many zeros first as the longest sample wants."""
+    return training(Recurrent, ragged(), collate=left_padded)
+
+
+def cropped(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    shortest = min(len(x) for x, _ in samples)
+    return padded([(x[:shortest], y) for x, y in samples])
+
+
+@common("both")
+def cropped_to_shortest() -> Job:
+    """Samples are as long as the shortest of the batch."""
+    return training(MeanOverTime, ragged(), collate=cropped)
+
+
+def standardised(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs = torch.stack([x for x, _ in samples])
+    return (inputs - inputs.mean(0)) / (inputs.std(0) + 1e-6), torch.stack([y for _, y in samples])
+
+
+@common("both")
+def collate_normalises() -> Job:
+    """Mean and deviation are those of the batch."""
+    return training(MLP, points(), collate=standardised)
+
+
+def mixed_up(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs = torch.stack([x for x, _ in samples])
+    targets = F.one_hot(torch.stack([y for _, y in samples]), CLASSES).float()
+    return 0.7 * inputs + 0.3 * inputs.flip(0), 0.7 * targets + 0.3 * targets.flip(0)
+
+
+@common("both")
+def mixup_in_collate() -> Job:
+    """Each sample is mixed with another one of the batch."""
+    return training(MLP, points(), collate=mixed_up)
+
+
+def with_negatives(samples: list[Any]) -> tuple[Any, Tensor]:
+    users = torch.stack([user for (user, _), _ in samples])
+    items = torch.stack([item for (_, item), _ in samples])
+    wanted = torch.cat([torch.ones(len(users)), torch.zeros(len(users))])
+    return (torch.cat([users, users]), torch.cat([items, items.roll(1)])), wanted
+
+
+def score_loss(outputs: Any, targets: Tensor) -> Tensor:
+    users, items = outputs
+    return F.binary_cross_entropy_with_logits((users * items).sum(-1), targets.to(users.dtype))
+
+
+@common("both")
+def negatives_from_the_batch_in_collate() -> Job:
+    """The item of the sample before is the negative."""
+    return training(TwoTowers, clicks(), score_loss, collate=with_negatives)
+
+
+def classes_of_the_batch(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    _, targets = torch.unique(torch.stack([y for _, y in samples]), return_inverse=True)
+    return torch.stack([x for x, _ in samples]), targets
+
+
+@common("both")
+def classes_numbered_in_each_batch() -> Job:
+    """A class's number depends on which others are in the batch."""
+    return training(MLP, points(), collate=classes_of_the_batch)
+
+
+def graphs() -> Samples:
+    """Nodes, edges, and a class for each graph."""
+    sizes = 3 + whole_numbers(4, SAMPLES, seed=16)
+    wanted = whole_numbers(CLASSES, SAMPLES)
+    nodes = [drawn(n, 4, seed=i) for i, n in enumerate(sizes.tolist())]
+    edges = [torch.stack([torch.arange(n), torch.arange(n).roll(1)]) for n in sizes.tolist()]
+    return Samples([((nodes[i], edges[i]), wanted[i]) for i in range(SAMPLES)])
+
+
+def joined(samples: list[Any]) -> tuple[Any, Tensor]:
+    """One graph of all nodes, and which graph each belongs to."""
+    sizes = torch.tensor([len(nodes) for (nodes, _), _ in samples])
+    begins = sizes.cumsum(0) - sizes
+    edges = torch.cat([edges + begin for ((_, edges), _), begin in zip(samples, begins, strict=True)], dim=1)
+    nodes = torch.cat([nodes for (nodes, _), _ in samples])
+    owner = torch.arange(len(samples)).repeat_interleave(sizes)
+    return (nodes, edges, owner), torch.stack([y for _, y in samples])
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.message = nn.Linear(8, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, nodes: Tensor, edges: Tensor, owner: Tensor) -> Tensor:
+        h = torch.tanh(self.first(nodes))
+        h = h + torch.zeros_like(h).index_add(0, edges[1], self.message(h)[edges[0]])
+        h = self.between(h, owner)
+        pooled = h.new_zeros(int(owner.max()) + 1, 8).index_add(0, owner, h)
+        return self.last(pooled)
+
+    def between(self, h: Tensor, owner: Tensor) -> Tensor:
+        return h
+
+
+class NormalisedNodes(GraphNetwork):
+    def between(self, h: Tensor, owner: Tensor) -> Tensor:
+        return (h - h.mean(0)) / (h.std(0) + 1e-5)
+
+
+@common("both")
+def graph_nodes_normalised() -> Job:
+    """Mean and deviation are those of the nodes of all graphs."""
+    return training(NormalisedNodes, graphs(), collate=joined)
+
+
+class NodeNetwork(GraphNetwork):
+    """Gives a class for each node."""
+
+    def forward(self, nodes: Tensor, edges: Tensor, owner: Tensor) -> Tensor:
+        h = torch.tanh(self.first(nodes))
+        return self.last(h + torch.zeros_like(h).index_add(0, edges[1], self.message(h)[edges[0]]))
+
+
+def joined_nodes(samples: list[Any]) -> tuple[Any, Tensor]:
+    inputs, targets = joined(samples)
+    return inputs, targets[inputs[2]]
+
+
+def node_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+@common("both")
+def mean_over_nodes() -> Job:
+    """A mean over the nodes of all graphs, which differ in size."""
+    return training(NodeNetwork, graphs(), node_loss, collate=joined_nodes)
+
+
+# ---- Common: what a forward leaves for the next one ------------------------------------------------------------------
+
+
+class MovingMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean(0), 0.1)
+        return x - self.mean
+
+
+@common("both")
+def ema_of_inputs_buffer() -> Job:
+    """The mean that is subtracted moves in each forward."""
+    return training(partial(around, MovingMean), points())
+
+
+class Queue(nn.Module):
+    """Keeps embeddings as negatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = TwoViews()
+        self.register_buffer("queue", F.normalize(drawn(16, 4, seed=17), dim=-1))
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        one, other = self.embedder(one, other)
+        logits = torch.cat([(one * other).sum(-1, keepdim=True), one @ self.queue.T.clone()], dim=1)
+        self.queue = torch.cat([other.detach(), self.queue])[:16]
+        return logits / 0.5
+
+
+def first_is_right(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, torch.zeros_like(targets))
+
+
+@common("both")
+def moco_queue() -> Job:
+    """Negatives are those of the last forwards."""
+    return training(Queue, views(), first_is_right)
+
+
+class KeepsState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.LSTM(4, 8, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+        self.state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.state is not None and self.state[0].shape[1] != len(x):
+            self.state = None
+        h, state = self.model(x, self.state)
+        self.state = tuple(each.detach() for each in state)
+        return self.head(h[:, -1])
+
+
+@common("in turn", first=2)
+def hidden_state_kept() -> Job:
+    """A sequence begins with the state that the last one left, if there are as many of them."""
+    return training(KeepsState, series())
+
+
+class MeanState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(6, 8)
+        self.head = nn.Linear(8, CLASSES)
+        self.register_buffer("memory", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.cell(x, self.memory.expand(len(x), 8))
+        self.memory = h.detach().mean(0)
+        return self.head(h)
+
+
+@common("both")
+def memory_across_batches() -> Job:
+    """Samples begin with the mean state of the last forward."""
+    return training(MeanState, points())
+
+
+class AnnealedGate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return (x / (1 + 0.1 * self.calls)).softmax(-1)
+
+
+@common("in turn")
+def counter_anneals_temperature() -> Job:
+    """The temperature depends on how often forward was called."""
+    return training(partial(around, AnnealedGate), points())
+
+
+class AnnealedLoss:
+    """The weight of a term grows with each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        weight = min(1.0, self.calls / 100)
+        return F.cross_entropy(outputs, targets) + weight * outputs.pow(2).mean()
+
+
+@common("in turn")
+def loss_with_a_warm_up() -> Job:
+    """The loss counts its calls."""
+    return training(MLP, points(), AnnealedLoss())
+
+
+class Centring:
+    """As in DINO: outputs are centred by a moving mean."""
+
+    def __init__(self) -> None:
+        self.centre: Any = 0.0
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        student, teacher = outputs
+        wanted = (teacher.detach() - self.centre).softmax(-1)
+        self.centre = 0.9 * self.centre + 0.1 * teacher.detach().mean(0)
+        return -(wanted * student.log_softmax(-1)).sum(-1).mean()
+
+
+@common("both")
+def centre_kept_in_the_loss() -> Job:
+    """The centre is that of the last calls of the loss."""
+    return training(TwoViews, views(), Centring())
+
+
+class RelativeLoss:
+    """Divides by a moving mean of itself."""
+
+    def __init__(self) -> None:
+        self.usual = 1.0
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.mse_loss(outputs, targets)
+        self.usual = 0.9 * self.usual + 0.1 * float(loss.detach())
+        return loss / self.usual
+
+
+@common("both")
+def loss_over_its_moving_mean() -> Job:
+    """The mean is that of the last calls."""
+    return training(partial(MLP, 1), measured(), RelativeLoss())
+
+
+class MemoryBank(nn.Module):
+    """A vector for each sample of the set, which is read and then written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = Embedder()
+        self.register_buffer("bank", F.normalize(drawn(6, 4, seed=18), dim=-1))
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        z = self.embedder(x)
+        logits = z @ self.bank.T.clone()
+        self.bank[index] = F.normalize(0.5 * self.bank[index] + 0.5 * z.detach(), dim=-1)
+        return logits
+
+
+def numbered() -> Samples:
+    inputs = drawn(SAMPLES, 6)
+    numbers = torch.arange(SAMPLES) % 6
+    return Samples([((x, i), i) for x, i in zip(inputs, numbers, strict=True)])
+
+
+@common("both")
+def memory_bank_by_number() -> Job:
+    """What one part has written, the other one reads or misses."""
+    return training(MemoryBank, numbered())
+
+
+class MomentumTeacher(nn.Module):
+    """The teacher follows the student in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = Embedder()
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    def forward(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            for mine, its in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
+            wanted = self.teacher(other)
+        return self.student(one), wanted
+
+
+def likeness(outputs: Any, targets: Tensor) -> Tensor:
+    student, teacher = outputs
+    return 2 - 2 * (student * teacher).sum(-1).mean()
+
+
+@common("in turn", first=2)
+def teacher_follows_in_forward() -> Job:
+    """A forward for each part moves the teacher twice."""
+    return training(MomentumTeacher, views(), likeness)
+
+
+# ---- Common: one number drawn for a whole batch ----------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.blocks:
+            x = self.block(block, x)
+        return self.last(x)
+
+    def block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x + torch.tanh(block(x))
+
+
+class StochasticDepth(Residual):
+    def block(self, block: nn.Module, x: Tensor) -> Tensor:
+        if torch.rand(()) < 0.5:
+            return x
+        return super().block(block, x)
+
+
+@common("both")
+def stochastic_depth_one_draw() -> Job:
+    """A block is left out for all samples of a forward."""
+    return training(StochasticDepth, points())
+
+
+class LayerDrop(Residual):
+    def block(self, block: nn.Module, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 else super().block(block, x)
+
+
+@common("both")
+def layer_drop_by_python() -> Job:
+    """The same, drawn by Python."""
+    return training(LayerDrop, points())
+
+
+class NoisyLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight + 0.1 * torch.randn_like(self.weight), self.bias)
+
+
+@common("both")
+def noisy_weights() -> Job:
+    """Weights are noisy, once in each forward."""
+    return training(partial(around, partial(NoisyLinear, 8, 8)), points())
+
+
+class LockedDropout(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.bernoulli(torch.full_like(x[:1], 0.5)) / 0.5
+
+
+@common("both")
+def dropout_mask_for_all_samples() -> Job:
+    """All samples of a forward lose the same features."""
+    return training(partial(around, LockedDropout), points())
+
+
+class RandomScale(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        size = random.choice([4, 6, 8, 10, 12])
+        return F.interpolate(F.interpolate(x, size=size), size=8)
+
+
+@common("both")
+def multi_scale_images() -> Job:
+    """A size is drawn for a whole batch."""
+    return training(partial(around_of_images, RandomScale), images())
+
+
+# ---- Common: gradients that depend on the batch ----------------------------------------------------------------------
+
+
+class CountedWords(nn.Module):
+    """The gradient of a word is divided by how often the batch has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, 8, mode="sum", scale_grad_by_freq=True)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.bag(words))
+
+
+def bags() -> TensorDataset:
+    return TensorDataset(whole_numbers(WORDS, SAMPLES, 5), whole_numbers(CLASSES, SAMPLES, seed=19))
+
+
+@common("both")
+def scale_grad_by_freq_bag() -> Job:
+    """Gradients are divided by frequencies in the batch."""
+    return training(CountedWords, bags())
+
+
+class CountedEmbedding(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8, scale_grad_by_freq=True)
+
+
+@common("both")
+def scale_grad_by_freq_embedding() -> Job:
+    """The same of a language model."""
+    return training(CountedEmbedding, sentences(padded_from=SAMPLES), token_mean_loss)

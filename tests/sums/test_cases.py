@@ -1,0 +1,209 @@
+"""The table of cases is true: plain trainings of each, in float64, with whole batches and with batches cut in two.
+
+A batch of n samples is cut in n1 + n2. Each part is collated by itself, and computed in one of two ways::
+
+    replicas    copies of the model that begin each update alike; what the first one has written is kept
+    in turn     one model, which computes the second part with what the first one has left
+
+    gradient    =  sum of the parts' (total / n).backward(), times n / count        count: sum of those of the parts
+
+What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import default_collate
+
+from lockstep import Job
+from lockstep.model.losses.loss import Totalled
+from lockstep.tensors.pytree import call, to_device
+from sums.cases import CASES, Case
+
+DIFFERS = 1e-6
+WAYS = {"both": ("replicas", "in turn"), "replicas": ("replicas",), "in turn": ("in turn",), "none": ()}
+
+
+class Whole(TorchDispatchMode):
+    """Keeps what a batch draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if draws(func, made):
+            self.drawn.append(made.detach().clone())
+        return made
+
+
+class Part(TorchDispatchMode):
+    """Gives the samples ``start`` to ``stop`` of a batch the rows that the whole has drawn for them."""
+
+    def __init__(self, drawn: list[Tensor], start: int, stop: int, samples: int) -> None:
+        super().__init__()
+        self.drawn, self.start, self.stop, self.samples = iter(drawn), start, stop, samples
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if draws(func, made):
+            rows = self.rows(next(self.drawn, None), made.shape)
+            return made if rows is None else made.copy_(rows)
+        return made
+
+    def rows(self, kept: Tensor | None, shape: torch.Size) -> Tensor | None:
+        """The rows of a draw; None where it has none for each sample."""
+        if kept is None or kept.shape == shape or kept.dim() != len(shape):
+            return None
+        dim = next(d for d in range(kept.dim()) if kept.shape[d] != shape[d])
+        each = kept.shape[dim] // self.samples
+        kept = kept.narrow(dim, each * self.start, each * (self.stop - self.start))
+        for later in range(dim + 1, kept.dim()):  # the part is padded to a shorter length
+            kept = kept.narrow(later, 0, min(shape[later], kept.shape[later]))
+        return kept if kept.shape == shape else None
+
+
+def draws(func: Any, made: Any) -> bool:
+    is_random = torch.Tag.nondeterministic_seeded in func.tags and isinstance(made, Tensor)
+    return is_random and func.overloadpacket.__name__ != "randperm"
+
+
+class Replica:
+    """The model and the loss of a job, in float64."""
+
+    def __init__(self, job: Job) -> None:
+        torch.manual_seed(job.seed)
+        self.model: nn.Module = job.model().double().train()
+        loss = copy.deepcopy(job.loss)
+        self.loss = Totalled(loss.double() if isinstance(loss, nn.Module) else loss)
+
+    def __call__(self, inputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
+        outputs = call(self.model, to_device(inputs, torch.device("cpu"), torch.float64))
+        return self.loss(outputs, targets, samples)
+
+    def begin_as(self, other: Replica) -> None:
+        with torch.no_grad():
+            for mine, others in zip(self.model.parameters(), other.model.parameters(), strict=True):
+                mine.copy_(others)
+                mine.grad = None
+            for mine, others in zip(self.model.modules(), other.model.modules(), strict=True):
+                mine._buffers.update(copy.deepcopy(others._buffers))
+
+
+def batches(job: Job) -> Iterator[list[Any]]:
+    """The samples of each update, in order, over and over again."""
+    data = job.train_data() if callable(job.train_data) else job.train_data
+    while True:
+        for start in range(0, len(data), job.batch_size):
+            yield [sample(data, i) for i in range(start, min(start + job.batch_size, len(data)))]
+
+
+def sample(data: Any, index: int) -> Any:
+    seed(index)
+    return data[index]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def trained(case: Case, way: str, updates: int, drawn: list[list[Tensor]]) -> list[Tensor]:
+    """All parameters as one vector: at the beginning, and after each update. Of "whole" batches ``drawn`` is filled."""
+    job = case.job()
+    replicas = [Replica(job) for _ in range(2 if way == "replicas" else 1)]
+    first = replicas[0]
+    optimizer = job.optimizer([(n, p) for n, p in first.model.named_parameters() if p.requires_grad])
+    found = [vector(first.model)]
+    collate = job.collate or default_collate
+    seed(job.seed)
+    for update, samples in zip(range(updates), batches(job), strict=False):
+        n = len(samples)
+        seed(1000 + update)
+        cuts = [(0, n)] if way == "whole" else [(0, case.parts[0]), (case.parts[0], n)]
+        counted = 0.0
+        for number, (start, stop) in enumerate(cuts):
+            inputs, targets = collate(samples[start:stop])
+            with Whole() if way == "whole" else Part(drawn[update], start, stop, n) as tape:
+                total, count = replicas[number % len(replicas)](inputs, targets, stop - start)
+                counted += float(count)
+                if count:
+                    (total / (count if way == "whole" else n)).backward()
+            if way == "whole":
+                drawn.append(tape.drawn)
+        if way != "whole":
+            add_gradients([replica.model for replica in replicas], n / counted)
+        optimizer.step()
+        optimizer.zero_grad()
+        for other in replicas[1:]:
+            other.begin_as(first)
+        found.append(vector(first.model))
+    return found
+
+
+def add_gradients(models: list[nn.Module], weight: float) -> None:
+    """Into those of the first model."""
+    for p, *others in zip(*(model.parameters() for model in models), strict=True):
+        gradients = [each.grad for each in (p, *others) if each.grad is not None]
+        p.grad = sum(gradients[1:], gradients[0]) * weight if gradients else None
+
+
+def vector(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+
+
+def apart(case: Case, way: str, updates: int) -> list[float]:
+    """How far parameters are apart after each update, as a part of how far they have moved."""
+    drawn: list[list[Tensor]] = []
+    start, *whole = trained(case, "whole", updates, drawn)
+    _, *parts = trained(case, way, updates, drawn)
+    found = [distance(a, b) / max(distance(a, start), 1e-300) for a, b in zip(whole, parts, strict=True)]
+    return [math.inf if math.isnan(each) else each for each in found]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm())
+
+
+def parameters() -> list[Any]:
+    return [pytest.param(c, id=c.name, marks=[pytest.mark.slow] if c.slow else []) for c in CASES]
+
+
+@pytest.mark.parametrize("case", parameters())
+def test_training_in_parts_differs_where_the_table_says_so(case: Case) -> None:
+    firsts = []
+    for way in ("replicas", "in turn"):
+        far = apart(case, way, case.first + 1)
+        if way in WAYS[case.cut]:
+            assert far[-1] > DIFFERS, f"{way}: {far}"
+            firsts.append(next(update for update, by in enumerate(far, 1) if by > DIFFERS))
+            assert all(by <= case.bound for by in far[: firsts[-1] - 1]), f"{way}: {far}"
+        else:
+            assert max(far) <= case.bound, f"{way}: {far}"
+    assert min(firsts, default=case.first) == case.first
+
+
+def test_the_table_has_enough_cases_of_each_kind() -> None:
+    kinds = collections.Counter(case.kind for case in CASES)
+    assert kinds["common"] >= 60
+    assert kinds["rare"] >= 20
+    assert kinds["innocent"] >= 60
+    assert set(kinds) == {"common", "rare", "innocent"}
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_innocent_cases_are_those_that_never_differ() -> None:
+    assert all((case.kind == "innocent") == (case.cut == "none") for case in CASES)
