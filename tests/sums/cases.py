@@ -868,7 +868,10 @@ class Detector(nn.Module):
 
 
 def mean_over_boxes(outputs: Tensor, targets: list[Any]) -> Tensor:
-    losses = [F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o), reduction="sum") for o, t in zip(outputs, targets)]
+    losses = [
+        F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o), reduction="sum")
+        for o, t in zip(outputs, targets, strict=True)
+    ]
     return sum(losses) / sum(len(t["boxes"]) for t in targets)
 
 
@@ -1339,7 +1342,7 @@ def model_returns_its_token_mean() -> Job:
     return training(SummedLoss, with_labels(), loss_of_the_model)
 
 
-# ---- Common: collate looks at the batch -------------------------------------------------------------------------------
+# ---- Common: collate looks at the batch -----------------------------------------------------------------------------
 
 
 class MeanOverTime(nn.Module):
@@ -1858,3 +1861,685 @@ class CountedEmbedding(LanguageModel):
 def scale_grad_by_freq_embedding() -> Job:
     """The same of a language model."""
     return training(CountedEmbedding, sentences(padded_from=SAMPLES), token_mean_loss)
+
+
+# ---- Rare: backward that isn't linear --------------------------------------------------------------------------------
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+class ClampedGradient(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(clamped)
+
+
+@rare("both")
+def gradient_clamped_by_hook() -> Job:
+    """A hook clamps the gradient of each backward."""
+    return training(ClampedGradient, points())
+
+
+def of_length_1(gradient: Tensor) -> Tensor:
+    return gradient / (gradient.norm() + 1e-6)
+
+
+class NormalisedGradient(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(of_length_1)
+
+
+@rare("both")
+def gradient_divided_by_its_norm() -> Job:
+    """A hook makes the gradient of each backward one of length 1."""
+    return training(NormalisedGradient, points())
+
+
+class BoundedBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient / gradient.abs().max().clamp(min=1e-12) * 0.01
+
+
+class BoundsGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return BoundedBackward.apply(x)
+
+
+@rare("both")
+def autograd_function_scales_by_largest() -> Job:
+    """The gradient of activations is divided by the largest one of the batch."""
+    return training(partial(around, BoundsGradient), points())
+
+
+class BackwardStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient - gradient.mean(0)
+
+
+class CentresGradient(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return BackwardStatistics.apply(x)
+
+
+@rare("both")
+def gradient_centred_over_batch() -> Job:
+    """The gradient of activations loses its mean over the batch."""
+    return training(partial(around, CentresGradient), points())
+
+
+class NotesGradients(nn.Module):
+    """Scales its outputs by the size of the gradients that it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("size", torch.ones(()))
+        self.register_full_backward_hook(self.note)
+
+    def note(self, module: nn.Module, given: Any, gradients: Any) -> None:
+        self.size.mul_(0.9).add_(gradients[0].detach().norm())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.size.clone())
+
+
+@rare("both")
+def backward_hook_writes_buffer() -> Job:
+    """What a backward leaves acts on the next forward."""
+    return training(partial(around, NotesGradients), points())
+
+
+class GradientNormPenalty(nn.Module):
+    """Gives its loss with the norm of that loss's gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.layers(x), wanted)
+        (gradient,) = torch.autograd.grad(loss, [self.layers.last.weight], create_graph=True)
+        return loss + 0.1 * gradient.norm()
+
+
+def points_with_labels() -> Samples:
+    return Samples([((x, y), y) for x, y in points()])
+
+
+@rare("both")
+def penalty_on_the_batch_gradient() -> Job:
+    """The norm of a batch's gradient isn't the sum of those of its parts."""
+    return training(GradientNormPenalty, points_with_labels(), loss_of_the_model)
+
+
+class AdversarialNoise(nn.Module):
+    """Trains on inputs that are moved along the gradient, normalised over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        loss = F.cross_entropy(self.layers(x), wanted)
+        (direction,) = torch.autograd.grad(loss, x)
+        return F.cross_entropy(self.layers(x.detach() + 0.5 * direction / direction.norm()), wanted)
+
+
+@rare("both")
+def adversarial_step_normalised_over_batch() -> Job:
+    """The length of the step is shared by the samples of a batch."""
+    return training(AdversarialNoise, points_with_labels(), loss_of_the_model)
+
+
+# ---- Rare: small, or late ----------------------------------------------------------------------------------------------
+
+
+def with_small_term(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets) + 1e-5 * outputs.var(0).sum()
+
+
+@rare("both")
+def small_term_1e_5() -> Job:
+    """A term of 1e-5 is a variance over the batch."""
+    return training(MLP, points(), with_small_term)
+
+
+class Centres(nn.Module):
+    """From its tenth forward on it draws features to moving centres."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("centre", torch.zeros(8))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls < 10:
+            return x
+        self.centre = 0.9 * self.centre + 0.1 * x.detach().mean(0)
+        return x - self.centre
+
+
+@rare("both", first=5)
+def centres_from_forward_10() -> Job:
+    """In turn ten forwards are five updates."""
+    return training(partial(around, Centres), points(96), steps=12)
+
+
+def rare_classes() -> TensorDataset:
+    """Class 2 comes twice in the fifth batch only."""
+    wanted = whole_numbers(2, 48)
+    wanted[[33, 39]] = 2
+    return TensorDataset(drawn(48, 6), wanted)
+
+
+def pairs_of_the_rare(outputs: Tensor, targets: Tensor) -> Tensor:
+    rare_ones = outputs[targets == 2]
+    loss = F.cross_entropy(outputs, targets)
+    if len(rare_ones) > 1:
+        loss = loss + torch.pdist(rare_ones).mean()
+    return loss
+
+
+@rare("both", first=5)
+def rare_class_pairs() -> Job:
+    """Two samples of a class come together in the fifth batch."""
+    return training(MLP, rare_classes(), pairs_of_the_rare, steps=6)
+
+
+def sorted_by_length() -> Samples:
+    return Samples(sorted(ragged().samples, key=lambda pair: len(pair[0])))
+
+
+def by_twos() -> Samples:
+    """Batches in which the first five, and the last three, are of one length each."""
+    lengths = [4] * 5 + [6] * 3
+    return Samples([(drawn(lengths[i % 8], 4, seed=i), y) for i, (_, y) in enumerate(points())])
+
+
+@rare("both")
+def local_batches_of_one_length_each() -> Job:
+    """Only the whole batch has padding."""
+    return training(MeanOverTime, by_twos(), collate=padded)
+
+
+@rare("both")
+def sorted_sequences_without_a_mask() -> Job:
+    """Lengths within a batch hardly differ."""
+    return training(MeanOverTime, sorted_by_length(), collate=padded)
+
+
+# ---- Rare: the sizes of a batch in forward ---------------------------------------------------------------------------
+
+
+class CapacityMixture(nn.Module):
+    """Each expert takes the first four samples that want it."""
+
+    capacity = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = self.gate(x).softmax(-1)
+        chosen = F.one_hot(probabilities.argmax(-1), 2)
+        taken = chosen * (chosen.cumsum(0) <= self.capacity)
+        return sum(taken[:, i, None] * probabilities[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+
+
+@rare("both", first=2)
+def capacity_larger_than_a_local_share() -> Job:
+    """In a part no expert is full."""
+    return training(CapacityMixture, points())
+
+
+class ExpertChoice(CapacityMixture):
+    def forward(self, x: Tensor) -> Tensor:
+        probabilities = self.gate(x).softmax(-1)
+        out = x.new_zeros(len(x), CLASSES)
+        for i, expert in enumerate(self.experts):
+            weights, chosen = probabilities[:, i].topk(math.ceil(len(x) / 2))
+            out = out.index_add(0, chosen, weights[:, None] * expert(x[chosen]))
+        return out
+
+
+@rare("both")
+def experts_choose_samples() -> Job:
+    """Each expert takes the half of the batch that suits it best."""
+    return training(ExpertChoice, points())
+
+
+class Sinkhorn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        q = (x / 0.5).exp()
+        for _ in range(3):
+            q = q / q.sum(0, keepdim=True)
+            q = q / q.sum(1, keepdim=True)
+        return q
+
+
+@rare("both")
+def sinkhorn_assignment() -> Job:
+    """Samples are spread evenly over clusters."""
+    return training(partial(around, Sinkhorn), points())
+
+
+class ScaledByLength(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(x) ** 0.5
+
+
+@rare("both")
+def scale_by_len_inside_forward() -> Job:
+    """The number of samples is a factor."""
+    return training(partial(around, ScaledByLength), points())
+
+
+class DropsSamples(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        dropped = torch.randperm(len(x))[: len(x) // 4]
+        kept = torch.ones(len(x), 1)
+        kept[dropped] = 0
+        return x * kept
+
+
+@rare("both")
+def dropped_tokens_by_random_permutation() -> Job:
+    """A quarter of the batch is dropped."""
+    return training(partial(around, DropsSamples), points())
+
+
+class UntilAllConverge(nn.Module):
+    """A fixed point, computed until no sample of the batch moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.zeros_like(x)
+        for _ in range(50):
+            last, z = z, torch.tanh(self.inner(z) + x)
+            if (z - last).abs().max() < 0.02:
+                break
+        return z
+
+
+@rare("both")
+def iterates_until_all_converge() -> Job:
+    """How often it iterates depends on the slowest sample of a batch."""
+    return training(partial(around, UntilAllConverge), points())
+
+
+class Whitened(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x = x - x.mean(0)
+        covariance = x.T @ x / len(x) + 0.1 * torch.eye(x.shape[1])
+        return torch.linalg.solve_triangular(torch.linalg.cholesky(covariance), x.T, upper=False).T
+
+
+@rare("both")
+def whitening() -> Job:
+    """The covariance is that of the batch."""
+    return training(partial(around, Whitened), points())
+
+
+class ActNorm(nn.Module):
+    """The first batch sets shift and scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(8))
+        self.scale = nn.Parameter(torch.ones(8))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set:
+            with torch.no_grad():
+                self.shift.copy_(-x.mean(0))
+                self.scale.copy_(1 / (x.std(0) + 1e-5))
+                self.is_set.fill_(True)
+        return (x + self.shift) * self.scale
+
+
+@rare("both")
+def weights_set_by_the_first_batch() -> Job:
+    """The first part sets other weights than the whole batch."""
+    return training(partial(around, ActNorm), points())
+
+
+class BatchRenorm(nn.Module):
+    """Statistics of the batch in values, moving ones in scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("deviation", torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, deviation = x.mean(0), x.std(0) + 1e-3
+        r = (deviation.detach() / self.deviation).clamp(0.3, 3)
+        d = ((mean.detach() - self.mean) / self.deviation).clamp(-3, 3)
+        out = (x - mean) / deviation * r + d
+        self.mean = self.mean.lerp(mean.detach(), 0.1)
+        self.deviation = self.deviation.lerp(deviation.detach(), 0.1)
+        return out
+
+
+@rare("both")
+def batch_renorm() -> Job:
+    """Gradients go through statistics of the batch."""
+    return training(partial(around, BatchRenorm), points())
+
+
+# ---- Rare: what a forward leaves -------------------------------------------------------------------------------------
+
+
+class CountsForwards(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x / (1 + torch.exp(-self.steps))
+
+
+@rare("in turn")
+def counter_buffer() -> Job:
+    """A buffer counts the forwards and scales activations."""
+    return training(partial(around, CountsForwards), points())
+
+
+class KeepsMean(nn.Module):
+    """The mean of the last batch, in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last_mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x - self.last_mean
+        self.last_mean = float(x.detach().mean())
+        return out
+
+
+@rare("both")
+def mean_kept_in_an_attribute() -> Job:
+    """The mean of the last forward is subtracted."""
+    return training(partial(around, KeepsMean), points())
+
+
+def of_spectral_norm() -> nn.Module:
+    return nn.Sequential(
+        parametrizations.spectral_norm(nn.Linear(6, 8)),
+        nn.Tanh(),
+        parametrizations.spectral_norm(nn.Linear(8, 8)),
+        nn.Tanh(),
+        nn.Linear(8, CLASSES),
+    )
+
+
+@rare("in turn")
+def spectral_norm() -> Job:
+    """Each forward makes one more power iteration."""
+    return training(of_spectral_norm, points())
+
+
+class LimitedEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.Embedding(WORDS, 8, max_norm=1.0)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.bag(words).mean(1))
+
+
+@rare("replicas", first=2)
+def embedding_max_norm() -> Job:
+    """Forward shortens the vectors that it looks up, so replicas have other ones."""
+    return training(LimitedEmbedding, few_words())
+
+
+def few_words() -> TensorDataset:
+    """Bags of two words."""
+    return TensorDataset(whole_numbers(WORDS, SAMPLES, 2), whole_numbers(CLASSES, SAMPLES, seed=19))
+
+
+class PolyakWeights(nn.Module):
+    """Computes with a moving mean of its weights, which each forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * drawn(CLASSES, 6, seed=20))
+        self.register_buffer("slow", self.weight.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.slow = self.slow.lerp(self.weight.detach(), 0.1)
+        return x @ (self.weight + 0.5 * self.slow).T
+
+
+@rare("in turn", first=2)
+def slow_weights_in_forward() -> Job:
+    """A forward for each part moves slow weights twice."""
+    return training(PolyakWeights, points())
+
+
+class CodesFollow(nn.Module):
+    """Codes are moving means of what they stand for, as in VQ-VAE with EMA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 4)
+        self.decoder = nn.Linear(4, 6)
+        self.register_buffer("codes", drawn(5, 4, seed=21))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encoder(x)
+        nearest = torch.cdist(z, self.codes).argmin(-1)
+        with torch.no_grad():
+            for i in nearest.unique():
+                mean = z[nearest == i].mean(0)
+                self.codes[i] = 0.9 * self.codes[i] + 0.1 * mean
+        code = self.codes[nearest]
+        return self.decoder(z + (code - z).detach()), (z - code).pow(2).mean(-1)
+
+
+def with_commitment(outputs: Any, targets: Tensor) -> Tensor:
+    found, commitment = outputs
+    return F.mse_loss(found, targets) + commitment.mean()
+
+
+@rare("both")
+def codes_by_moving_mean() -> Job:
+    """Codes move in forward, to means over the batch."""
+    return training(CodesFollow, itself(), with_commitment)
+
+
+class BestSoFar:
+    """Doubles the loss where it is worse than ever before."""
+
+    def __init__(self) -> None:
+        self.best = math.inf
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        loss = F.cross_entropy(outputs, targets)
+        scale = 1.0 if float(loss.detach()) <= self.best else 2.0
+        self.best = min(self.best, float(loss.detach()))
+        return scale * loss
+
+
+@rare("both", first=4)
+def loss_remembers_its_best() -> Job:
+    """The best loss is that of a part."""
+    return training(MLP, points(48), BestSoFar(), steps=6)
+
+
+class FirstTargets:
+    """Standardises targets by those of the first batch."""
+
+    def __init__(self) -> None:
+        self.mean: Tensor | None = None
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.mean is None:
+            self.mean = targets.mean()
+        return F.mse_loss(outputs, targets - self.mean)
+
+
+@rare("both")
+def first_targets_are_kept() -> Job:
+    """The first part has another mean than the first batch."""
+    return training(partial(MLP, 1), measured(), FirstTargets())
+
+
+# ---- Rare: losses ----------------------------------------------------------------------------------------------------
+
+
+class Uncertain(nn.Module):
+    """Two tasks, and the logarithm of each one's variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(2)
+        self.logs = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers(x), self.logs
+
+
+def uncertain_pair(outputs: Any, targets: Tensor) -> Any:
+    values, logs = outputs
+    squares = (values - targets).pow(2).sum(0)
+    return ((-logs).exp() * squares + logs).sum(), len(targets)
+
+
+@rare("both")
+def uncertainty_weights_of_batch_loss() -> Job:
+    """The logarithms are added once for each part."""
+    return training(Uncertain, measured(values=2), uncertain_pair)
+
+
+def worst_task(outputs: Tensor, targets: Tensor) -> Tensor:
+    return torch.maximum(
+        F.cross_entropy(outputs[..., 0], targets[:, 0]), F.cross_entropy(outputs[..., 1], targets[:, 1])
+    )
+
+
+@rare("both", first=2)
+def max_of_losses() -> Job:
+    """The larger one of two means may be another one in each part."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, 1), worst_task)
+
+
+def flooded(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (F.cross_entropy(outputs, targets) - 1.0).abs() + 1.0
+
+
+@rare("both", first=4)
+def flooding() -> Job:
+    """The absolute value of a mean over the batch."""
+    return training(MLP, points(48), flooded, steps=6)
+
+
+def balanced_by_size(outputs: Tensor, targets: Tensor) -> Tensor:
+    one, other = (F.mse_loss(outputs[:, i], targets[:, i]) for i in range(2))
+    return one + other * (one / other).detach()
+
+
+@rare("both")
+def tasks_balanced_by_their_size() -> Job:
+    """The quotient of two means over the batch is a weight."""
+    return training(partial(MLP, 2), measured(values=2), balanced_by_size)
+
+
+def bounded(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets).clamp(max=1.3)
+
+
+@rare("both", first=4)
+def batch_loss_clamped() -> Job:
+    """A mean over the batch is clamped."""
+    return training(MLP, points(48), bounded, steps=6)
+
+
+def volume(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    gram = one.T @ one / len(one) + 0.1 * torch.eye(one.shape[1])
+    return F.mse_loss(one, other) - 0.1 * torch.logdet(gram)
+
+
+@rare("both")
+def volume_of_embeddings() -> Job:
+    """The determinant is that of a matrix over the batch."""
+    return training(TwoViews, views(), volume)
+
+
+def nearest_other(outputs: Tensor, targets: Tensor) -> Tensor:
+    far = torch.cdist(outputs, outputs) + 1e3 * torch.eye(len(outputs))
+    return F.cross_entropy(outputs, targets) - 0.1 * far.amin(1).log().mean()
+
+
+@rare("both")
+def nearest_neighbour_entropy() -> Job:
+    """The nearest other sample is one of the batch."""
+    return training(MLP, points(), nearest_other)
+
+
+def cumulated(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.mse_loss(outputs.cumsum(0), targets.cumsum(0))
+
+
+@rare("both")
+def cumulative_sums_over_the_batch() -> Job:
+    """A batch is taken as one series."""
+    return training(partial(MLP, 1), measured(), cumulated)
+
+
+def style(outputs: Tensor, targets: Tensor) -> Tensor:
+    features = outputs.transpose(0, 1).flatten(1)
+    gram = features @ features.T / features.shape[1]
+    return (gram - 0.1).pow(2).sum()
+
+
+@rare("both")
+def gram_matrix_over_the_batch() -> Job:
+    """Correlations of channels are over all images."""
+    return training(Segmenter, masks(), style)
+
+
+def importance(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return (losses * losses.detach().softmax(0)).sum()
+
+
+@rare("both")
+def weights_by_softmax_of_losses() -> Job:
+    """Samples are weighted against one another."""
+    return training(MLP, points(), importance)
+
+
+def wasserstein(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.sort(0).values - targets.sort(0).values).pow(2).mean()
+
+
+@rare("both")
+def sorted_values_are_compared() -> Job:
+    """The order of values is that within the batch."""
+    return training(partial(MLP, 1), measured(), wasserstein)
