@@ -2543,3 +2543,1680 @@ def wasserstein(outputs: Tensor, targets: Tensor) -> Tensor:
 def sorted_values_are_compared() -> Job:
     """The order of values is that within the batch."""
     return training(partial(MLP, 1), measured(), wasserstein)
+
+
+# ---- Innocent: PyTorch's losses --------------------------------------------------------------------------------------
+
+
+@innocent()
+def mlp() -> Job:
+    """Samples don't act on one another."""
+    return training(MLP, points())
+
+
+@innocent()
+def mlp_mse() -> Job:
+    """A mean over samples."""
+    return training(partial(MLP, 1), measured(), nn.MSELoss())
+
+
+@innocent()
+def label_smoothing() -> Job:
+    """PyTorch's mean, of which total and count are known."""
+    return training(MLP, points(), nn.CrossEntropyLoss(label_smoothing=0.1))
+
+
+@innocent()
+def class_weights() -> Job:
+    """The count is the sum of the weights."""
+    return training(MLP, points(), nn.CrossEntropyLoss(weight=CLASS_WEIGHTS))
+
+
+@innocent()
+def ignored_labels() -> Job:
+    """The count is that of the labels that aren't ignored."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, -100))
+
+
+@innocent()
+def huber() -> Job:
+    """A mean over samples."""
+    return training(partial(MLP, 1), measured(), nn.HuberLoss(delta=0.5))
+
+
+@innocent()
+def smooth_l1_function() -> Job:
+    """A function of PyTorch's is a mean over samples too."""
+    return training(partial(MLP, 2), measured(values=2), F.smooth_l1_loss)
+
+
+@innocent()
+def bce_with_pos_weight() -> Job:
+    """A mean over elements."""
+    return training(partial(MLP, 1), answers(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])))
+
+
+@innocent()
+def poisson_counts() -> Job:
+    """A mean over samples."""
+    data = TensorDataset(drawn(SAMPLES, 6), whole_numbers(5, SAMPLES, 1).float())
+    return training(partial(MLP, 1), data, nn.PoissonNLLLoss())
+
+
+class LogProbabilities(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).log_softmax(-1)
+
+
+@innocent()
+def kl_batchmean() -> Job:
+    """The sum is divided by the number of samples."""
+    wanted = drawn(SAMPLES, CLASSES, seed=22).softmax(-1)
+    return training(LogProbabilities, TensorDataset(drawn(SAMPLES, 6), wanted), nn.KLDivLoss(reduction="batchmean"))
+
+
+@innocent()
+def labels_of_soft_classes() -> Job:
+    """Targets are probabilities."""
+    wanted = drawn(SAMPLES, CLASSES, seed=22).softmax(-1)
+    return training(MLP, TensorDataset(drawn(SAMPLES, 6), wanted))
+
+
+@innocent()
+def multi_label_margin() -> Job:
+    """A mean over samples and classes."""
+    data = TensorDataset(drawn(SAMPLES, 6), whole_numbers(2, SAMPLES, CLASSES).float())
+    return training(MLP, data, nn.MultiLabelSoftMarginLoss())
+
+
+# ---- Innocent: losses of one's own -----------------------------------------------------------------------------------
+
+
+def weighted_pair(outputs: Tensor, targets: Tensor) -> Any:
+    weights = CLASS_WEIGHTS.to(outputs)[targets]
+    return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
+
+
+@innocent()
+def class_weights_pair() -> Job:
+    """Total and count are sums."""
+    return training(MLP, points(), weighted_pair)
+
+
+def token_pair(outputs: Tensor, targets: Tensor) -> Any:
+    total = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=PAD, reduction="sum")
+    return total, (targets != PAD).sum()
+
+
+@innocent()
+def tokens_pair() -> Job:
+    """The count is that of words without padding."""
+    return training(LanguageModel, sentences(), token_pair)
+
+
+def focal(outputs: Tensor, targets: Tensor) -> Tensor:
+    losses = F.cross_entropy(outputs, targets, reduction="none")
+    return ((1 - (-losses).exp()).pow(2) * losses).mean()
+
+
+@innocent()
+def focal_mean() -> Job:
+    """Each sample's weight is its own."""
+    return training(MLP, points(), focal)
+
+
+class Gaussian(nn.Module):
+    """Mean and logarithm of the variance."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean, log_variance = self.layers(x).chunk(2, dim=-1)
+        return mean, log_variance
+
+
+def gaussian_nll(outputs: Any, targets: Tensor) -> Tensor:
+    mean, log_variance = outputs
+    return 0.5 * (log_variance + (targets - mean).pow(2) / log_variance.exp()).mean()
+
+
+@innocent()
+def nll_of_gaussian() -> Job:
+    """Each sample's variance is its own."""
+    return training(Gaussian, measured(), gaussian_nll)
+
+
+class MixtureDensity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(9)
+
+    def forward(self, x: Tensor) -> Any:
+        weights, means, logs = self.layers(x).chunk(3, dim=-1)
+        return {"weights": weights.log_softmax(-1), "means": means, "logs": logs}
+
+
+def mixture_nll(outputs: Any, targets: Tensor) -> Tensor:
+    parts = -0.5 * ((targets - outputs["means"]) / outputs["logs"].exp()).pow(2) - outputs["logs"]
+    return -(outputs["weights"] + parts).logsumexp(-1).mean()
+
+
+@innocent()
+def mixture_density() -> Job:
+    """Outputs are a dict."""
+    return training(MixtureDensity, measured(), mixture_nll)
+
+
+def pinball(outputs: Tensor, targets: Tensor) -> Tensor:
+    levels = torch.tensor([0.1, 0.5, 0.9]).to(outputs)
+    gap = targets - outputs
+    return torch.maximum(levels * gap, (levels - 1) * gap).mean()
+
+
+@innocent()
+def quantile_regression() -> Job:
+    """Quantiles are predicted, not those of the batch."""
+    return training(MLP, measured(), pinball)
+
+
+class Triplets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = Embedder()
+
+    def forward(self, anchor: Tensor, positive: Tensor, negative: Tensor) -> Any:
+        return self.embedder(anchor), self.embedder(positive), self.embedder(negative)
+
+
+def triplet(outputs: Any, targets: Tensor) -> Tensor:
+    return F.triplet_margin_loss(*outputs, margin=0.5)
+
+
+@innocent()
+def triplet_within_sample() -> Job:
+    """A sample brings its own positive and negative."""
+    x = drawn(SAMPLES, 6)
+    y = whole_numbers(CLASSES, SAMPLES)
+    triples = [((x[i], x[i] + 0.1, x[i - 1]), y[i]) for i in range(SAMPLES)]
+    return training(Triplets, Samples(triples), triplet)
+
+
+def siamese_loss(outputs: Any, targets: Tensor) -> Tensor:
+    one, other = outputs
+    return F.cosine_embedding_loss(one, other, 2 * (targets > 0).long() - 1)
+
+
+@innocent()
+def siamese() -> Job:
+    """A sample is a pair."""
+    return training(TwoViews, views(), siamese_loss)
+
+
+def rmse_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    return ((outputs - targets).pow(2).mean(-1) + 1e-8).sqrt().mean()
+
+
+@innocent()
+def rmse_per_sample() -> Job:
+    """A root for each sample."""
+    return training(partial(MLP, 2), measured(values=2), rmse_of_each)
+
+
+def dice_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    found, wanted = outputs.sigmoid().flatten(1), targets.flatten(1)
+    return (1 - (2 * (found * wanted).sum(1) + 1) / (found.sum(1) + wanted.sum(1) + 1)).mean()
+
+
+@innocent()
+def dice_per_image() -> Job:
+    """A quotient for each image."""
+    return training(Segmenter, masks(), dice_of_each)
+
+
+def boxes_of_each(outputs: Tensor, targets: list[Any]) -> Tensor:
+    losses = [F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o)) for o, t in zip(outputs, targets, strict=True)]
+    return torch.stack(losses).mean()
+
+
+@innocent()
+def detection_mean_per_image() -> Job:
+    """A mean over the images' own means."""
+    return training(Detector, with_boxes(), boxes_of_each, collate=images_and_lists)
+
+
+def boxes_pair(outputs: Tensor, targets: list[Any]) -> Any:
+    losses = [
+        F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o), reduction="sum")
+        for o, t in zip(outputs, targets, strict=True)
+    ]
+    return sum(losses), sum(len(t["boxes"]) for t in targets)
+
+
+@innocent()
+def detection_pair() -> Job:
+    """The count is that of boxes."""
+    return training(Detector, with_boxes(), boxes_pair, collate=images_and_lists)
+
+
+def ctc(outputs: Tensor, targets: Any) -> Tensor:
+    letters, lengths = targets
+    logs = outputs.log_softmax(-1).transpose(0, 1)
+    return F.ctc_loss(logs, letters, torch.full((len(letters),), logs.shape[0]), lengths)
+
+
+@innocent()
+def ctc_mean() -> Job:
+    """PyTorch's mean divides each sample by its own length."""
+    return training(Speech, spoken(), ctc)
+
+
+def policy(outputs: Tensor, targets: Tensor) -> Tensor:
+    logs = outputs.log_softmax(-1).gather(1, targets[:, :1].long())[:, 0]
+    return -(logs * targets[:, 1]).mean()
+
+
+@innocent()
+def policy_gradient() -> Job:
+    """Each sample has its own gain."""
+    return training(MLP, played(), policy)
+
+
+def clipped_policy(outputs: Tensor, targets: Tensor) -> Tensor:
+    logs = outputs.log_softmax(-1)
+    chosen = logs.gather(1, targets[:, :1].long())[:, 0]
+    ratio = (chosen + 1.1).exp()
+    gain = torch.minimum(ratio * targets[:, 1], ratio.clamp(0.8, 1.2) * targets[:, 1])
+    entropy = -(logs.exp() * logs).sum(-1)
+    return -(gain + 0.01 * entropy).mean()
+
+
+@innocent()
+def clipped_policy_gradient() -> Job:
+    """The ratio of each sample is clipped by itself."""
+    return training(MLP, played(), clipped_policy)
+
+
+class RanksItems(nn.Module):
+    """Scores of five items for each query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = MLP(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(x)[..., 0]
+
+
+def listnet(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -(targets.softmax(-1) * outputs.log_softmax(-1)).sum(-1).mean()
+
+
+@innocent()
+def ranking_of_each_list() -> Job:
+    """A sample is a list that is ranked."""
+    return training(RanksItems, TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)), listnet)
+
+
+class PersonalRanking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.users = nn.Embedding(12, 4)
+        self.items = nn.Embedding(15, 4)
+
+    def forward(self, user: Tensor, liked: Tensor, other: Tensor) -> Tensor:
+        return (self.users(user) * (self.items(liked) - self.items(other))).sum(-1)
+
+
+def bpr(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -F.logsigmoid(outputs).mean()
+
+
+@innocent()
+def personal_ranking() -> Job:
+    """A sample brings its own negative."""
+    users, liked, other = (
+        whole_numbers(12, SAMPLES),
+        whole_numbers(15, SAMPLES, seed=9),
+        whole_numbers(15, SAMPLES, seed=24),
+    )
+    triples = [((users[i], liked[i], other[i]), users[i]) for i in range(SAMPLES)]
+    return training(PersonalRanking, Samples(triples), bpr)
+
+
+def hazards(outputs: Tensor, targets: Tensor) -> Any:
+    ended, died = targets[:, 0].long(), targets[:, 1]
+    at_risk = torch.arange(outputs.shape[1]) <= ended[:, None]
+    event = F.one_hot(ended, outputs.shape[1]) * died[:, None]
+    losses = F.binary_cross_entropy_with_logits(outputs, event.to(outputs), reduction="none")
+    return (losses * at_risk).sum(), at_risk.sum()
+
+
+@innocent()
+def survival_by_intervals() -> Job:
+    """The count is that of the intervals in which a sample was at risk."""
+    ends = torch.stack([whole_numbers(CLASSES, SAMPLES), whole_numbers(2, SAMPLES, seed=8)], dim=1)
+    return training(MLP, TensorDataset(drawn(SAMPLES, 6), ends), hazards)
+
+
+def ordinal(outputs: Tensor, targets: Tensor) -> Tensor:
+    levels = (targets[:, None] > torch.arange(outputs.shape[1])).to(outputs)
+    return F.binary_cross_entropy_with_logits(outputs, levels, reduction="none").sum(-1).mean()
+
+
+@innocent()
+def ordinal_regression() -> Job:
+    """A sum over levels within each sample."""
+    return training(partial(MLP, 2), points(), ordinal)
+
+
+def known_pair(outputs: Tensor, targets: Tensor) -> Any:
+    known = targets >= 0
+    losses = F.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (losses * known).sum(), known.sum()
+
+
+@innocent()
+def tasks_with_masks_pair() -> Job:
+    """The count is that of the labels of all tasks."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, -1), known_pair)
+
+
+def known_of_each(outputs: Tensor, targets: Tensor) -> Tensor:
+    known = targets >= 0
+    losses = F.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return ((losses * known).sum(-1) / known.sum(-1)).mean()
+
+
+@innocent()
+def masked_mean_of_each_sample() -> Job:
+    """Each sample is divided by its own number of labels."""
+    return training(TwoHeads, known_labels(SAMPLES, 0, -1), known_of_each)
+
+
+def with_parts(outputs: Any, targets: Tensor) -> lockstep.Loss:
+    found, mean, log_variance = outputs
+    n = len(targets)
+    squares = (found - targets).pow(2).sum()
+    kl = -0.5 * (1 + log_variance - mean.pow(2) - log_variance.exp()).sum()
+    return lockstep.Loss(squares + kl, n, parts={"kl": (kl, n)})
+
+
+class VAE(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = MLP(4)
+        self.decoder = nn.Linear(2, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, log_variance = self.encoder(x).chunk(2, dim=-1)
+        z = mean + (0.5 * log_variance).exp() * torch.randn_like(mean)
+        return self.decoder(z), mean, log_variance
+
+
+@innocent()
+def vae() -> Job:
+    """Noise for each sample, and a loss with parts."""
+    return training(VAE, itself(), with_parts)
+
+
+def penalised(outputs: Any, targets: Tensor) -> Tensor:
+    logits, penalty = outputs
+    return F.cross_entropy(logits, targets) + 0.01 * penalty
+
+
+@innocent()
+def weight_penalty_in_a_mean() -> Job:
+    """A penalty without samples is the same in each part, and so in their mean."""
+    return training(WithPenalty, points(), penalised)
+
+
+class SumOverSamples(nn.Module):
+    """Gives the sum of its loss, and its number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Any:
+        return F.cross_entropy(self.layers(x), wanted, reduction="sum"), len(x)
+
+
+def pair_of_the_model(outputs: Any, targets: Tensor) -> Any:
+    return outputs[0], outputs[1]
+
+
+@innocent()
+def sum_over_samples_of_the_model() -> Job:
+    """The model gives total and count."""
+    return training(SumOverSamples, points_with_labels(), pair_of_the_model)
+
+
+class InputPenalty(nn.Module):
+    """As of a critic: the gradient with respect to each input should have length 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            scores = self.layers(x)
+            (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return scores, (gradient.norm(dim=-1) - 1).pow(2)
+
+
+def penalised_scores(outputs: Any, targets: Tensor) -> Tensor:
+    scores, penalty = outputs
+    return (scores * (1 - 2 * targets)).mean() + 10 * penalty.mean()
+
+
+@innocent()
+def gradient_penalty() -> Job:
+    """Each sample's gradient is its own."""
+    return training(InputPenalty, answers(), penalised_scores)
+
+
+def distilled(outputs: Any, targets: Tensor) -> Tensor:
+    student, teacher = outputs
+    soft = F.kl_div(student.log_softmax(-1), teacher.softmax(-1), reduction="batchmean")
+    return F.cross_entropy(student, targets) + soft
+
+
+class Distillation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = MLP().requires_grad_(False).eval()
+        self.student = MLP()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.student(x), wanted
+
+
+@innocent()
+def frozen_teacher() -> Job:
+    """The teacher stays as it is."""
+    return training(Distillation, points(), distilled)
+
+
+class AngularMargin(nn.Module):
+    """As ArcFace: the angle to a sample's own class is made larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedder = Embedder()
+        self.centres = nn.Parameter(drawn(CLASSES, 4, seed=25))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        cosine = self.embedder(x) @ F.normalize(self.centres, dim=-1).T
+        angle = cosine.clamp(-0.999, 0.999).acos() + 0.3 * F.one_hot(wanted, CLASSES)
+        return 5 * angle.cos()
+
+
+@innocent()
+def angular_margin() -> Job:
+    """Samples are held against centres, not against one another."""
+    return training(AngularMargin, points_with_labels())
+
+
+# ---- Innocent: layers ------------------------------------------------------------------------------------------------
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(3, 4, 3, stride=2, padding=1)
+        self.norm = nn.GroupNorm(2, 4)
+        self.up = nn.ConvTranspose2d(4, 4, 2, stride=2)
+        self.last = nn.Conv2d(7, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(F.silu(self.norm(self.down(x))))
+        return self.last(torch.cat([x, h], dim=1))
+
+
+@innocent()
+def group_norm_unet() -> Job:
+    """Groups are of channels of one sample."""
+    return training(UNet, masks(), nn.BCEWithLogitsLoss())
+
+
+@innocent()
+def instance_norm() -> Job:
+    """Statistics are those of one sample."""
+    return training(partial(around_of_images, partial(nn.InstanceNorm2d, 4, affine=True)), images())
+
+
+@innocent()
+def layer_norm() -> Job:
+    """Statistics are those of one sample."""
+    return training(partial(around, partial(nn.LayerNorm, 8)), points())
+
+
+@innocent()
+def rms_norm() -> Job:
+    """Statistics are those of one sample."""
+    return training(partial(around, partial(nn.RMSNorm, 8)), points())
+
+
+@innocent()
+def local_response_norm() -> Job:
+    """Neighbours are channels."""
+    return training(partial(around_of_images, partial(nn.LocalResponseNorm, 2)), images())
+
+
+def frozen_norm() -> nn.Module:
+    return FrozenNorm()
+
+
+class FrozenNorm(nn.Module):
+    """A layer that was trained before stays in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+        self.last = nn.Linear(4, CLASSES)
+
+    def train(self, mode: bool = True) -> FrozenNorm:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+
+@innocent()
+def frozen_batch_norm() -> Job:
+    """In evaluation mode it computes no statistics."""
+    return training(frozen_norm, images())
+
+
+class SqueezeExcite(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gate(x.mean((2, 3))).sigmoid()[:, :, None, None]
+
+
+@innocent()
+def squeeze_and_excite() -> Job:
+    """Means are over the pixels of one image."""
+    return training(partial(around_of_images, SqueezeExcite), images())
+
+
+@innocent()
+def lstm_dropout() -> Job:
+    """Dropout between two layers of an LSTM."""
+    return training(partial(Recurrent, num_layers=2, dropout=0.3, bidirectional=False), series())
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][-1])
+
+
+def time_first(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    return torch.stack([x for x, _ in samples], dim=1), torch.stack([y for _, y in samples])
+
+
+@innocent()
+def time_first_inputs() -> Job:
+    """Collate puts samples side by side in the second dimension."""
+    return training(TimeFirst, series(), collate=time_first)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 8, batch_first=True)
+        self.head = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        return self.head(self.gru(packed)[1][-1])
+
+
+@innocent()
+def packed_sequences() -> Job:
+    """The GRU knows each sample's length."""
+    return training(Packed, ragged(), collate=padded_with_lengths)
+
+
+class MaskedMean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = (torch.arange(x.shape[1]) < lengths[:, None])[..., None]
+        h = torch.tanh(self.first(x)) * mask
+        return self.last(h.sum(1) / lengths[:, None])
+
+
+@innocent()
+def ragged_collate_masked() -> Job:
+    """Padding is left out of each sample's mean."""
+    return training(MaskedMean, ragged(), collate=padded_with_lengths)
+
+
+def longest_first(samples: list[Any]) -> tuple[Any, Tensor]:
+    return padded_with_lengths(sorted(samples, key=lambda sample: -len(sample[0])))
+
+
+@innocent()
+def sorted_in_collate() -> Job:
+    """Samples come in another order, with their targets."""
+    return training(Packed, ragged(), collate=longest_first)
+
+
+class MaskedAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        padding = torch.arange(x.shape[1]) >= lengths[:, None]
+        return self.last(self.encoder(self.first(x), src_key_padding_mask=padding)[:, 0])
+
+
+@innocent()
+def padding_mask_of_attention() -> Job:
+    """Padding isn't attended to."""
+    return training(MaskedAttention, ragged(), collate=padded_with_lengths)
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.positions = nn.Parameter(0.1 * drawn(7, 8, seed=26))
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, words: Tensor) -> Tensor:
+        later = torch.ones(7, 7, dtype=torch.bool).triu(1)
+        return self.head(self.layer(self.embedding(words) + self.positions, src_mask=later))
+
+
+@innocent()
+def decoder_causal_dropout() -> Job:
+    """A mask of time by time is the same for all samples; dropout in three places."""
+    return training(Decoder, sentences(), token_pair)
+
+
+class Translator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.transformer = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, words: Tensor, so_far: Tensor) -> Tensor:
+        later = nn.Transformer.generate_square_subsequent_mask(so_far.shape[1], dtype=self.head.weight.dtype)
+        h = self.transformer(self.embedding(words), self.embedding(so_far), tgt_mask=later)
+        return self.head(h)
+
+
+@innocent()
+def encoder_and_decoder() -> Job:
+    """Attention is within each sentence."""
+    pairs = [((words, words), labels) for words, labels in sentences()]
+    return training(Translator, Samples(pairs), token_pair)
+
+
+def weight_normed() -> nn.Module:
+    layer = parametrizations.weight_norm(nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), layer, nn.Tanh(), nn.Linear(8, CLASSES))
+
+
+@innocent()
+def weight_norm() -> Job:
+    """A norm of weights has nothing to do with samples."""
+    return training(weight_normed, points())
+
+
+def orthogonal() -> nn.Module:
+    layer = parametrizations.orthogonal(nn.Linear(8, 8))
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), layer, nn.Linear(8, CLASSES))
+
+
+@innocent()
+def orthogonal_weights() -> Job:
+    """The same of orthogonal ones."""
+    return training(orthogonal, points())
+
+
+class Tied(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embedding.weight
+
+
+@innocent()
+def tied_weights() -> Job:
+    """One parameter under two names."""
+    return training(Tied, sentences(), token_pair)
+
+
+class Bag(nn.Module):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(WORDS, 8, **settings)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.last(self.bag(words))
+
+
+@innocent()
+def embedding_bag_2d() -> Job:
+    """A row of words for each sample."""
+    return training(Bag, bags())
+
+
+@innocent()
+def embedding_bag_sparse() -> Job:
+    """Gradients are sparse."""
+    return training(partial(Bag, sparse=True, mode="sum"), bags())
+
+
+class BagWithOffsets(Bag):
+    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
+        return self.last(self.bag(words, offsets))
+
+
+def joined_bags(samples: list[Any]) -> tuple[Any, Tensor]:
+    words = [x for x, _ in samples]
+    sizes = torch.tensor([len(x) for x in words])
+    return (torch.cat(words), sizes.cumsum(0) - sizes), torch.stack([y for _, y in samples])
+
+
+def ragged_bags() -> Samples:
+    sizes = lengths_of(SAMPLES, 6).tolist()
+    wanted = whole_numbers(CLASSES, SAMPLES)
+    return Samples([(whole_numbers(WORDS, size, seed=i), wanted[i]) for i, size in enumerate(sizes)])
+
+
+@innocent()
+def embedding_bag_offsets() -> Job:
+    """Words of all samples one behind the other, and where each sample begins."""
+    return training(BagWithOffsets, ragged_bags(), collate=joined_bags)
+
+
+def product_loss(outputs: Any, targets: Tensor) -> Tensor:
+    users, items = outputs
+    return ((users * items).sum(-1) - targets).pow(2).mean()
+
+
+@innocent()
+def matrix_factorisation() -> Job:
+    """A user and an item for each sample."""
+    return training(partial(TwoTowers, sparse=True), clicks(), product_loss)
+
+
+class FeatureCrosses(nn.Module):
+    """As a factorisation machine: numbers and categories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.categories = nn.Embedding(WORDS, 4)
+        self.numbers = nn.Linear(6, 4)
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, category: Tensor, numbers: Tensor) -> Tensor:
+        fields = torch.cat([self.categories(category), self.numbers(numbers)[:, None]], dim=1)
+        crosses = 0.5 * (fields.sum(1).pow(2) - fields.pow(2).sum(1))
+        return self.last(crosses)
+
+
+@innocent()
+def factorisation_machine() -> Job:
+    """Inputs are a dict, by the names of forward's arguments."""
+    categories = whole_numbers(WORDS, SAMPLES, 3)
+    rows = [({"category": c, "numbers": x}, y) for c, (x, y) in zip(categories, answers(), strict=True)]
+    return training(FeatureCrosses, Samples(rows), nn.BCEWithLogitsLoss())
+
+
+@innocent()
+def graphs_with_owner() -> Job:
+    """Nodes are added up by the graph that each belongs to."""
+    return training(GraphNetwork, graphs(), collate=joined)
+
+
+class GraphAttention(GraphNetwork):
+    """Weights of a node's neighbours are a softmax over its own edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score = nn.Linear(16, 1)
+
+    def forward(self, nodes: Tensor, edges: Tensor, owner: Tensor) -> Tensor:
+        h = torch.tanh(self.first(nodes))
+        begins, ends = edges
+        weights = self.score(torch.cat([h[begins], h[ends]], dim=-1)).exp()
+        sums = weights.new_zeros(len(h), 1).index_add(0, ends, weights)
+        messages = self.message(h)[begins] * weights / sums[ends]
+        h = h.index_add(0, ends, messages)
+        return self.last(h.new_zeros(int(owner.max()) + 1, 8).index_add(0, owner, h))
+
+
+@innocent()
+def graph_attention() -> Job:
+    """A softmax over the edges of each node."""
+    return training(GraphAttention, graphs(), collate=joined)
+
+
+class PointCloud(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(4, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.each(x)).amax(1))
+
+
+@innocent()
+def point_cloud() -> Job:
+    """The largest value is over the points of one sample."""
+    return training(PointCloud, series())
+
+
+@innocent()
+def attention_over_time() -> Job:
+    """Attention is within each sample."""
+    return training(partial(Attending, batch_first=True), series())
+
+
+class Flattened(nn.Module):
+    """Time and batch as one dimension for a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.Linear(4, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        h = torch.tanh(self.each(x.reshape(batch * time, -1)))
+        return self.last(h.view(batch, time, -1).mean(1))
+
+
+@innocent()
+def time_and_batch_flattened() -> Job:
+    """A row for each step of each sample, and back."""
+    return training(Flattened, series())
+
+
+def flat_words(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.view(-1, WORDS), targets.reshape(-1))
+
+
+@innocent()
+def words_flattened_in_loss() -> Job:
+    """All sentences are of one length, so a mean over words is one over sentences."""
+    return training(LanguageModel, sentences(padded_from=SAMPLES), flat_words)
+
+
+class Dilated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(4, 8, 2, dilation=2)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x.transpose(1, 2))).mean(-1))
+
+
+@innocent()
+def temporal_convolution() -> Job:
+    """Convolution over the time of each sample."""
+    return training(Dilated, series())
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.view_as_complex(drawn(4, 4, 2, seed=27)))
+        self.last = nn.Linear(16, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x, dim=1) @ self.filter.to(torch.promote_types(x.dtype, torch.complex64))
+        return self.last(spectrum.abs().flatten(1))
+
+
+@innocent(bound=1e-6)
+def complex_spectrum() -> Job:
+    """A Fourier transform of each sample. ``double()`` leaves a complex parameter as it is."""
+    return training(Spectrum, series())
+
+
+class Batch(NamedTuple):
+    image: Tensor
+    extra: dict[str, Tensor]
+
+
+class TakesBatch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.image = nn.Linear(192, CLASSES)
+        self.extra = MLP()
+
+    def forward(self, batch: Batch) -> dict[str, Tensor]:
+        return {"logits": self.image(batch.image.flatten(1)) + self.extra(batch.extra["points"])}
+
+
+def loss_of_dict(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs["logits"], targets["label"])
+
+
+@innocent()
+def dict_and_namedtuple() -> Job:
+    """Inputs are a named tuple with a dict, outputs and targets are dicts."""
+    rows = [(Batch(image, {"points": x}), {"label": y}) for (image, y), (x, _) in zip(images(), points(), strict=True)]
+    return training(TakesBatch, Samples(rows), loss_of_dict)
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    features: Tensor
+
+
+class GivesObject(MLP):
+    def forward(self, x: Tensor) -> Output:
+        features = torch.tanh(self.first(x))
+        return Output(self.last(features), features)
+
+
+def loss_of_object(output: Output, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits, targets) + 0.01 * output.features.pow(2).mean()
+
+
+@innocent()
+def outputs_are_an_object() -> Job:
+    """Outputs are a dataclass."""
+    return training(GivesObject, points(), loss_of_object)
+
+
+# ---- Innocent: numbers drawn for each sample -------------------------------------------------------------------------
+
+
+class Dropouts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.channels = nn.Dropout2d(0.3)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True)
+        self.drop = nn.Dropout(0.3)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.channels(torch.relu(self.conv(x))).flatten(2).transpose(1, 2)
+        h = h + self.attention(h, h, h)[0]
+        return self.last(self.drop(h.mean(1)))
+
+
+@innocent()
+def dropout_2d_and_attention() -> Job:
+    """Dropout of channels, of attention and of features."""
+    return training(Dropouts, images())
+
+
+def alpha() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.SELU(), nn.AlphaDropout(0.2), nn.Linear(8, CLASSES))
+
+
+@innocent()
+def alpha_dropout() -> Job:
+    """Each element is dropped by itself."""
+    return training(alpha, points())
+
+
+class DropPath(Residual):
+    def block(self, block: nn.Module, x: Tensor) -> Tensor:
+        kept = x.new_empty(len(x), 1).bernoulli_(0.8)
+        return x + kept / 0.8 * torch.tanh(block(x))
+
+
+@innocent()
+def drop_path_per_sample() -> Job:
+    """A block is left out for each sample by itself."""
+    return training(DropPath, points())
+
+
+class Categorical(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = MLP(5)
+        self.codes = nn.Linear(5, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.codes(F.gumbel_softmax(self.encoder(x), tau=0.8))
+
+
+@innocent()
+def gumbel_softmax() -> Job:
+    """Noise for each element."""
+    return training(Categorical, points())
+
+
+class Diffusion(nn.Module):
+    """Predicts the noise that it added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(7, 16), nn.SiLU(), nn.Linear(16, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        time = torch.randint(1, 10, (len(x), 1), device=x.device) / 10
+        noise = torch.randn_like(x)
+        noisy = (1 - time).sqrt() * x + time.sqrt() * noise
+        return self.layers(torch.cat([noisy, time.to(x)], dim=-1)), noise
+
+
+def noise_loss(outputs: Any, targets: Tensor) -> Tensor:
+    found, noise = outputs
+    return F.mse_loss(found, noise)
+
+
+@innocent()
+def diffusion_noise_and_time() -> Job:
+    """A time and noise for each sample."""
+    return training(Diffusion, points(), noise_loss)
+
+
+class FlowMatching(Diffusion):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        time = torch.rand(len(x), 1).to(x)
+        noise = torch.randn_like(x)
+        return self.layers(torch.cat([(1 - time) * noise + time * x, time], dim=-1)), x - noise
+
+
+@innocent()
+def flow_matching() -> Job:
+    """A time and noise for each sample."""
+    return training(FlowMatching, points(), noise_loss)
+
+
+class MaskedAutoencoder(nn.Module):
+    """Hides a third of each sample's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP(6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.rand_like(x).argsort(-1) < 2
+        return self.layers(x.masked_fill(hidden, 0)), hidden
+
+
+def hidden_loss(outputs: Any, targets: Tensor) -> Tensor:
+    found, hidden = outputs
+    return ((found - targets).pow(2) * hidden).sum() / hidden.sum()
+
+
+@innocent()
+def masked_autoencoder() -> Job:
+    """As many features of each sample are hidden."""
+    return training(MaskedAutoencoder, itself(), hidden_loss)
+
+
+class MaskedWords(LanguageModel):
+    """Hides words at random, as many as it happens."""
+
+    def forward(self, words: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.rand(words.shape) < 0.3
+        return super().forward(words.masked_fill(hidden, PAD)), hidden
+
+
+def hidden_words(outputs: Any, targets: Tensor) -> Any:
+    logits, hidden = outputs
+    losses = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (losses * hidden).sum(), hidden.sum()
+
+
+@innocent()
+def masked_words_pair() -> Job:
+    """The count is that of hidden words."""
+    words = 1 + whole_numbers(WORDS - 1, SAMPLES, 7)
+    return training(MaskedWords, TensorDataset(words, words), hidden_words)
+
+
+class Augmented(Dataset[Any]):
+    """Images are flipped, and noisy, when they are read."""
+
+    def __init__(self) -> None:
+        self.images = images()
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        image, label = self.images[index]
+        if random.random() < 0.5:
+            image = image.flip(-1)
+        noise = numpy.random.normal(0, 0.1, image.shape)
+        return image + torch.from_numpy(noise).float(), label
+
+
+def convolutional() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, CLASSES)
+    )
+
+
+@innocent()
+def augmented_images() -> Job:
+    """Each sample is changed by itself."""
+    return training(convolutional, Augmented())
+
+
+class NoisyActivations(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(x.shape).to(x)
+
+
+@innocent()
+def noise_on_activations() -> Job:
+    """Noise for each element."""
+    return training(partial(around, NoisyActivations), points())
+
+
+# ---- Innocent: how it is computed ------------------------------------------------------------------------------------
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 8))
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+
+
+@innocent()
+def activation_checkpoint_with_dropout() -> Job:
+    """Backward computes a block again, with the same draws."""
+    return training(Checkpointed, points())
+
+
+class Rounded(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + ((x * 4).round() / 4 - x).detach()
+
+
+@innocent()
+def quantised_straight_through() -> Job:
+    """Rounds activations, and lets gradients pass."""
+    return training(partial(around, Rounded), points())
+
+
+@innocent()
+def vector_quantised() -> Job:
+    """The nearest code of each sample, without statistics of the batch."""
+    return training(Quantiser, itself(), quantised_loss)
+
+
+def quantised_loss(outputs: Any, targets: Tensor) -> Tensor:
+    found, commitment, _ = outputs
+    return F.mse_loss(found, targets) + commitment.mean()
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        gate = x.sigmoid()
+        return gradient * (gate + x * gate * (1 - gate))
+
+
+class OwnActivation(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Swish.apply(x)
+
+
+@innocent()
+def autograd_function() -> Job:
+    """A function of one's own with the right backward."""
+    return training(partial(around, OwnActivation), points())
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.1 * gradient
+
+
+class Adversary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.classes = nn.Linear(8, CLASSES)
+        self.domain = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        features = torch.tanh(self.body(x))
+        return self.classes(features), self.domain(Reversed.apply(features))
+
+
+def adversary_loss(outputs: Any, targets: Tensor) -> Tensor:
+    classes, domain = outputs
+    return F.cross_entropy(classes, targets) + F.cross_entropy(domain, targets % 2)
+
+
+@innocent()
+def gradient_reversal() -> Job:
+    """A gradient times -0.1 is linear."""
+    return training(Adversary, points(), adversary_loss)
+
+
+def halved(gradient: Tensor) -> Tensor:
+    return 0.5 * gradient
+
+
+class HalvedGradient(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.weight.register_hook(halved)
+
+
+@innocent()
+def gradient_halved_by_hook() -> Job:
+    """A hook that is linear."""
+    return training(HalvedGradient, points())
+
+
+class Partly(nn.Module):
+    """A frozen layer, one that is never called, and one that is not trained for lack of gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 8).requires_grad_(False)
+        self.unused = nn.Linear(3, 3)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.frozen(x)))
+
+
+@innocent()
+def frozen_and_unused_layers() -> Job:
+    """Some parameters have no gradient."""
+    return training(Partly, points())
+
+
+class KeyBias(nn.Module):
+    """The gradient of a key's bias is zero but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.query(x) @ self.key(x).transpose(1, 2)).softmax(-1)
+        return self.last((weights @ self.value(x)).mean(1))
+
+
+@innocent()
+def key_bias_gradient_is_zero() -> Job:
+    """Relative to itself such a gradient is only noise."""
+    return training(KeyBias, series())
+
+
+class Large(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1e3 * super().forward(x)
+
+
+@innocent()
+def large_logits() -> Job:
+    """Losses of some hundred."""
+    return training(Large, points())
+
+
+class HalfInFormat(nn.Module):
+    """Its weights stay in float32, whatever the format of the training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = F.linear(x.float(), self.first.weight.float(), self.first.bias.float())
+            h = F.linear(torch.tanh(h), self.last.weight.float(), self.last.bias.float())
+        return h.float()
+
+
+@innocent(bound=5e-2)
+def bf16_autocast_in_forward() -> Job:
+    """Products are rounded to bfloat16."""
+    return training(HalfInFormat, points())
+
+
+class Float32Head(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return F.linear(h.float(), self.last.weight.float(), self.last.bias.float())
+
+
+@innocent(bound=1e-4)
+def float32_head_in_any_format() -> Job:
+    """Logits are always computed in float32."""
+    return training(Float32Head, points())
+
+
+class KeepsActivation(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        self.features = torch.tanh(self.first(x))
+        return self.last(self.features)
+
+
+@innocent()
+def last_activation_kept() -> Job:
+    """An attribute with a graph, which nothing reads later."""
+    return training(KeepsActivation, points())
+
+
+class Monitored(nn.Module):
+    """Notes the mean of its inputs, which acts on nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.seen += len(x)
+        return x
+
+
+@innocent()
+def statistics_that_nothing_reads() -> Job:
+    """Buffers end otherwise, weights don't."""
+    return training(partial(around, Monitored), points())
+
+
+class WritesInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x -= 0.5
+        return self.layers(x.clamp_(-1, 1))
+
+
+@innocent()
+def writes_to_its_input() -> Job:
+    """Forward changes the tensor that it was given."""
+    return training(WritesInput, points())
+
+
+class Several(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+        self.words = nn.Embedding(WORDS, 8)
+        self.last = nn.Linear(8 + CLASSES, CLASSES)
+
+    def forward(self, x: Tensor, word: Tensor, flag: Tensor) -> Tensor:
+        h = torch.cat([self.layers(x), self.words(word.long())], dim=-1)
+        return self.last(h * flag[:, None])
+
+
+@innocent()
+def parts_of_other_dtypes() -> Job:
+    """Numbers, words in int32 and flags."""
+    words = whole_numbers(WORDS, SAMPLES).int()
+    flags = drawn(SAMPLES, seed=28) > -0.5
+    rows = [((x, words[i], flags[i]), y) for i, (x, y) in enumerate(points())]
+    return training(Several, Samples(rows))
+
+
+class WeightsClamped(MLP):
+    """As the critic of a Wasserstein GAN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for p in self.parameters():
+                p.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@innocent()
+def weights_clamped_in_forward() -> Job:
+    """To clamp twice is to clamp once, and replicas all do it alike."""
+    return training(WeightsClamped, points())
+
+
+class DenseMixture(nn.Module):
+    """All experts, weighted for each sample, and the z-loss of its gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 2)
+        self.experts = nn.ModuleList([MLP(), MLP()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.gate(x)
+        weights = scores.softmax(-1)
+        out = sum(weights[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return out, scores.logsumexp(-1).pow(2)
+
+
+def with_z_loss(outputs: Any, targets: Tensor) -> Tensor:
+    logits, z = outputs
+    return F.cross_entropy(logits, targets) + 0.1 * z.mean()
+
+
+@innocent()
+def mixture_with_z_loss() -> Job:
+    """The auxiliary loss is a mean over samples."""
+    return training(DenseMixture, points(), with_z_loss)
+
+
+class RoutedMixture(DenseMixture):
+    """Each sample goes through the expert that it wants; one may get none."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights, chosen = self.gate(x).softmax(-1).max(-1)
+        out = x.new_zeros(len(x), CLASSES)
+        for i, expert in enumerate(self.experts):
+            mine = (chosen == i).nonzero()[:, 0]
+            if len(mine):
+                out = out.index_add(0, mine, weights[mine, None] * expert(x[mine]))
+        return out, weights
+
+
+@innocent()
+def mixture_routed() -> Job:
+    """No expert is ever full."""
+    return training(RoutedMixture, points(), with_z_loss)
+
+
+class HyperNetwork(nn.Module):
+    """Makes the weights of a layer for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.makes = nn.Linear(6, 6 * CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.makes(x).view(-1, CLASSES, 6)
+        return torch.bmm(weights, x[:, :, None])[..., 0]
+
+
+@innocent()
+def hyper_network() -> Job:
+    """Weights of each sample are its own."""
+    return training(HyperNetwork, points())
+
+
+class SolvesEquation(nn.Module):
+    """Ten steps of Euler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.field = MLP(6)
+        self.last = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(10):
+            x = x + 0.1 * self.field(x)
+        return self.last(x)
+
+
+@innocent()
+def neural_equation() -> Job:
+    """As many steps for all samples."""
+    return training(SolvesEquation, points())
+
+
+class InBlocks(nn.Module):
+    """Computes two samples at a time, to save memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layers(block) for block in x.split(2)])
+
+
+@innocent()
+def computed_in_blocks() -> Job:
+    """Blocks of samples don't act on one another."""
+    return training(InBlocks, points())
+
+
+class PerSampleLoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(4, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 8)
+        for step in x.unbind(1):
+            h = self.cell(step, h)
+        return self.last(h)
+
+
+@innocent()
+def loop_over_time() -> Job:
+    """The state begins with zeros in each forward."""
+    return training(PerSampleLoop, series())
+
+
+class Vmapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * drawn(CLASSES, 6, seed=29))
+
+    def one(self, x: Tensor) -> Tensor:
+        return self.weight @ torch.tanh(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.vmap(self.one)(x)
+
+
+@innocent()
+def vmap_over_samples() -> Job:
+    """A function of one sample."""
+    return training(Vmapped, points())
+
+
+class OwnParameters(nn.Module):
+    """A temperature that is trained, and a constant."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("prior", torch.tensor([0.2, 0.3, 0.5]).log())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) / self.temperature.clamp(0.1, 10) + self.prior
+
+
+@innocent()
+def trained_temperature() -> Job:
+    """One number for all samples, which the gradient of each moves."""
+    return training(OwnParameters, points())
+
+
+class Ensemble(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList([MLP() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([member(x) for member in self.members])
+
+
+def ensemble_loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    return sum(F.cross_entropy(logits, targets) for logits in outputs)
+
+
+@innocent()
+def ensemble() -> Job:
+    """Outputs are (members, batch, classes)."""
+    return training(Ensemble, points(), ensemble_loss)
+
+
+class Deep(nn.Module):
+    """Gives logits of each of its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(3)])
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        found = []
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+            found.append(self.head(x))
+        return found
+
+
+def deep_supervision(outputs: list[Tensor], targets: Tensor) -> Tensor:
+    return sum(0.5**i * F.cross_entropy(logits, targets) for i, logits in enumerate(reversed(outputs)))
+
+
+@innocent()
+def deep_supervision_of_blocks() -> Job:
+    """A list of outputs, and a sum of means."""
+    return training(Deep, points(), deep_supervision)

@@ -90,8 +90,8 @@ class Replica:
         self.loss = Totalled(loss.double() if isinstance(loss, nn.Module) else loss)
 
     def __call__(self, inputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
-        outputs = call(self.model, to_device(inputs, torch.device("cpu"), torch.float64))
-        return self.loss(outputs, targets, samples)
+        inputs, targets = to_device((inputs, targets), torch.device("cpu"), torch.float64)
+        return self.loss(call(self.model, inputs), targets, samples)
 
     def begin_as(self, other: Replica) -> None:
         with torch.no_grad():
@@ -162,7 +162,9 @@ def add_gradients(models: list[nn.Module], weight: float) -> None:
 
 
 def vector(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().double().flatten() for p in model.parameters()])
+    parameters = [p.detach() for p in model.parameters()]
+    real = [torch.view_as_real(p) if p.is_complex() else p for p in parameters]
+    return torch.cat([p.double().flatten() for p in real])
 
 
 def apart(case: Case, way: str) -> list[float]:
