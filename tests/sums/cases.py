@@ -618,9 +618,15 @@ def far_views() -> Samples:
     return Samples([((x, 2 * z + 1), y) for (x, z), y in views().samples])
 
 
+def distances(z: Tensor) -> Tensor:
+    """Those of each pair."""
+    i, j = torch.triu_indices(len(z), len(z), 1)
+    return (z[i] - z[j]).norm(dim=-1)
+
+
 def energy(outputs: Any, targets: Tensor) -> Tensor:
     one, other = outputs
-    return 2 * torch.cdist(one, other).mean() - torch.pdist(one).mean() - torch.pdist(other).mean()
+    return 2 * torch.cdist(one, other).mean() - distances(one).mean() - distances(other).mean()
 
 
 @common("both")
@@ -1548,7 +1554,7 @@ class MovingMean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            self.mean.lerp_(x.detach().mean(0), 0.1)
+            self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
         return x - self.mean
 
 
@@ -2004,7 +2010,7 @@ def adversarial_step_normalised_over_batch() -> Job:
     return training(AdversarialNoise, points_with_labels(), loss_of_the_model)
 
 
-# ---- Rare: small, or late ----------------------------------------------------------------------------------------------
+# ---- Rare: small, or late --------------------------------------------------------------------------------------------
 
 
 def with_small_term(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -2050,7 +2056,7 @@ def pairs_of_the_rare(outputs: Tensor, targets: Tensor) -> Tensor:
     rare_ones = outputs[targets == 2]
     loss = F.cross_entropy(outputs, targets)
     if len(rare_ones) > 1:
-        loss = loss + torch.pdist(rare_ones).mean()
+        loss = loss + distances(rare_ones).mean()
     return loss
 
 
@@ -2114,7 +2120,7 @@ class ExpertChoice(CapacityMixture):
         out = x.new_zeros(len(x), CLASSES)
         for i, expert in enumerate(self.experts):
             weights, chosen = probabilities[:, i].topk(math.ceil(len(x) / 2))
-            out = out.index_add(0, chosen, weights[:, None] * expert(x[chosen]))
+            out = out.index_add(0, chosen, (weights[:, None] * expert(x[chosen])).to(out))
         return out
 
 
@@ -2236,8 +2242,8 @@ class BatchRenorm(nn.Module):
         r = (deviation.detach() / self.deviation).clamp(0.3, 3)
         d = ((mean.detach() - self.mean) / self.deviation).clamp(-3, 3)
         out = (x - mean) / deviation * r + d
-        self.mean = self.mean.lerp(mean.detach(), 0.1)
-        self.deviation = self.deviation.lerp(deviation.detach(), 0.1)
+        self.mean = 0.9 * self.mean + 0.1 * mean.detach()
+        self.deviation = 0.9 * self.deviation + 0.1 * deviation.detach()
         return out
 
 
@@ -3957,7 +3963,7 @@ class Monitored(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.mean.lerp_(x.detach().mean(0).to(self.mean), 0.1)
         self.seen += len(x)
         return x
 
@@ -4056,7 +4062,7 @@ class RoutedMixture(DenseMixture):
         for i, expert in enumerate(self.experts):
             mine = (chosen == i).nonzero()[:, 0]
             if len(mine):
-                out = out.index_add(0, mine, weights[mine, None] * expert(x[mine]))
+                out = out.index_add(0, mine, (weights[mine, None] * expert(x[mine])).to(out))
         return out, weights
 
 
@@ -4220,3 +4226,329 @@ def deep_supervision(outputs: list[Tensor], targets: Tensor) -> Tensor:
 def deep_supervision_of_blocks() -> Job:
     """A list of outputs, and a sum of means."""
     return training(Deep, points(), deep_supervision)
+
+
+# ---- Models of Hugging Face ------------------------------------------------------------------------------------------
+
+SMALL: dict[str, Any] = {
+    "vocab_size": WORDS,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+
+
+def from_hub(family: str, ending: str, **settings: Any) -> nn.Module:
+    """A model of a family with random weights."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **settings})
+    model: nn.Module = getattr(transformers, f"{family}{ending}")(config)
+    return model
+
+
+def labelled_sentences() -> Samples:
+    """Sentences with a mask, whose labels are -100 where there is padding."""
+    words = torch.cat([sentences().tensors[0], sentences().tensors[1][:, -1:]], dim=1)
+    labels = words.masked_fill(words == PAD, -100)
+    mask = (words != PAD).long()
+    return Samples(
+        [({"input_ids": words[i], "attention_mask": mask[i], "labels": labels[i]}, labels[i]) for i in range(SAMPLES)]
+    )
+
+
+def classified_sentences() -> Samples:
+    wanted = whole_numbers(CLASSES, SAMPLES)
+    rows = [inputs for inputs, _ in labelled_sentences()]
+    return Samples(
+        [
+            ({"input_ids": row["input_ids"], "attention_mask": row["attention_mask"]}, y)
+            for row, y in zip(rows, wanted, strict=True)
+        ]
+    )
+
+
+def labelled_images() -> Samples:
+    return Samples([({"pixel_values": image}, y) for image, y in images()])
+
+
+def own_loss(outputs: Any, targets: Tensor) -> Tensor:
+    return outputs.loss
+
+
+def loss_of_logits(outputs: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs.logits, targets)
+
+
+@common("both", slow=True)
+def hf_model_loss_with_padding() -> Job:
+    """The model's own mean is over the words of the batch."""
+    model = partial(from_hub, "Llama", "ForCausalLM")
+    return training(model, labelled_sentences(), own_loss)
+
+
+@common("both", slow=True)
+def hf_mixture_with_router_loss() -> Job:
+    """The model adds how evenly the batch uses its experts."""
+    model = partial(mixtral, output_router_logits=True, router_aux_loss_coef=0.1)
+    return training(model, labelled_sentences(), own_loss)
+
+
+def mixtral(**settings: Any) -> nn.Module:
+    """(The faster way to compute its experts has no float64.)"""
+    return from_hub("Mixtral", "ForCausalLM", num_local_experts=3, experts_implementation="eager", **settings)
+
+
+@common("both", slow=True)
+def hf_resnet_batchnorm_known() -> Job:
+    """Its layers of BatchNorm are of a known type."""
+    model = partial(
+        from_hub, "ResNet", "ForImageClassification", num_labels=CLASSES, hidden_sizes=[8], depths=[1], embedding_size=4
+    )
+    return training(model, labelled_images(), loss_of_logits)
+
+
+@common("both", slow=True)
+def hf_clip_contrast() -> Job:
+    """Other samples of the batch are negatives, in the model's own loss."""
+    return training(ImagesAndWords, images_with_words(), own_loss)
+
+
+class ImagesAndWords(nn.Module):
+    """Asks a model for its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        vision = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "intermediate_size": 16}
+        layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+        settings = {"text_config": SMALL, "vision_config": {**vision, **layers}, "projection_dim": 8}
+        self.clip = from_hub("CLIP", "Model", **settings)
+
+    def forward(self, **inputs: Tensor) -> Any:
+        return self.clip(**inputs, return_loss=True)
+
+
+def images_with_words() -> Samples:
+    rows = zip(labelled_images(), classified_sentences(), strict=True)
+    return Samples([({**image, **words}, y) for (image, y), (words, _) in rows])
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_gpt2_dropout() -> Job:
+    """Its own loss, with the labels that it is over."""
+    model = partial(from_hub, "GPT2", "LMHeadModel", n_embd=8, n_layer=2, n_head=2, n_positions=16)
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_qwen3() -> Job:
+    """Norms in float32, and its own loss."""
+    return training(partial(from_hub, "Qwen3", "ForCausalLM"), labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_llama() -> Job:
+    """The same."""
+    return training(partial(from_hub, "Llama", "ForCausalLM"), labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_gemma2() -> Job:
+    """Sliding windows, and soft caps of logits."""
+    model = partial(from_hub, "Gemma2", "ForCausalLM", sliding_window=8, attn_implementation="eager")
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_mixtral() -> Job:
+    """Experts without an auxiliary loss."""
+    return training(mixtral, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_mamba() -> Job:
+    """A state for each sentence."""
+    model = partial(from_hub, "Mamba", "ForCausalLM", state_size=4, conv_kernel=2)
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True)
+def hf_bert_classifier() -> Job:
+    """Dropout, and attention within each sentence."""
+    model = partial(from_hub, "Bert", "ForSequenceClassification", num_labels=CLASSES)
+    return training(model, classified_sentences(), loss_of_logits)
+
+
+@innocent(slow=True)
+def hf_bert_masked_words() -> Job:
+    """Its own loss is over the words that have a label."""
+    return training(partial(from_hub, "Bert", "ForMaskedLM"), labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True)
+def hf_distilbert() -> Job:
+    """Dropout in every layer."""
+    model = partial(
+        from_hub,
+        "DistilBert",
+        "ForSequenceClassification",
+        num_labels=CLASSES,
+        dim=8,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=16,
+    )
+    return training(model, classified_sentences(), loss_of_logits)
+
+
+@innocent(slow=True)
+def hf_roberta() -> Job:
+    """Positions are counted by a sentence's own padding."""
+    model = partial(from_hub, "Roberta", "ForSequenceClassification", num_labels=CLASSES)
+    return training(model, classified_sentences(), loss_of_logits)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_deberta() -> Job:
+    """Attention to relative positions."""
+    model = partial(
+        from_hub,
+        "DebertaV2",
+        "ForSequenceClassification",
+        num_labels=CLASSES,
+        relative_attention=True,
+        pos_att_type=["c2p"],
+    )
+    return training(model, classified_sentences(), loss_of_logits)
+
+
+@innocent(slow=True)
+def hf_bart() -> Job:
+    """An encoder, a decoder and their own loss."""
+    model = partial(
+        from_hub,
+        "Bart",
+        "ForConditionalGeneration",
+        d_model=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=16,
+        decoder_ffn_dim=16,
+        decoder_start_token_id=2,
+        forced_eos_token_id=None,
+    )
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, bound=1e-4)
+def hf_t5() -> Job:
+    """Positions relative to one another."""
+    model = partial(
+        from_hub,
+        "T5",
+        "ForConditionalGeneration",
+        d_model=8,
+        d_kv=4,
+        d_ff=16,
+        num_layers=1,
+        num_heads=2,
+        decoder_start_token_id=PAD,
+    )
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+def of_images(family: str, **settings: Any) -> nn.Module:
+    return from_hub(family, "ForImageClassification", num_labels=CLASSES, image_size=8, patch_size=4, **settings)
+
+
+@innocent(slow=True)
+def hf_vit() -> Job:
+    """Attention among the patches of an image."""
+    return training(partial(of_images, "ViT"), labelled_images(), loss_of_logits)
+
+
+@innocent(slow=True)
+def hf_convnext() -> Job:
+    """Convolutions, and blocks dropped for each sample."""
+    model = partial(
+        from_hub,
+        "ConvNext",
+        "ForImageClassification",
+        num_labels=CLASSES,
+        patch_size=2,
+        num_stages=2,
+        hidden_sizes=[4, 8],
+        depths=[1, 1],
+        drop_path_rate=0.2,
+    )
+    return training(model, labelled_images(), loss_of_logits)
+
+
+def small_swin() -> nn.Module:
+    import transformers
+
+    config = transformers.SwinConfig(
+        image_size=8,
+        patch_size=2,
+        embed_dim=4,
+        depths=[1, 1],
+        num_heads=[1, 2],
+        window_size=2,
+        num_labels=CLASSES,
+    )
+    return transformers.SwinForImageClassification(config)
+
+
+@innocent(slow=True)
+def hf_swin() -> Job:
+    """Windows of an image, and blocks dropped for each sample."""
+    return training(small_swin, labelled_images(), loss_of_logits)
+
+
+@innocent(slow=True)
+def hf_vit_mae() -> Job:
+    """As many patches of each image are hidden, by noise of its own."""
+    model = partial(
+        from_hub,
+        "ViTMAE",
+        "ForPreTraining",
+        image_size=8,
+        patch_size=2,
+        decoder_num_attention_heads=2,
+        decoder_hidden_size=8,
+        decoder_num_hidden_layers=1,
+        decoder_intermediate_size=16,
+    )
+    return training(model, labelled_images(), own_loss)
+
+
+@innocent(slow=True)
+def hf_wav2vec2() -> Job:
+    """Convolutions over sound, normalised within each sample."""
+    model = partial(
+        from_hub,
+        "Wav2Vec2",
+        "ForSequenceClassification",
+        num_labels=CLASSES,
+        conv_dim=[8, 8],
+        conv_stride=[4, 2],
+        conv_kernel=[4, 2],
+        num_feat_extract_layers=2,
+        num_conv_pos_embeddings=4,
+        num_conv_pos_embedding_groups=2,
+        apply_spec_augment=False,
+        layerdrop=0.0,
+        classifier_proj_size=8,
+    )
+    sounds = Samples([({"input_values": drawn(64, seed=i)}, y) for i, (_, y) in enumerate(points())])
+    return training(model, sounds, loss_of_logits)
