@@ -7,8 +7,8 @@ loss is a sum over items. Each case says whether it is that: ``test_cases`` prov
 - rare: what few people write.
 - innocent: what only looks as if it depended on the cut. It must not be stopped.
 
-Drawn numbers are the same rows for the parts as for the whole; a number that is drawn for a whole batch is drawn anew
-for each part.
+Numbers that PyTorch draws are the same rows for the parts as for the whole; one that is drawn for a whole batch is drawn
+anew for each part.
 """
 
 from __future__ import annotations
@@ -711,6 +711,30 @@ def clicks() -> Samples:
 def two_towers_in_batch_softmax() -> Job:
     """Items of the other samples are negatives."""
     return training(TwoTowers, clicks(), in_batch_softmax)
+
+
+def prototypes(z: Tensor, targets: Tensor) -> Tensor:
+    wanted = F.one_hot(targets, CLASSES).to(z.dtype)
+    means = wanted.T @ z / wanted.sum(0).clamp(min=1)[:, None]
+    return F.cross_entropy(-(z[:, None] - means).pow(2).sum(-1), targets)
+
+
+@common("both")
+def prototypes_of_the_batch() -> Job:
+    """A class's prototype is the mean of its samples in the batch."""
+    return training(Embedder, points(), prototypes)
+
+
+def leave_one_out(outputs: Tensor, targets: Tensor) -> Tensor:
+    actions, gains = targets[:, :1].long(), targets[:, 1]
+    baseline = (gains.sum() - gains) / max(len(gains) - 1, 1)
+    return -(outputs.log_softmax(-1).gather(1, actions)[:, 0] * (gains - baseline)).mean()
+
+
+@common("both")
+def baseline_of_the_other_samples() -> Job:
+    """The baseline is the mean gain of the other samples."""
+    return training(MLP, played(), leave_one_out)
 
 
 # ---- Common: means over something else than samples ------------------------------------------------------------------
@@ -1544,6 +1568,45 @@ def mean_over_nodes() -> Job:
     return training(NodeNetwork, graphs(), node_loss, collate=joined_nodes)
 
 
+def sentences_one_by_one() -> Samples:
+    """Words of sentences of different lengths."""
+    return Samples(
+        [(1 + whole_numbers(WORDS - 1, n, seed=i), n) for i, n in enumerate(lengths_of(SAMPLES, 9).tolist())]
+    )
+
+
+def in_blocks_of_four(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    words = torch.cat([words for words, _ in samples])
+    blocks = words[: len(words) // 4 * 4].view(-1, 4)
+    return blocks[:, :-1], blocks[:, 1:]
+
+
+@common("both")
+def packed_into_blocks_in_collate() -> Job:
+    """Sentences are put behind one another and cut anew, and the rest is dropped."""
+    return training(LanguageModel, sentences_one_by_one(), token_mean_loss, collate=in_blocks_of_four)
+
+
+def some_unreadable() -> Samples:
+    """Points, some of which could not be read."""
+    return Samples([(None if i % 5 == 1 else x, y) for i, (x, y) in enumerate(points())])
+
+
+def readable(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    kept = [(x, y) for x, y in samples if x is not None]
+    return torch.stack([x for x, _ in kept]), torch.stack([y for _, y in kept])
+
+
+def plain_cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets)
+
+
+@common("both")
+def unreadable_samples_dropped_in_collate() -> Job:
+    """A mean over the samples that are left."""
+    return training(MLP, some_unreadable(), plain_cross_entropy, collate=readable)
+
+
 # ---- Common: what a forward leaves for the next one ------------------------------------------------------------------
 
 
@@ -2010,6 +2073,25 @@ def adversarial_step_normalised_over_batch() -> Job:
     return training(AdversarialNoise, points_with_labels(), loss_of_the_model)
 
 
+class AdaptsToItsBatch(nn.Module):
+    """Makes one step on the batch before it computes its loss, as MAML does on a task."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * drawn(CLASSES, 6, seed=30))
+
+    def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
+        loss = F.cross_entropy(x @ self.weight.T, wanted)
+        (gradient,) = torch.autograd.grad(loss, self.weight, create_graph=True)
+        return F.cross_entropy(x @ (self.weight - 0.5 * gradient).T, wanted)
+
+
+@rare("both")
+def inner_step_on_the_batch() -> Job:
+    """The inner step is made on the samples of the batch."""
+    return training(AdaptsToItsBatch, points_with_labels(), loss_of_the_model)
+
+
 # ---- Rare: small, or late --------------------------------------------------------------------------------------------
 
 
@@ -2253,6 +2335,17 @@ def batch_renorm() -> Job:
     return training(partial(around, BatchRenorm), points())
 
 
+class NumpyNoise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.from_numpy(numpy.random.normal(size=tuple(x.shape))).to(x)
+
+
+@rare("replicas")
+def numpy_noise_in_forward() -> Job:
+    """Each replica has another stream of NumPy's; in turn the rows are those of the whole."""
+    return training(partial(around, NumpyNoise), points())
+
+
 # ---- Rare: what a forward leaves -------------------------------------------------------------------------------------
 
 
@@ -2293,11 +2386,11 @@ def mean_kept_in_an_attribute() -> Job:
 
 def of_spectral_norm() -> nn.Module:
     return nn.Sequential(
-        parametrizations.spectral_norm(nn.Linear(6, 8)),
+        parametrizations.spectral_norm(nn.Linear(6, 32)),
         nn.Tanh(),
-        parametrizations.spectral_norm(nn.Linear(8, 8)),
+        parametrizations.spectral_norm(nn.Linear(32, 32)),
         nn.Tanh(),
-        nn.Linear(8, CLASSES),
+        nn.Linear(32, CLASSES),
     )
 
 
@@ -2549,6 +2642,42 @@ def wasserstein(outputs: Tensor, targets: Tensor) -> Tensor:
 def sorted_values_are_compared() -> Job:
     """The order of values is that within the batch."""
     return training(partial(MLP, 1), measured(), wasserstein)
+
+
+def clustering(outputs: Tensor, targets: Tensor) -> Tensor:
+    q = outputs.softmax(-1)
+    p = q.detach().pow(2) / q.detach().sum(0)
+    p = p / p.sum(-1, keepdim=True)
+    return (p * (p.log() - q.log())).sum(-1).mean()
+
+
+@rare("both")
+def sharpened_by_cluster_sizes() -> Job:
+    """Targets are divided by how many samples of the batch a cluster has."""
+    return training(MLP, points(), clustering)
+
+
+def process_likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
+    far = (outputs[:, None] - outputs).pow(2).sum(-1)
+    covariance = torch.exp(-far) + 0.1 * torch.eye(len(outputs)).to(outputs)
+    return 0.5 * (targets.T @ torch.linalg.solve(covariance, targets)).sum() + 0.5 * torch.logdet(covariance)
+
+
+@rare("both")
+def gaussian_process_of_the_batch() -> Job:
+    """The covariance is that of the samples of a batch."""
+    return training(partial(MLP, 2), measured(), process_likelihood)
+
+
+def against_mean_reward(outputs: Tensor, targets: Tensor) -> Tensor:
+    usual = outputs.mean().detach().clamp(min=0)
+    return (1 - ((2 * targets - 1) * (outputs - usual)).sigmoid()).mean()
+
+
+@rare("both")
+def rewards_against_the_mean_of_the_batch() -> Job:
+    """The reference point is the mean over the batch, as in KTO."""
+    return training(partial(MLP, 1), answers(), against_mean_reward)
 
 
 # ---- Innocent: PyTorch's losses --------------------------------------------------------------------------------------
@@ -3069,6 +3198,91 @@ def angular_margin() -> Job:
     return training(AngularMargin, points_with_labels())
 
 
+class ChosenAndRejected(nn.Module):
+    """Computes both answers of each sample in one forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = MLP(1)
+
+    def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
+        both = self.scores(torch.cat([chosen, rejected]))
+        better, worse = both.chunk(2)
+        return better - worse
+
+
+def preference(outputs: Tensor, targets: Tensor) -> Tensor:
+    return -F.logsigmoid(outputs).mean()
+
+
+@innocent()
+def preferences_in_one_forward() -> Job:
+    """Rows of two answers for each sample, and back."""
+    return training(ChosenAndRejected, views(), preference)
+
+
+def group_advantages(outputs: Tensor, targets: Tensor) -> Tensor:
+    advantages = (targets - targets.mean(-1, keepdim=True)) / (targets.std(-1, keepdim=True) + 1e-4)
+    return -(outputs.log_softmax(-1) * advantages).mean()
+
+
+@innocent()
+def advantages_within_a_group() -> Job:
+    """Mean and deviation are those of a sample's own answers."""
+    return training(RanksItems, TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)), group_advantages)
+
+
+@innocent()
+def unreadable_samples_and_a_known_loss() -> Job:
+    """The count of PyTorch's mean is that of the samples that are left."""
+    return training(MLP, some_unreadable(), collate=readable)
+
+
+def two_crops(samples: list[Any]) -> tuple[Tensor, Tensor]:
+    crops = [image[:, i : i + 6, i : i + 6] for image, _ in samples for i in (0, 2)]
+    return torch.stack(crops), torch.stack([y for _, y in samples for _ in range(2)])
+
+
+class OfSmallImages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+@innocent()
+def two_crops_of_each_image() -> Job:
+    """Collate makes two rows of each sample."""
+    return training(OfSmallImages, images(), plain_cross_entropy, collate=two_crops)
+
+
+class SampledAction(nn.Module):
+    """Draws an action for each sample, and gives its logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        policy = torch.distributions.Categorical(logits=self.layers(x))
+        action = policy.sample()
+        return policy.log_prob(action), action
+
+
+def reinforced(outputs: Any, targets: Tensor) -> Tensor:
+    logs, actions = outputs
+    return -(logs * (actions == targets)).mean()
+
+
+@innocent()
+def sampled_actions() -> Job:
+    """An action is drawn for each sample."""
+    return training(SampledAction, points(), reinforced)
+
+
 # ---- Innocent: layers ------------------------------------------------------------------------------------------------
 
 
@@ -3115,10 +3329,6 @@ def local_response_norm() -> Job:
     return training(partial(around_of_images, partial(nn.LocalResponseNorm, 2)), images())
 
 
-def frozen_norm() -> nn.Module:
-    return FrozenNorm()
-
-
 class FrozenNorm(nn.Module):
     """A layer that was trained before stays in evaluation mode."""
 
@@ -3140,7 +3350,7 @@ class FrozenNorm(nn.Module):
 @innocent()
 def frozen_batch_norm() -> Job:
     """In evaluation mode it computes no statistics."""
-    return training(frozen_norm, images())
+    return training(FrozenNorm, images())
 
 
 class SqueezeExcite(nn.Module):
@@ -3745,6 +3955,38 @@ def noise_on_activations() -> Job:
     return training(partial(around, NoisyActivations), points())
 
 
+class SampledLatent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = MLP(4)
+        self.decoder = nn.Linear(2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, spread = self.encoder(x).chunk(2, dim=-1)
+        return self.decoder(torch.distributions.Normal(mean, F.softplus(spread) + 0.1).rsample())
+
+
+@innocent()
+def sampled_from_a_distribution() -> Job:
+    """``rsample`` draws for each element."""
+    return training(SampledLatent, points())
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator).to(x)
+
+
+@innocent()
+def generator_of_its_own() -> Job:
+    """Noise for each element, from a generator that the layer keeps."""
+    return training(partial(around, OwnGenerator), points())
+
+
 # ---- Innocent: how it is computed ------------------------------------------------------------------------------------
 
 
@@ -4226,6 +4468,113 @@ def deep_supervision(outputs: list[Tensor], targets: Tensor) -> Tensor:
 def deep_supervision_of_blocks() -> Job:
     """A list of outputs, and a sum of means."""
     return training(Deep, points(), deep_supervision)
+
+
+class LowRank(nn.Module):
+    """A frozen layer, and a small one beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.down = nn.Linear(8, 2, bias=False)
+        self.up = nn.Linear(2, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(x) + self.up(self.down(x))
+
+
+@innocent()
+def low_rank_adapter() -> Job:
+    """Only the small layers are trained."""
+    return training(partial(around, LowRank), points())
+
+
+class CachedPositions(MaskedMean):
+    """Keeps sines of positions, and computes them anew for a longer batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.empty(0, 4)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        if len(self.table) < x.shape[1]:
+            self.table = torch.outer(torch.arange(x.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.1])).sin()
+        return super().forward(x + self.table[: x.shape[1]].to(x), lengths)
+
+
+@innocent()
+def cached_positions_grow() -> Job:
+    """What is kept depends on the longest sample, what is computed doesn't."""
+    return training(CachedPositions, ragged(), collate=padded_with_lengths)
+
+
+class KeepsList(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.sizes.append(float(x.detach().norm()))
+        return x
+
+
+@innocent()
+def list_of_numbers_grows() -> Job:
+    """A list for a plot, which nothing reads."""
+    return training(partial(around, KeepsList), points())
+
+
+class LooksUpOnce(nn.Module):
+    """Looks up each word of a batch once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.last = nn.Linear(8, CLASSES)
+
+    def forward(self, words: Tensor) -> Tensor:
+        unique, place = words.unique(return_inverse=True)
+        return self.last(self.embedding(unique)[place].mean(1))
+
+
+@innocent()
+def unique_words_and_back() -> Job:
+    """Which words there are depends on the batch, what each sample gets doesn't."""
+    return training(LooksUpOnce, bags())
+
+
+class SortsAndPutsBack(nn.Module):
+    """Sorts samples by their size, and puts results in the old order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.norm(dim=-1).argsort()
+        return self.layers(x[order])[order.argsort()]
+
+
+@innocent()
+def sorted_and_put_back() -> Job:
+    """The order within a batch acts on nothing."""
+    return training(SortsAndPutsBack, points())
+
+
+class UpToTheLongest(MaskedMean):
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return super().forward(x[:, : int(lengths.max())], lengths)
+
+
+def padded_to_twelve(samples: list[Any]) -> tuple[Any, Tensor]:
+    (x, lengths), targets = padded_with_lengths(samples)
+    return (F.pad(x, (0, 0, 0, 12 - x.shape[1])), lengths), targets
+
+
+@innocent()
+def shortened_to_the_longest() -> Job:
+    """Forward leaves out what is padding for all samples."""
+    return training(UpToTheLongest, ragged(), collate=padded_to_twelve)
 
 
 # ---- Models of Hugging Face ------------------------------------------------------------------------------------------

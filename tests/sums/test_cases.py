@@ -7,7 +7,8 @@ A batch of n samples is cut in n1 + n2. Each part is collated by itself, and com
 
     gradient    =  sum of the parts' (total / n).backward(), times n / count        count: sum of those of the parts
 
-What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew.
+What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew, and so
+is what Python or NumPy draws: by replicas from generators of their own, in turn from one.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def trained(case: Case, way: str, drawn: list[list[Tensor]]) -> list[Tensor]:
         counted = 0.0
         for number, (start, stop) in enumerate(cuts):
             inputs, targets = collate(samples[start:stop])
+            if way == "replicas":
+                seed(1000 + update + 1000 * number)
             with Whole() if way == "whole" else Part(drawn[update], start, stop, n) as tape:
                 total, count = replicas[number % len(replicas)](inputs, targets, stop - start)
                 counted += float(count)
