@@ -7,8 +7,8 @@ loss is a sum over items. Each case says whether it is that: ``test_cases`` prov
 - rare: what few people write.
 - innocent: what only looks as if it depended on the cut. It must not be stopped.
 
-Numbers that PyTorch draws are the same rows for the parts as for the whole; one that is drawn for a whole batch is drawn
-anew for each part.
+What PyTorch draws is the same for the rows of the parts as for those of the whole. One number that is drawn for a whole
+batch is drawn anew for each part.
 """
 
 from __future__ import annotations
@@ -2659,7 +2659,7 @@ def sharpened_by_cluster_sizes() -> Job:
 
 def process_likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
     far = (outputs[:, None] - outputs).pow(2).sum(-1)
-    covariance = torch.exp(-far) + 0.1 * torch.eye(len(outputs)).to(outputs)
+    covariance = torch.exp(-far) + 0.1 * torch.eye(len(outputs))
     return 0.5 * (targets.T @ torch.linalg.solve(covariance, targets)).sum() + 0.5 * torch.logdet(covariance)
 
 

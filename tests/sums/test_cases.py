@@ -2,13 +2,13 @@
 
 A batch of n samples is cut in n1 + n2. Each part is collated by itself, and computed in one of two ways::
 
-    replicas    copies of the model that begin each update alike; what the first one has written is kept
+    replicas    copies of the model that begin each update with the weights and buffers of the first one
     in turn     one model, which computes the second part with what the first one has left
 
     gradient    =  sum of the parts' (total / n).backward(), times n / count        count: sum of those of the parts
 
-What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew, and so
-is what Python or NumPy draws: by replicas from generators of their own, in turn from one.
+What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew. So is
+what Python or NumPy draws: replicas have generators of their own, in turn there is one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import copy
 import math
+import pickle
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -129,32 +130,44 @@ def trained(case: Case, way: str, drawn: list[list[Tensor]]) -> list[Tensor]:
     first = replicas[0]
     optimizer = job.optimizer([(n, p) for n, p in first.model.named_parameters() if p.requires_grad])
     found = [vector(first.model)]
-    collate = job.collate or default_collate
-    seed(job.seed)
     for update, samples in zip(range(job.steps), batches(job), strict=False):
-        n = len(samples)
+        collate = job.collate or default_collate
         seed(1000 + update)
-        cuts = [(0, n)] if way == "whole" else [(0, case.parts[0]), (case.parts[0], n)]
-        counted = 0.0
-        for number, (start, stop) in enumerate(cuts):
-            inputs, targets = collate(samples[start:stop])
-            if way == "replicas":
-                seed(1000 + update + 1000 * number)
-            with Whole() if way == "whole" else Part(drawn[update], start, stop, n) as tape:
-                total, count = replicas[number % len(replicas)](inputs, targets, stop - start)
-                counted += float(count)
-                if count:
-                    (total / (count if way == "whole" else n)).backward()
-            if way == "whole":
-                drawn.append(tape.drawn)
-        if way != "whole":
-            add_gradients([replica.model for replica in replicas], n / counted)
+        if way == "whole":
+            drawn.append(backward_of_whole(first, collate(samples), len(samples)))
+        else:
+            parts = [samples[: case.parts[0]], samples[case.parts[0] :]]
+            backward_of_parts(replicas, [(collate(part), len(part)) for part in parts], drawn[update])
         optimizer.step()
         optimizer.zero_grad()
         for other in replicas[1:]:
             other.begin_as(first)
         found.append(vector(first.model))
     return found
+
+
+def backward_of_whole(replica: Replica, batch: Any, n: int) -> list[Tensor]:
+    """Its numbers that were drawn."""
+    with Whole() as tape:
+        total, count = replica(*batch, n)
+        (total / count).backward()
+    return tape.drawn
+
+
+def backward_of_parts(replicas: list[Replica], parts: list[tuple[Any, int]], drawn: list[Tensor]) -> None:
+    n = sum(size for _, size in parts)
+    start, counted = 0, 0.0
+    for number, (batch, size) in enumerate(parts):
+        replica = replicas[number % len(replicas)]
+        if replica is not replicas[0]:
+            seed(number)
+        with Part(drawn, start, start + size, n):
+            total, count = replica(*batch, size)
+            if count:
+                (total / n).backward()
+        start += size
+        counted += float(count)
+    add_gradients([replica.model for replica in replicas], n / counted)
 
 
 def add_gradients(models: list[nn.Module], weight: float) -> None:
@@ -170,12 +183,10 @@ def vector(model: nn.Module) -> Tensor:
     return torch.cat([p.double().flatten() for p in real])
 
 
-def apart(case: Case, way: str) -> list[float]:
+def apart(whole: list[Tensor], parts: list[Tensor]) -> list[float]:
     """How far parameters are apart after each update, as a part of how far they have moved."""
-    drawn: list[list[Tensor]] = []
-    start, *whole = trained(case, "whole", drawn)
-    _, *parts = trained(case, way, drawn)
-    found = [distance(a, b) / max(distance(a, start), 1e-300) for a, b in zip(whole, parts, strict=True)]
+    start = whole[0]
+    found = [distance(a, b) / max(distance(a, start), 1e-300) for a, b in zip(whole[1:], parts[1:], strict=True)]
     return [math.inf if math.isnan(each) else each for each in found]
 
 
@@ -198,9 +209,11 @@ def parameters() -> list[Any]:
 
 @pytest.mark.parametrize("case", parameters())
 def test_training_in_parts_differs_where_the_table_says_so(case: Case) -> None:
+    drawn: list[list[Tensor]] = []
+    whole = trained(case, "whole", drawn)
     firsts = []
     for way in ("replicas", "in turn"):
-        far = apart(case, way)
+        far = apart(whole, trained(case, way, drawn))
         if way in WAYS[case.cut]:
             assert far[-1] > DIFFERS, f"{way}: {far}"
             firsts.append(next(update for update, by in enumerate(far, 1) if by > DIFFERS))
@@ -221,3 +234,9 @@ def test_the_table_has_enough_cases_of_each_kind() -> None:
 
 def test_innocent_cases_are_those_that_never_differ() -> None:
     assert all((case.kind == "innocent") == (case.cut == "none") for case in CASES)
+
+
+def test_jobs_can_be_sent_to_other_processes() -> None:
+    for case in CASES:
+        sent = pickle.loads(pickle.dumps(case.job()))
+        assert sent.batch_size == 8
