@@ -48,6 +48,7 @@ class Case:
         first: the update (from 1) in which it first differs.
         parts: the samples of both parts of a batch of 8.
         bound: how far an innocent one may be apart; above 1e-9 where something is computed in a coarser format.
+        dtype: float64, or the format that the model has to be computed in.
         slow: whether it takes long to import.
     """
 
@@ -59,6 +60,7 @@ class Case:
     first: int = 1
     parts: tuple[int, int] = (5, 3)
     bound: float = 1e-9
+    dtype: torch.dtype = torch.float64
     slow: bool = False
 
 
@@ -79,6 +81,7 @@ def case(kind: str, cut: str, **more: Any) -> Callable[[Callable[[], Job]], Call
 common = partial(case, "common")
 rare = partial(case, "rare")
 innocent = partial(case, "innocent", "none")
+float32_only: dict[str, Any] = {"dtype": torch.float32, "bound": 1e-4}
 
 
 # ---- Data ------------------------------------------------------------------------------------------------------------
@@ -2508,6 +2511,21 @@ def first_targets_are_kept() -> Job:
     return training(partial(MLP, 1), measured(), FirstTargets())
 
 
+class CentresInFloat32(nn.Module):
+    """As a kernel that was written for one format, with the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("expected float32")
+        return x - x.mean(0)
+
+
+@rare("both", **float32_only)
+def mixes_and_refuses_float64() -> Job:
+    """The mean is that of the batch, and nothing can be computed in float64."""
+    return training(partial(around, CentresInFloat32), points())
+
+
 # ---- Rare: losses ----------------------------------------------------------------------------------------------------
 
 
@@ -4577,6 +4595,44 @@ def shortened_to_the_longest() -> Job:
     return training(UpToTheLongest, ragged(), collate=padded_to_twelve)
 
 
+class RefusesFloat64(nn.Module):
+    """As a kernel that was written for one format."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype is torch.float64:
+            raise TypeError("expected float32")
+        return torch.tanh(x)
+
+
+@innocent(**float32_only)
+def kernel_refuses_float64() -> Job:
+    """Nothing can be computed in float64."""
+    return training(partial(around, RefusesFloat64), points())
+
+
+class SmallestNumberAsMask(nn.Module):
+    """The smallest number of float64 is infinite in float32, in which the softmax is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
+        self.last = nn.Linear(4, CLASSES)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        unknown = torch.arange(x.shape[1]) >= lengths[:, None]
+        hidden = unknown[:, None, :] | unknown[:, :, None]  # nothing is left for a row of padding
+        scores = self.query(x) @ self.key(x).transpose(1, 2)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+        weights = scores.softmax(-1, dtype=torch.float32).to(scores.dtype)
+        return self.last((weights @ self.value(x))[:, 0])
+
+
+@innocent(**float32_only)
+def masked_rows_are_nan_in_float64() -> Job:
+    """In float64 the softmax of a row of padding is NaN."""
+    return training(SmallestNumberAsMask, ragged(), collate=padded_with_lengths)
+
+
 # ---- Models of Hugging Face ------------------------------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
@@ -4901,3 +4957,17 @@ def hf_wav2vec2() -> Job:
     )
     sounds = Samples([({"input_values": drawn(64, seed=i)}, y) for i, (_, y) in enumerate(points())])
     return training(model, sounds, loss_of_logits)
+
+
+@innocent(slow=True, **float32_only)
+def hf_gemma2_sliding_window() -> Job:
+    """In float64 the softmax of a row of padding is NaN."""
+    model = partial(from_hub, "Gemma2", "ForCausalLM", sliding_window=4, attn_implementation="eager")
+    return training(model, labelled_sentences(), lockstep.model_loss)
+
+
+@innocent(slow=True, **float32_only)
+def hf_mixtral_grouped() -> Job:
+    """Products of its experts can't be computed in float64."""
+    model = partial(from_hub, "Mixtral", "ForCausalLM", num_local_experts=3)
+    return training(model, labelled_sentences(), lockstep.model_loss)

@@ -1,6 +1,7 @@
-"""The table of cases is true: plain trainings of each, in float64, with whole batches and with batches cut in two.
+"""The table of cases is true: plain trainings of each, with whole batches and with batches cut in two.
 
-A batch of n samples is cut in n1 + n2. Each part is collated by itself, and computed in one of two ways::
+All is computed in float64 where a model can be. A batch of n samples is cut in n1 + n2. Each part is collated by itself,
+and computed in one of two ways::
 
     replicas    copies of the model that begin each update with the weights and buffers of the first one
     in turn     one model, which computes the second part with what the first one has left
@@ -83,16 +84,17 @@ def draws(func: Any, made: Any) -> bool:
 
 
 class Replica:
-    """The model and the loss of a job, in float64."""
+    """The model and the loss of a job, in one number format."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, dtype: torch.dtype) -> None:
         torch.manual_seed(job.seed)
-        self.model: nn.Module = job.model().double().train()
+        self.dtype = dtype
+        self.model: nn.Module = job.model().to(dtype).train()
         loss = copy.deepcopy(job.loss)
-        self.loss = Totalled(loss.double() if isinstance(loss, nn.Module) else loss)
+        self.loss = Totalled(loss.to(dtype) if isinstance(loss, nn.Module) else loss)
 
     def __call__(self, inputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
-        inputs, targets = to_device((inputs, targets), torch.device("cpu"), torch.float64)
+        inputs, targets = to_device((inputs, targets), torch.device("cpu"), self.dtype)
         return self.loss(call(self.model, inputs), targets, samples)
 
     def begin_as(self, other: Replica) -> None:
@@ -118,7 +120,7 @@ def sample(data: Any, index: int) -> Any:
 
 
 def seed(number: int) -> None:
-    torch.default_generator.manual_seed(number)  # (``torch.manual_seed`` takes a millisecond)
+    torch.default_generator.manual_seed(number)  # (``torch.manual_seed`` takes a hundred times as long)
     random.seed(number)
     numpy.random.seed(number)
 
@@ -126,7 +128,7 @@ def seed(number: int) -> None:
 def trained(case: Case, way: str, drawn: list[list[Tensor]]) -> list[Tensor]:
     """All parameters as one vector: at the beginning, and after each update. Of "whole" batches ``drawn`` is filled."""
     job = case.job()
-    replicas = [Replica(job) for _ in range(2 if way == "replicas" else 1)]
+    replicas = [Replica(job, case.dtype) for _ in range(2 if way == "replicas" else 1)]
     first = replicas[0]
     optimizer = job.optimizer([(n, p) for n, p in first.model.named_parameters() if p.requires_grad])
     found = [vector(first.model)]
