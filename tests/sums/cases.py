@@ -3735,9 +3735,9 @@ class Spectrum(nn.Module):
         return self.last(spectrum.abs().flatten(1))
 
 
-@innocent(bound=1e-6)
+@innocent()
 def complex_spectrum() -> Job:
-    """A Fourier transform of each sample. ``double()`` leaves a complex parameter as it is."""
+    """A Fourier transform of each sample, and a complex parameter."""
     return training(Spectrum, series())
 
 

@@ -1,7 +1,7 @@
 """The table of cases is true: plain trainings of each, with whole batches and with batches cut in two.
 
-All is computed in float64 where a model can be. A batch of n samples is cut in n1 + n2. Each part is collated by itself,
-and computed in one of two ways::
+All is computed in float64 where a model can be. A batch of n samples is cut in n1 + n2. Each part is collated by
+itself, and computed in one of two ways::
 
     replicas    copies of the model that begin each update with the weights and buffers of the first one
     in turn     one model, which computes the second part with what the first one has left
@@ -89,9 +89,8 @@ class Replica:
     def __init__(self, job: Job, dtype: torch.dtype) -> None:
         torch.manual_seed(job.seed)
         self.dtype = dtype
-        self.model: nn.Module = job.model().to(dtype).train()
-        loss = copy.deepcopy(job.loss)
-        self.loss = Totalled(loss.to(dtype) if isinstance(loss, nn.Module) else loss)
+        self.model: nn.Module = as_format(job.model().train(), dtype)
+        self.loss = Totalled(as_format(copy.deepcopy(job.loss), dtype))
 
     def __call__(self, inputs: Any, targets: Any, samples: int) -> tuple[Tensor, Any]:
         inputs, targets = to_device((inputs, targets), torch.device("cpu"), self.dtype)
@@ -104,6 +103,14 @@ class Replica:
                 mine.grad = None
             for mine, others in zip(self.model.modules(), other.model.modules(), strict=True):
                 mine._buffers.update(copy.deepcopy(others._buffers))
+
+
+def as_format(part: Any, dtype: torch.dtype) -> Any:
+    """A module in that format, with complex numbers of twice as many bytes in float64."""
+    if not isinstance(part, nn.Module) or dtype is torch.float32:
+        return part
+    part.double()
+    return part._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)
 
 
 def batches(job: Job) -> Iterator[list[Any]]:
