@@ -175,8 +175,8 @@ TOKENS = {
     "strategies": 50_309,
     "tensors": 9_853,
     "threads": 8_790,
-    "top": 7_964,
-    "training": 34_635,
+    "top": 7_911,
+    "training": 34_153,
     "verify": 16_610,
 }
 """Code tokens of each room, at most. These bars, and those below, only fall: lower one where code goes."""
@@ -198,8 +198,8 @@ DENSITY = {
     "strategies": 6.75,
     "tensors": 6.88,
     "threads": 6.19,
-    "top": 5.57,
-    "training": 7.60,
+    "top": 5.55,
+    "training": 7.59,
     "verify": 7.13,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
@@ -220,7 +220,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 4_515
+    assert bars.lines_of_the_reading_path() <= 4_508
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -27,7 +27,6 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.training.earlier_trainings import begun_with
 from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
 from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went, newest_of
@@ -121,10 +120,7 @@ def train(
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
-            with contextlib.ExitStack() as stack:
-                request = stack.enter_context(StopRequest(_has_begun, grace))
-                if isinstance(job, Job):  # (a file is loaded where it trains)
-                    stack.enter_context(begun_with(job, lambda it: display.line(f"note: {it}"), resumed=plan.resume))
+            with StopRequest(_has_begun, grace) as request:
                 summary, path = _with_restarts(plan, chosen, backend, display, None if torchrun else run, lost)
             if not summary:
                 request.raise_if_asked()

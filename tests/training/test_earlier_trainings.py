@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import Callback, Job, predict, train
-from lockstep.callbacks import TrainingContext
+from lockstep import Job, predict, train
 from lockstep.errors import JobError
 from lockstep.verify import same_bits
 from zoo import ZOO, drawn, labels, plain_sgd
@@ -28,79 +26,9 @@ def trained(
     return run, "\n".join(line for line in capfd.readouterr().out.splitlines() if line.startswith("note: "))
 
 
-class OfParameter(nn.Module):
-    """Has a parameter that it is given."""
-
-    def __init__(self, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight)
-
-
-@functools.cache
-def kept_layer() -> nn.Module:
-    return nn.Linear(6, 3)
-
-
 @functools.lru_cache
 def kept_vectors() -> torch.Tensor:
     return drawn(20, 4)
-
-
-@pytest.mark.parametrize("given", ["the model", "a part", "a dict", "a parameter", "a kept one"])
-def test_a_module_that_is_not_built_anew_is_said_to_be_trained_further(given: str, tmp_path: Path, capfd) -> None:
-    """Found by trial: the second of two trainings began with the weights of the first, without a line."""
-    net = nn.Linear(6, 3)
-    nets = {"net": net}
-    makes = {"the model": lambda: net, "a part": lambda: nn.Sequential(net, nn.Tanh()), "a dict": lambda: nets["net"]}
-    weight = nn.Parameter(drawn(3, 6))
-    makes |= {"a parameter": lambda: OfParameter(weight), "a kept one": kept_layer}
-    job = ZOO["mlp"].replace(model=makes[given], metrics={}, eval_data=None, epochs=1)
-    first, said = trained(job, tmp_path, capfd)
-    assert "used before" not in said
-    ends = first.model()
-    second, said = trained(job, tmp_path, capfd)
-    assert "model: its function gives a module or parameter that this process has used before" in said
-    assert not same_bits(ends, second.model()), "the model of a run is its own"
-    assert same_bits(ends, first.model())
-    predict(first, drawn(4, 6), quiet=True)
-    _, said = trained(job, tmp_path, capfd, ("ddp", "2xcpu"))
-    assert "used before" in said or given == "a kept one"  # which ranks keep anew
-    _, said = trained(job.replace(epochs=2), tmp_path, capfd, resume=second.folder)
-    assert "used before" not in said
-
-
-FILE = """
-import lockstep, torch, own_backbone
-from torch import nn
-from torch.utils.data import TensorDataset
-
-def job():
-    return lockstep.Job(
-        model=lambda: nn.Sequential(own_backbone.NET, nn.Linear(8, 3)), loss=nn.CrossEntropyLoss(), epochs=1,
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch_size=8,
-        train_data=TensorDataset(torch.randn(32, 6), torch.randint(3, (32,))))
-"""
-
-
-def test_so_is_one_that_a_job_file_imports(tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by trial: a file is loaded anew in each training, and what it imports isn't."""
-    (tmp_path / "own_backbone.py").write_text("from torch import nn\nNET = nn.Linear(6, 8)\n")
-    (tmp_path / "own.py").write_text(FILE)
-    monkeypatch.chdir(tmp_path)
-    for number in range(2):
-        train("own.py", strategy="single", devices=1, folder=tmp_path)
-        assert ("used before" in capfd.readouterr().out) is bool(number)
-    sys.modules.pop("own_backbone")
-
-
-def test_a_frozen_module_may_be_the_same_in_each_training(tmp_path: Path, capfd) -> None:
-    backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8)).eval().requires_grad_(False)
-    job = ZOO["mlp"].replace(model=lambda: nn.Sequential(backbone, nn.Linear(8, 3)), metrics={}, epochs=1)
-    for _ in range(2):
-        assert "used before" not in trained(job, tmp_path, capfd)[1]
 
 
 @pytest.mark.parametrize("kind", ["a tensor", "an array", "rows of an array", "two of one", "a kept one"])
@@ -178,86 +106,6 @@ def test_ranks_train_no_file_of_weights_that_they_have_mapped(tmp_path: Path) ->
     expected, found = (nn.utils.parameters_to_vector(run.model().parameters()) for run in runs)
     assert (found - expected).abs().max() < 1e-6
     assert (numpy.load(tmp_path / "vectors.npy") == before).all()
-
-
-class Shifting:
-    """An order that a callback moves on."""
-
-    def __init__(self) -> None:
-        self.shift = 0
-
-    def __call__(self, epoch: int) -> torch.Tensor:
-        return torch.arange(64).roll(self.shift)
-
-
-class Harder(torch.utils.data.TensorDataset):
-    """Samples that a callback makes harder."""
-
-    level = 0.0
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        x, y = super().__getitem__(index)
-        return x + self.level, y
-
-
-class Raises(Callback):
-    def __init__(self, of: Any, name: str) -> None:
-        self.of, self.name = of, name
-
-    def on_epoch(self, training: TrainingContext) -> None:
-        setattr(self.of, self.name, getattr(self.of, self.name) + 1)
-
-
-@pytest.mark.parametrize("of", ["an order", "a dataset"])
-def test_what_a_training_left_in_other_objects_is_said(of: str, tmp_path: Path, capfd) -> None:
-    data = Harder(drawn(64, 6), labels(64, 3))
-    job = ZOO["mlp"].replace(train_data=data, eval_data=None, metrics={}, epochs=1, loader_workers=0)
-    if of == "an order":
-        job = job.replace(order=(order := Shifting()), callbacks=(Raises(order, "shift"),))
-    else:
-        job = job.replace(callbacks=(Raises(data, "level"),))
-    says = '"Shifting.shift" has the value' if of == "an order" else '"Harder.level" has the value'
-    assert says not in trained(job, tmp_path, capfd)[1]
-    assert says in trained(job, tmp_path, capfd)[1]
-
-
-class Annealed(nn.Module):
-    """A loss with a weight that a callback raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = 0.0
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(outputs, targets) + self.beta * outputs.square().mean()
-
-
-SETTINGS = {"beta": 0.0}
-
-
-def of_settings(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs, targets) + SETTINGS["beta"] * outputs.square().mean()
-
-
-@pytest.mark.parametrize("where", ["the loss", "a global"])
-def test_what_a_training_left_in_the_loss_is_said(where: str, tmp_path: Path, capfd) -> None:
-    loss: Any = Annealed() if where == "the loss" else of_settings
-    SETTINGS["beta"] = 0.0
-
-    def anneal(event: Any) -> None:
-        if event.kind == "epoch":
-            if where == "the loss":
-                loss.beta += 0.5
-            else:
-                SETTINGS["beta"] += 0.5
-
-    job = ZOO["mlp"].replace(loss=loss, on_event=(anneal,), metrics={}, eval_data=None, epochs=1)
-    says = '"Annealed.beta" has the value' if where == "the loss" else "SETTINGS"
-    assert says not in trained(job, tmp_path, capfd)[1]
-    assert says in trained(job, tmp_path, capfd)[1]
-    SETTINGS["beta"] = 0.0
-    job = job.replace(loss=Annealed() if where == "the loss" else of_settings)
-    assert says not in trained(job, tmp_path, capfd)[1]
 
 
 def test_verify_refuses_a_model_that_is_not_built_anew() -> None:

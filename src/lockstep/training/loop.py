@@ -17,7 +17,7 @@ from typing import Any
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.errors import counted
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job
+from lockstep.jobfile import the_job
 from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch
 from lockstep.launch.run_folder import RunFolder
@@ -30,7 +30,6 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.audit import Audit
 from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
-from lockstep.training.earlier_trainings import begun_with
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
 from lockstep.training.progress import Pace, Teller, WorkerCopies
@@ -56,8 +55,6 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
             stack.enter_context(left_to_the_launcher())
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
-        if isinstance(plan.job, JobFile) and world.size == 1:
-            stack.enter_context(begun_with(job, lambda line: world.tell(Line.note(line)), resumed=plan.resume))
         return _Training(world, plan, job, folder).run(), path
 
 

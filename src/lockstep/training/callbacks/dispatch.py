@@ -57,7 +57,9 @@ class Callbacks:
     """
 
     def __init__(self, job: Job, step: Step, folder: Path, last: Callback) -> None:
-        self._step, self._world, self._seed = step, step.world, job.seed
+        self._step = step
+        self._world = step.world
+        self._seed = job.seed
         self._of_ranks = step.world.size > 1
         counts: collections.Counter[str] = collections.Counter()
         memo = objects_of(job, step.model) if job.callbacks else {}
@@ -101,7 +103,9 @@ class Callbacks:
         told only.
         """
         training = self.training
-        training.epoch, training.metrics, training.stopping = epoch, metrics, None
+        training.epoch = epoch
+        training.metrics = metrics
+        training.stopping = None
         within = kind in ("step", "log")
         model, looks = self._step.model, self._are_own and self._step.cuts_batch
         before = Structure(model) if looks else None
@@ -131,7 +135,9 @@ class Callbacks:
             self._world.meet(f"the end of the training by {by[0]}")
         if by is not None and by[1] and self._world.is_first:
             self._world.tell(Line(f"{by[0]}: {by[1]}"))
-        return by[0] if by is not None else ""
+        if by is None:
+            return ""
+        return by[0]
 
     @contextlib.contextmanager
     def _saying_what_is_not_saved(self) -> Iterator[None]:
@@ -187,14 +193,19 @@ class Callbacks:
 
         Where ranks don't meet in their updates, ``on_event`` is told only.
         """
-        training, meets = self.training, self._step.together and self._of_ranks
+        training = self.training
+        meets = self._step.together and self._of_ranks
         if meets and self._by_name:
             values = self._world.broadcast_object(values)
         by = self.call("log", epoch, values) if self._step.together else ""
-        training.epoch, training.metrics, training.stopping = epoch, values, None
+        training.epoch = epoch
+        training.metrics = values
+        training.stopping = None
         last = self._each(self._last, "logged")
         by = by or (last[0] if last is not None else "")
-        return next(filter(None, self._world.gather_objects(by)), "") if meets and self._asks else by
+        if not (meets and self._asks):
+            return by
+        return next(filter(None, self._world.gather_objects(by)), "")
 
     def _of_parts(self) -> Iterator[Caveat]:
         """What callbacks read of the model that is of some samples of a batch only."""
@@ -265,7 +276,9 @@ class Callbacks:
         """In a checkpoint the name of the parameter beside which a callback keeps this tensor, or the tensor's own."""
         _, callback, key, *rest = [*name.split("/", 3), "", ""]
         is_average = isinstance(self._by_name.get(callback), Average) and key == "average"
-        return f"model/{rest[0]}" if is_average and name.startswith("callbacks/") else name
+        if is_average and name.startswith("callbacks/"):
+            return f"model/{rest[0]}"
+        return name
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave; callbacks that are new begin anew, which is said."""
