@@ -175,8 +175,8 @@ TOKENS = {
     "strategies": 50_309,
     "tensors": 9_853,
     "threads": 8_790,
-    "top": 7_911,
-    "training": 34_153,
+    "top": 7_875,
+    "training": 33_915,
     "verify": 16_610,
 }
 """Code tokens of each room, at most. These bars, and those below, only fall: lower one where code goes."""
@@ -198,8 +198,8 @@ DENSITY = {
     "strategies": 6.75,
     "tensors": 6.88,
     "threads": 6.19,
-    "top": 5.55,
-    "training": 7.59,
+    "top": 5.53,
+    "training": 7.58,
     "verify": 7.13,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
@@ -220,7 +220,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 4_508
+    assert bars.lines_of_the_reading_path() <= 4_506
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
@@ -228,7 +228,7 @@ def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:
-    assert bars.complex_functions() <= 24
+    assert bars.complex_functions() <= 23
 
 
 @pytest.mark.parametrize("strategy", CALLS)

@@ -31,7 +31,7 @@ from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_o
 from lockstep.training.loop import train_on
 from lockstep.training.resume import as_it_went, newest_of
 from lockstep.training.run import Run, trained_of
-from lockstep.training.setup import Plan, variables_of
+from lockstep.training.setup import Plan
 
 
 def train(
@@ -115,8 +115,6 @@ def train(
         path = None if run is None else str(run.path.resolve())
         plan = Plan(job, way, name, path, config is not None, profile, audit, timeout)
         plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
-        if isinstance(job, Job) and not torchrun and not needs_one_process(way, chosen):
-            plan = dataclasses.replace(plan, variables=variables_of(job))
         if begun is not None and (again or resume == "auto"):
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:

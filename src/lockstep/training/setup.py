@@ -19,12 +19,11 @@ from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings, written
 from lockstep.launch.devices import note_on_threads
-from lockstep.launch.events import Caveat, Line
+from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables
 from lockstep.model.precision import note_on_precision
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
@@ -57,16 +56,6 @@ class Plan:
     timeout: float = 0.0  # seconds without progress after which the run ends; 0 is never
     batch_size_per_device: int | None = None  # that the job's batch_size follows
     again: bool = False  # started again after a failure: a run that has reached its end is left as it is
-    variables: Mapping[str, bytes] | None = None  # of `variables_of` the job, where other processes import its modules
-
-
-def variables_of(job: Job) -> dict[str, bytes]:
-    """A hash of each small value that the job's functions and classes use and don't own, by where it is."""
-    roots: list[Any] = []
-    for field in dataclasses.fields(job):
-        value = getattr(job, field.name)
-        roots += value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else [value]
-    return OutsideVariables(r if callable(r) else type(r) for r in roots).small_prints()
 
 
 def for_devices(plan: Plan, world: World) -> Plan:
@@ -86,7 +75,6 @@ class Setup:
         self.plan = plan
         self.job = job
         self.folder = folder
-        other = list(self._other_variables() if world.is_first else ())
         self.train_data = resolve(job.train_data, world, "train_data")
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
         self._said_before: list[Any] = []
@@ -99,7 +87,6 @@ class Setup:
         finally:
             world.tell = tell
         self._said_before = list(dict.fromkeys(self._said_before))  # planning builds the model too
-        self._said_before += map(Line.note, other)
         if not job.save_frozen:
             self.step.leave_out_frozen()
         # As the job gives it; schedulers and saved states change it.
@@ -117,19 +104,6 @@ class Setup:
         self._on_schedule = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
         # Those of all ranks.
         self.devices = [str(d) for mine in world.gather_objects(world.devices) for d in mine]
-
-    def _other_variables(self) -> Iterator[Caveat]:
-        """Say which variables of the job's modules have other values here than where the ranks were started."""
-        if (then := self.plan.variables) is None:
-            return
-        now = variables_of(self.job)
-        if other := [name for name in {**then, **now} if then.get(name) != now.get(name)]:
-            more = f" and {len(other) - 1} more" if len(other) > 1 else ""
-            text = (
-                f'"{other[0]}"{more}, which the job uses, was changed after its module was imported: the ranks import '
-                "the module anew, and have it as it was"
-            )
-            yield Caveat("state", text, "set it in a job file, or in a function of the job, which every rank runs")
 
     def _planned_strategy(self, job: Job) -> Strategy:
         """The strategy with all that it left open; a run that is taken up under it goes on as it went."""
