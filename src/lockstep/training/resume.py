@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import os
 import sys
 import sysconfig
-import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -190,37 +188,8 @@ def edited_files(before: Mapping[str, str], path: str) -> str | None:
     return f"{', '.join(edited)} has changed since the run was begun" if edited else None
 
 
-_FUNCTIONS = ("model", "loss", "optimizer", "step", "lr_scheduler", "order", "collate")
 _AS_ASKED_FOR = ("epochs", "steps", "log_every", "eval_every", "save_every", "keep", "loader_workers", "keep_memory")
 """Settings that a run may well be resumed with another value of."""
-
-
-def functions_of(job: Job) -> dict[str, str]:
-    """What tells the functions of a job that is no file from others: their names, code and plain attributes."""
-    return {name: f"{sys.version_info[:2]} {_of_function(getattr(job, name))}" for name in _FUNCTIONS}
-
-
-def _of_function(function: Any) -> str:
-    if isinstance(function, Mapping):
-        return ", ".join(f"{name}: {_of_function(one)}" for name, one in function.items())
-    if isinstance(function, functools.partial):
-        return f"{_of_function(function.func)} {_plain(function.keywords)}"
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return f"{function.__qualname__} {hashlib.sha256(repr(_of_code(code)).encode()).hexdigest()[:8]}"
-    # Where a class was made in a function, ranks know the end of its name only.
-    name = getattr(function, "__qualname__", type(function).__qualname__).rpartition("<locals>.")[2]
-    is_of_torch = type(function).__module__.startswith("torch.")  # others may change what they hold as they go
-    return f"{name} {_plain(vars(function))}" if is_of_torch else name
-
-
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
-
-
-def _of_code(code: types.CodeType) -> list[Any]:
-    plain = [one for one in code.co_consts if isinstance(one, int | float | str)]
-    return [code.co_code, code.co_names, plain, *(_of_code(c) for c in code.co_consts if isinstance(c, types.CodeType))]
 
 
 def changed_settings(before: Mapping[str, Any], job: Job, said: Collection[str] = ()) -> Iterator[str]:
@@ -229,14 +198,6 @@ def changed_settings(before: Mapping[str, Any], job: Job, said: Collection[str] 
         then = before["settings"].get(name, now)
         if then != now and name not in (*_AS_ASKED_FOR, *said):
             yield f"{name}: it is {now}, and was {then} when the run was begun"
-
-
-def changed_functions(before: Mapping[str, Any], job: Job) -> Iterator[str]:
-    """Which functions of a job that is no file are others than in ``before``, a run's config, in lines."""
-    python, earlier = str(sys.version_info[:2]), before.get("functions", {})
-    for name, its in functions_of(job).items():
-        if (then := earlier.get(name, its)) != its and then.startswith(python):
-            yield f"{name}: it isn't the one that the run was begun with"
 
 
 def has_ended(folder: RunFolder, step: int) -> bool:

@@ -31,11 +31,9 @@ from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import held_out
 from lockstep.training.resume import (
     another_file,
-    changed_functions,
     changed_parameters,
     changed_settings,
     edited_files,
-    functions_of,
     moved,
     sources,
 )
@@ -146,7 +144,7 @@ class Setup:
                 said.append(f"--set {name}: it is {_set(new)}, and was {_set(then)} when the run was begun")
             said += changed_settings(self.before, self.job, {*given.unfollowed, *given.settings})
         else:
-            said += [*changed_settings(self.before, self.job), *changed_functions(self.before, self.job)]
+            said += changed_settings(self.before, self.job)
         for then, new in zip(self.before.get("optimizer", []), self.optimizer, strict=False):
             for name in (n for n in then if n in new and then[n] != new[n]):
                 said.append(f"{name}: the optimizer goes on as it was saved, with {then[name]}, and not {new[name]}")
@@ -162,7 +160,6 @@ class Setup:
             "set": written(given.parameters) if given else {},
             "given": {n: settings[n] for n in given.settings if n in settings} if given else {},
             "settings": settings,
-            "functions": {} if given else functions_of(self.job),
             "strategy": self.strategy.name,
             "strategy_settings": dataclasses.asdict(self.strategy),
             "devices": self.devices,
