@@ -34,7 +34,6 @@ from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
-from lockstep.training.callbacks.job_objects import objects_of
 from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
@@ -62,7 +61,7 @@ class Callbacks:
         self._seed = job.seed
         self._of_ranks = step.world.size > 1
         counts: collections.Counter[str] = collections.Counter()
-        memo = objects_of(job, step.model) if job.callbacks else {}
+        memo = _shared_with(job)
         self._by_name: dict[str, Callback] = {}
         for callback in job.callbacks:
             name = type(callback).__name__
@@ -345,6 +344,13 @@ def _number(value: Any, what: str) -> float:
         return float(value)
     except (TypeError, ValueError) as error:
         raise JobError(f"{what} is a {type(value).__name__}, and a metric is a number") from error
+
+
+def _shared_with(job: Job) -> dict[Any, Any]:
+    """A memo of ``copy.deepcopy`` by which callbacks share the loss, the datasets and other fields of the job."""
+    fields = [value for name, value in vars(job).items() if name != "callbacks"]
+    sets = [each for value in fields if isinstance(value, Mapping) for each in value.values()]
+    return {id(value): value for value in (*fields, *sets)}
 
 
 def _copied(callback: Any, memo: dict[Any, Any]) -> Callback:
