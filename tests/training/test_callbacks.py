@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep import Callback, Job, train
+from lockstep import Callback, Job
 from lockstep.callbacks import EMA, TrainingContext
 from lockstep.errors import JobError, LockstepError
 from zoo import ZOO, drawn, labels, slow
@@ -356,25 +356,6 @@ def test_callbacks_that_a_resumed_run_has_anew_or_lost_are_said(tmp_path: Path, 
     assert "callbacks: the run had Remembers" in "".join(capfd.readouterr())
 
 
-class Counting(Callback):
-    """Has a state, and no ``state_dict``."""
-
-    def __init__(self) -> None:
-        self.steps, self.limit = 0, 5
-
-    def on_step(self, training: TrainingContext) -> None:
-        self.steps += 1
-
-
-def test_what_callbacks_hold_and_no_checkpoint_keeps_is_said(tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: resumed runs were 5 % off without a line."""
-    its = job(Counting(), Stops(9), lockstep.callbacks.Freeze("0", until=1), epochs=1)
-    lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
-    said = " ".join(capfd.readouterr().out.split())
-    assert said.count("no checkpoint keeps it") == 1
-    assert 'note: callbacks: "steps" of Counting changes in training, and no checkpoint keeps it' in said
-
-
 class Stretched(torch.utils.data.Dataset[Any]):
     """Its samples depend on an attribute."""
 
@@ -424,16 +405,6 @@ def test_what_callbacks_change_in_evaluation_data_reaches_loader_workers(tmp_pat
         found.append([(record["plain/loss"], record["own/loss"]) for record in run.history])
     assert found[0] == found[1]
     assert [plain == own for plain, own in found[0]] == [step < 4 for step in (2, 4, 6)]
-
-
-def test_what_callbacks_change_after_a_checkpoint_is_said(tmp_path: Path, capsys: Any) -> None:
-    class Late(Callback):
-        def on_saved(self, training: TrainingContext) -> None:
-            training.optimizer.param_groups[0]["lr"] *= 0.5
-
-    lockstep.train(job(Late(), epochs=2), strategy="single", devices="1xcpu", folder=tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
-    assert 'callbacks change "lr of optimizer group 0" in on_saved, after the checkpoint' in said
 
 
 class Reweighing(Callback):
@@ -586,60 +557,3 @@ def test_what_a_function_of_a_model_keeps_is_of_the_calls_of_a_training_alone(tm
     its = dataclasses.replace(job(epochs=1, metrics={}), model=lambda: Counted(kept))
     run = trained(its, "single", tmp_path)
     assert kept["calls"] == run.history[-1]["step"] + -(-len(its.eval_data) // its.batch_size)
-
-
-class Diagnosed(nn.Module):
-    """Keeps the spread of its activations for whoever asks, and activations that nobody does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.out = nn.Linear(6, 8), nn.Linear(8, 3)
-        self.spread, self.hidden = 0.0, None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(self.body(x))
-        self.spread, self.hidden = hidden.detach().std().item(), hidden.detach()
-        return self.out(hidden)
-
-
-class LoggingSpread(Callback):
-    def on_epoch(self, training: Any) -> None:
-        training.metrics["spread"] = training.model.spread
-
-
-@pytest.mark.parametrize("way", [{"strategy": "ddp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
-def test_what_callbacks_read_of_a_part_of_the_batch_is_said(way: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: numbers up to 36 % off without a line, and trainings that ended by them in another epoch."""
-    job = ZOO["mlp"].replace(model=Diagnosed, callbacks=[LoggingSpread()])
-    train(job, **way, folder=tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
-    assert 'forward writes attribute "spread" from its local batch or micro-batch, and callbacks read it' in said
-    assert '"hidden"' not in said
-    train(job, devices="1xcpu", folder=tmp_path)
-    assert '"spread"' not in capsys.readouterr().out
-
-
-class LoggingActivations(Callback):
-    """Keeps the mean of a layer's activations, by a method or by a function."""
-
-    def __init__(self, by_method: bool) -> None:
-        self.by_method, self.seen = by_method, list[float]()
-
-    def on_start(self, training: Any) -> None:
-        layer = training.model[0]
-        layer.register_forward_hook(self.keep if self.by_method else lambda *given: self.keep(*given))
-
-    def keep(self, layer: nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        self.seen.append(output.mean().item())
-
-    def on_epoch(self, training: Any) -> None:
-        training.metrics["activation"] = sum(self.seen)
-
-
-@pytest.mark.parametrize("by_method", [True, False])
-def test_so_is_what_their_hooks_see(by_method: bool, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: numbers up to 45 % off without a line."""
-    job = ZOO["mlp"].replace(callbacks=[LoggingActivations(by_method)], epochs=1)
-    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "hooks on layers use callback LoggingActivations: on each rank they see its local batch" in said

@@ -2,8 +2,9 @@
 
 A rank whose callbacks have written a parameter in a step waits until every rank has written the same (`World.meet`, by
 the store of the process group). So a write on some ranks only is found in that step, and where nothing is written,
-nothing is sent. After steps 1, 2, 4, 8, ..., and between epochs, ranks compare all that callbacks change: settings of
-the optimizer, attributes, and writes to ``parameter.data``, which a parameter's version doesn't show.
+nothing is sent. After steps 1, 2, 4, 8, ..., and between epochs, ranks compare what else callbacks change: settings of
+the optimizer, numbers and texts among the attributes of the model's modules, and writes to ``parameter.data``, which a
+parameter's version doesn't show.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -21,9 +21,9 @@ from typing import Any
 from lockstep.data import mixed
 from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
-from lockstep.launch.events import Caveat, Line
+from lockstep.launch.events import Line
 from lockstep.launch.world import END_OF_CALLBACKS
-from lockstep.model.inspection import OutsideVariables, hooked_parameters, names_in, names_used_by, prints_of
+from lockstep.model.inspection import hooked_parameters
 from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.replicas import Structure
@@ -38,8 +38,6 @@ from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
 """Of the numbers that callbacks draw: another one than any rank's."""
-
-_BY_METRICS = "what a metric computes from outputs is of all samples"
 
 
 class Callbacks:
@@ -79,7 +77,6 @@ class Callbacks:
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
-        self._begun: dict[str, bytes] = {}
         self._has_begun = False
 
     def __bool__(self) -> bool:
@@ -115,16 +112,12 @@ class Callbacks:
                 stack.enter_context(self._same_on_every_rank(within))
             if self._are_own:  # updates leave other streams behind on each rank, and with micro-batches
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
-            if kind == "saved":
-                stack.enter_context(self._saying_what_is_not_saved())
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
             self._note_what_is_gathered()
-            self._begun, self._has_begun = self._held_by_callbacks(), True
-        if before is not None:
-            if before.is_changed:
-                self._refuse_what_replicas_lack()
-            self._step.tell_once(self._of_parts())
+            self._has_begun = True
+        if before is not None and before.is_changed:
+            self._refuse_what_replicas_lack()
         if not within:
             last = self._each(self._last, kind)
             by = by or last
@@ -138,22 +131,6 @@ class Callbacks:
             return ""
         return by[0]
 
-    @contextlib.contextmanager
-    def _saying_what_is_not_saved(self) -> Iterator[None]:
-        """Say what callbacks change after a checkpoint, which hasn't got it."""
-        if not any(_is_persons(one, "on_saved") for one in self._by_name.values()):
-            yield
-            return
-        before, versions = self._others(), self._versions()
-        yield
-        now, written = self._others(), self._versions()
-        names = [f'parameter "{name}"' for name, was in versions.items() if written[name] != was]
-        names += [f'"{name}"' for name in before | now if before.get(name) != now.get(name)]
-        text = "in on_saved, after the checkpoint: a run that is resumed from that lacks it"
-        for name in names[:1]:
-            fix = "do it in on_epoch or on_evaluated"
-            self._step.tell_once([Caveat("state", f"callbacks change {name} {text}", fix)])
-
     def _refuse_what_replicas_lack(self) -> None:
         """After a callback changed modules, parameters or hooks of the model."""
         if self._step.replicas > 1 and self._world.size == 1:
@@ -163,11 +140,6 @@ class Callbacks:
             )
         if self._world.is_first and hooked_parameters(self._step.model):
             self._step.tell_once([PARAMETER_HOOKS])
-        held = OutsideVariables.of_model(self._step.model).values() if self._of_ranks else []
-        for name, callback in self._by_name.items():
-            if any(callback is value for value in held):
-                text = f"hooks on layers use callback {name}: on each rank they see its local batch"
-                self._step.tell_once([Caveat("state", text, _BY_METRICS)])
 
     def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
         """Call each; gives the name of one that stops the training, and why."""
@@ -206,17 +178,6 @@ class Callbacks:
             return by
         return next(filter(None, self._world.gather_objects(by)), "")
 
-    def _of_parts(self) -> Iterator[Caveat]:
-        """What callbacks read of the model that is of some samples of a batch only."""
-        for name in self._step.seen.overwrites:
-            if name.rpartition(".")[2] in self._names_used:
-                text = f'forward writes attribute "{name}" from its local batch or micro-batch, and callbacks read it'
-                yield Caveat("state", text, _BY_METRICS)
-
-    @functools.cached_property
-    def _names_used(self) -> set[str]:
-        return set[str]().union(*(names_used_by(type(callback)) for callback in self._by_name.values()))
-
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
         """With the weights in place that are evaluated; the later callbacks' win."""
@@ -238,21 +199,8 @@ class Callbacks:
                 text = f"callbacks: every rank gathers the whole model in each update for on_step of {name}"
                 self._step.tell_once([f"{text}: if it needs no parameters, set needs_model = False"])
 
-    def _held_by_callbacks(self) -> dict[str, bytes]:
-        """A hash of each attribute of a person's own without ``state_dict``; of the model's tensors, of their names."""
-        own = {name: one for name, one in self._by_name.items() if _is_own(one)}
-        without = {name: one for name, one in own.items() if type(one).state_dict is Callback.state_dict}
-        held = ((f'"{key}" of {name}', value) for name, one in without.items() for key, value in vars(one).items())
-        return prints_of(held, functools.partial(names_in, self._step.model))
-
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The state of each by its name; says what isn't kept. Of averages this rank's rows, unless ``whole``."""
-        now, why = self._held_by_callbacks(), "changes in training, and no checkpoint keeps it"
-        self._step.tell_once(
-            Caveat("state", f"callbacks: {what} {why}: a resumed run begins anew with it", "give it in state_dict()")
-            for what, its in now.items()
-            if self._begun.get(what, its) != its
-        )
+        """The state of each by its name; of averages this rank's rows, unless ``whole``."""
         states = {
             name: callback.rows() if isinstance(callback, Average) and not whole else self._state_of(callback)
             for name, callback in {**self._by_name, **self._last}.items()
@@ -332,11 +280,15 @@ class Callbacks:
         return {name: (p.data_ptr(), p._version) for name, p in self._parameters}
 
     def _others(self) -> dict[str, Any]:
-        """Settings of the optimizer, attributes of the model, and variables that it or the loss uses."""
-        groups = enumerate(self._step.optimizer.param_groups)
-        settings = {f"{key} of optimizer group {i}": value for i, group in groups for key, value in group.items()}
-        plain = {name: value for name, value in settings.items() if isinstance(value, int | float)}
-        return {**plain, **self._step.variables()}
+        """Settings of the optimizer and attributes of the model's modules, as far as these are numbers or texts."""
+        found: dict[str, Any] = {}
+        for i, group in enumerate(self._step.optimizer.param_groups):
+            for key, value in group.items():
+                found[f"{key} of optimizer group {i}"] = value
+        for name, module in self._step.model.named_modules(prefix="model"):
+            for key, value in vars(module).items():
+                found[f"{name}.{key}"] = value
+        return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
 
 
 def _number(value: Any, what: str) -> float:
