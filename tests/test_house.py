@@ -162,7 +162,7 @@ TOKENS = {
     "checkpoint": 7_037,
     "cli": 6_836,
     "compare": 17_831,
-    "data": 14_587,
+    "data": 14_558,
     "export": 4_790,
     "launch": 24_914,
     "map": 5_897,
@@ -172,11 +172,11 @@ TOKENS = {
     "prediction": 4_303,
     "profiling": 4_443,
     "report": 5_175,
-    "strategies": 50_309,
+    "strategies": 49_968,
     "tensors": 9_853,
     "threads": 8_790,
     "top": 7_875,
-    "training": 32_854,
+    "training": 32_482,
     "verify": 16_610,
 }
 """Code tokens of each room, at most. These bars, and those below, only fall: lower one where code goes."""
@@ -195,11 +195,11 @@ DENSITY = {
     "prediction": 6.78,
     "profiling": 6.79,
     "report": 7.39,
-    "strategies": 6.75,
+    "strategies": 6.74,
     "tensors": 6.88,
     "threads": 6.19,
     "top": 5.53,
-    "training": 7.53,
+    "training": 7.52,
     "verify": 7.13,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
@@ -220,11 +220,11 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 4_506
+    assert bars.lines_of_the_reading_path() <= 4_466
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
-    assert bars.public_methods_of_a_step() <= 75
+    assert bars.public_methods_of_a_step() <= 72
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:

@@ -180,4 +180,4 @@ def test_a_file_that_was_opened_before_workers_begin_is_found_then(tmp_path: Pat
     loader = Loader(dataset, batch_size=64, workers=1)
     with open(path, "rb") as dataset.file, pytest.warns(UserWarning, match='attribute "file" is an open file'):
         next(loader.epoch(0))
-    assert not loader.has_workers
+    assert not loader._count

@@ -458,13 +458,6 @@ def test_what_on_event_changes_in_the_model_is_followed_by_replicas(tmp_path: Pa
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
 
 
-def test_what_on_event_changes_in_the_model_on_one_rank_only_is_said(tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: ranks trained with different models without a line."""
-    train(changed_by_on_event(), strategy="ddp", devices="2xcpu", folder=tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
-    assert all(f'on_event changes "model.{name}", which' in said for name in ("config", "scales", "scale"))
-
-
 def test_lists_of_dictionaries_are_cut_by_sample_whatever_their_rows() -> None:
     boxes = [{"boxes": torch.full((7 if i == 5 else 3, 4), float(i))} for i in range(7)]
     first = cut(boxes, 0, 4, 7)
@@ -635,85 +628,6 @@ def test_what_begins_in_the_second_batch_of_an_evaluation_is_said(tmp_path: Path
     )
     train(job, **DP, folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
-
-
-HELD = {"weight": 1.0}
-
-
-def held_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(outputs, targets) + HELD["weight"] * outputs.square().sum(1).mean()
-
-
-def anneal(event: Any) -> None:
-    if event.kind == "epoch":
-        HELD["weight"] *= 0.5
-
-
-@pytest.mark.parametrize(("way", "said"), [("ddp", True), ("dp", False)])
-def test_what_on_event_changes_on_one_rank_only_is_said(way: str, said: bool, tmp_path: Path, capsys: Any) -> None:
-    job = dataclasses.replace(ZOO["mlp"], loss=held_loss, eval_data=None, on_event=[anneal])
-    train(job, strategy=way, devices="2xcpu", folder=tmp_path)
-    says = 'on_event changes "HELD", which the loss or the model uses, on rank 0 only'
-    assert (says in " ".join(capsys.readouterr().out.split())) is said
-
-
-def test_what_on_event_changes_in_a_loss_of_pytorch_on_one_rank_only_is_said(tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: ranks trained with different losses without a line."""
-    loss = nn.CrossEntropyLoss()
-    smooth = lambda event: setattr(loss, "label_smoothing", 0.2)  # noqa: E731
-    job = dataclasses.replace(ZOO["mlp"], loss=loss, eval_data=None, on_event=[smooth])
-    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
-    says = (
-        'on_event changes "the attributes of loss CrossEntropyLoss", which the loss or the model uses, on rank 0 only'
-    )
-    assert says in " ".join(capsys.readouterr().out.split())
-
-
-class Noisy(torch.utils.data.Dataset[Any]):
-    """Samples with as much noise as its transform has."""
-
-    def __init__(self) -> None:
-        self.samples = list(ZOO["mlp"].train_data)
-        self.transform = types.SimpleNamespace(noise=0.0)
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        inputs, targets = self.samples[index]
-        return inputs + self.transform.noise, targets
-
-
-@pytest.mark.parametrize(("way", "said"), [("ddp", True), ("dp", False)])
-def test_what_on_event_changes_in_the_data_on_one_rank_only_is_said(
-    way: str, said: bool, tmp_path: Path, capsys: Any
-) -> None:
-    """Found by trial: a curriculum, weights 4 % off without a line."""
-    data = Noisy()
-
-    def harder(event: Any) -> None:
-        data.transform.noise += 1.0 if event.kind == "epoch" else 0.0
-
-    job = dataclasses.replace(ZOO["mlp"], train_data=data, eval_data=None, metrics={}, on_event=[harder])
-    train(job, strategy=way, devices="2xcpu", folder=tmp_path, loader_workers=0)
-    says = 'on_event changes "Noisy.transform.noise", which train_data, order or collate uses, on rank 0 only'
-    assert (says in " ".join(capsys.readouterr().out.split())) is said
-
-
-def test_what_on_event_changes_in_the_data_is_seen_by_loader_workers(tmp_path: Path) -> None:
-    """Found by trial: a curriculum that the copies of the dataset in loader workers never heard of."""
-    found = []
-    for workers in (0, 1):
-        data = Noisy()
-
-        def harder(event: Any, data: Noisy = data) -> None:
-            data.transform.noise += 1.0 if event.kind == "epoch" else 0.0
-
-        job = dataclasses.replace(ZOO["mlp"], train_data=data, eval_data=None, metrics={}, on_event=[harder])
-        job = job.replace(loader_workers=workers, epochs=3, precision="fp64")
-        found.append(train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model())
-    for mine, theirs in zip(found[0].parameters(), found[1].parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, atol=1e-10, rtol=0)
 
 
 class CountingCalls(nn.Module):

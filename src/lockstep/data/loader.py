@@ -180,16 +180,9 @@ class AnyLoader(ABC):
     def _world_to_compare(self) -> World | None:
         """The ranks that share these batches, where there are several."""
         world = _world.current()
-        return None if world is None or world.size == 1 or world.size != self._cutting.world_size else world
-
-    def renew_workers(self) -> None:
-        """Have the next epoch fetched by new loader workers, where there are any: the dataset has been changed here."""
-        self._are_stale = bool(self._count)
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether samples are fetched by loader workers, which hold copies of the dataset."""
-        return bool(self._count)
+        if world is None or world.size == 1 or world.size != self._cutting.world_size:
+            return None
+        return world
 
     def close(self) -> None:
         """End the loader workers, where there are any."""
@@ -223,16 +216,19 @@ class Loader(AnyLoader):
 
     def batches_of(self, epoch: int) -> int:
         """Global batches of this epoch, where the person's order gives epochs of different lengths."""
-        return len(self) if self._by_person is None else -(-len(self.orders(epoch)) // self._cutting.batch_size)
+        if self._by_person is None:
+            return len(self)
+        return -(-len(self.orders(epoch)) // self._cutting.batch_size)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if not self._evaluation and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-            self.renew_workers()
+            self._are_stale = bool(self._count)  # workers hold the dataset as it was
         order = self.orders(epoch)
         self._compare(epoch, order)
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
-        rows, held = self._cutting.rows(order, start), self._held_on
+        rows = self._cutting.rows(order, start)
+        held = self._held_on
         wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
         answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
         is_indexed = not self._count and self._fetching.tensors is not None

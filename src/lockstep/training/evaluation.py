@@ -15,7 +15,7 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, kept_state
+from lockstep.model.inspection import kept_state
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.evaluation_look import Judge, look_at_evaluation
@@ -127,10 +127,10 @@ class Evaluations:
         judged: the loss of the last one, until the scheduler of epochs has seen it.
     """
 
-    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader], sets: Mapping[str, Any]) -> None:
-        self._job, self._step, self._loaders = job, step, loaders
-        self._of_data = OutsideVariables([*sets.values(), *([job.collate] if job.collate else [])])
-        self._copied = self._of_data.small_prints()  # which loader workers have
+    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader]) -> None:
+        self._job = job
+        self._step = step
+        self._loaders = loaders
         self.owed = False
         self.judged: float | None = None
         self._at: int | None = None
@@ -149,21 +149,12 @@ class Evaluations:
         """The loss and the metrics of each set at this step, computed once; empty where there are no sets."""
         if self._loaders and not self.is_done:
             job, world, looks = self._job, self._step.world, self._at is None
-            self._renew_workers()
             self._found = evaluate_sets(
                 self._step, self._loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
             )
             self._at = world.step
         self.owed, self.judged = False, self._found.get("eval_loss")
         return self._found
-
-    def _renew_workers(self) -> None:
-        """Have workers that hold the datasets as they are now, where callbacks have changed them."""
-        loaders = [loader for loader in self._loaders.values() if loader.has_workers]
-        if loaders and (now := self._of_data.small_prints()) != self._copied:
-            self._copied = now
-            for loader in loaders:
-                loader.renew_workers()
 
 
 def evaluate(

@@ -32,7 +32,7 @@ from lockstep.training.batch_shapes import FirstStep, line_of
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.evaluation import Evaluations, try_out
 from lockstep.training.logs import Logs
-from lockstep.training.progress import Pace, Teller, WorkerCopies
+from lockstep.training.progress import Pace, Teller
 from lockstep.training.resume import has_ended, nothing_left
 from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
@@ -76,12 +76,11 @@ class _Training(Setup):
         self.profiler: Profiler | None = None
         self.audit: Audit | None = None
         self.first: FirstStep | None = FirstStep(self.step)
-        self.evaluations = Evaluations(job, self.step, self.eval_loaders, self.eval_data)
+        self.evaluations = Evaluations(job, self.step, self.eval_loaders)
         self.logs: Logs | None = None
         self.recent = Loss(0.0, 0.0)  # of the steps since the last log of an earlier process
         self.shapes: dict[str, Any] = {}
-        self.told = Teller(self.step, job, folder)
-        self.copies = WorkerCopies(self.step, self.loader)
+        self.told = Teller(world, job, folder)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
         self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.loader, self.callbacks)
 
@@ -204,7 +203,7 @@ class _Training(Setup):
         partial = self.partial if step.together or world.is_first else None
         sums = Sums(partial, None if self.logs is None else self.logs.add)
         samples = size = 0  # (that of the first batch)
-        batches = self.copies.over(self.epoch, self.position)
+        batches = self.loader.epoch(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)
         pace = Pace(world, self.epochs, self.steps)

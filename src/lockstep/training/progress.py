@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from lockstep.data import AnyLoader, Batch
+from lockstep.data import AnyLoader
 from lockstep.data.dataset_state import has_state
 from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat, Event, Memory, Progress
+from lockstep.launch.events import Event, Memory, Progress
 from lockstep.launch.memory import memory_now
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Sums
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
@@ -61,42 +60,13 @@ class Pace:
         )
 
 
-class WorkerCopies:
-    """The copies of a dataset that loader workers have: what callbacks change in it reaches them in the next epoch."""
-
-    def __init__(self, step: Step, loader: AnyLoader) -> None:
-        self._step, self._loader = step, loader
-        self._copied: dict[str, bytes] | None = None
-
-    def over(self, epoch: int, position: int) -> Iterator[Batch]:
-        """The batches of an epoch, from global batch ``position`` on, by workers that have the dataset as it is now."""
-        if self._copied is not None and self._step.data_prints() != self._copied:
-            self._loader.renew_workers()
-        self._copied = None
-        for batch in self._loader.epoch(epoch, position):
-            if self._copied is None and self._loader.has_workers:
-                self._copied = self._step.data_prints()
-            yield batch
-        if self._copied is None:
-            return
-        now = self._step.data_prints()
-        text = (
-            "which train_data, order or collate uses, changes within an epoch, and loader workers have copies as it was"
-        )
-        self._step.tell_once(
-            Caveat("state", f'"{name}", {text}', "change it between epochs, or take loader_workers=0")
-            for name, was in self._copied.items()
-            if now.get(name) != was
-        )
-
-
 class Teller(Callback):
     """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the person's functions."""
 
-    def __init__(self, step: Step, job: Job, folder: RunFolder) -> None:
-        self._step, self._folder = step, folder
-        self._functions: list[Any] = list(job.on_event) if step.world.is_first else []
-        self._tensorboard = job.tensorboard and step.world.is_first
+    def __init__(self, world: World, job: Job, folder: RunFolder) -> None:
+        self._folder = folder
+        self._functions: list[Any] = list(job.on_event) if world.is_first else []
+        self._tensorboard = job.tensorboard and world.is_first
         self._writer: Any = None
 
     def on_start(self, training: TrainingContext) -> None:
@@ -144,8 +114,7 @@ class Teller(Callback):
         training.world.tell(event)
         if not self._functions:
             return
-        with self._step.changed_here_only("on_event"):
-            answers = [function(event) for function in self._functions]
+        answers = [function(event) for function in self._functions]
         for answer in answers:
             if answer not in (None, "stop"):
                 raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')

@@ -22,7 +22,6 @@ from lockstep.errors import InputError, LossError, RunError, SaveError, Strategy
 from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
-from lockstep.model.inspection import OutsideVariables, attribute_prints
 from lockstep.model.losses.loss import Loss
 from lockstep.model.module_state import (
     are_alike,
@@ -71,11 +70,9 @@ class StepState(Evaluator):
         self._frozen = {name: p for name, p in model.named_parameters() if not (p.requires_grad or id(p) in held)}
         self._trains_frozen = job.step is not None  # a step function may train them within an update
         self._find_trained()
-        self._outside = OutsideVariables.of_model(model)
         self._built_attributes: dict[str, str] | None = None
         self._saved_attributes: Mapping[str, str] = {}
         self._begins_anew: Caveat | None = None
-        self._of_data = OutsideVariables(each for each in (job.train_data, job.order, job.collate) if each is not None)
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
         self.left_out, self._digests = dict[str, str](), dict[str, Any]()
@@ -195,42 +192,6 @@ class StepState(Evaluator):
 
     def after_events(self) -> None:
         """Look for what a person's functions, which run on rank 0 only, may have changed."""
-
-    @contextmanager
-    def changed_here_only(self, what: str) -> Iterator[None]:
-        """Say which variables of loss, model and data ``what``, which runs on this rank only, changes meanwhile."""
-        before = self._variables() if self.world.size > 1 else []
-        yield
-        for (whose, instead, then), (*_, now) in zip(before, self._variables() if before else [], strict=True):
-            text = "uses, on rank 0 only: the other ranks go on with what they have"
-            self.tell_once(
-                Caveat(
-                    "state",
-                    f'{what} changes "{name}", which {whose} {text}',
-                    f"use a strategy of one process (single, dp), or {instead}",
-                )
-                for name, was in then.items()
-                if now.get(name) != was
-            )
-
-    def variables(self) -> dict[str, bytes]:
-        """A hash of each attribute of the model and the loss, and of variables that they or the data use."""
-        return {name: its for *_, found in self._variables() for name, its in found.items()}
-
-    def data_prints(self) -> dict[str, bytes]:
-        """A hash of each small thing that train_data, order and collate hold and use, by its name."""
-        return self._of_data.small_prints()
-
-    def _variables(self) -> list[tuple[str, str, dict[str, bytes]]]:
-        """Who uses them, what to do where one has changed, and a hash of each."""
-        attributes, outside = self.loss.state()
-        mine = {f"model.{name}": its for name, its in attribute_prints(self.model).items()}
-        of_model = {f"the attributes of {self.loss.name}": attributes, **outside, **self._outside.prints(), **mine}
-        of_data = {name: its for name, its in self.data_prints().items() if name not in of_model}
-        return [
-            ("the loss or the model", "let the model compute it from a buffer", of_model),
-            ("train_data, order or collate", "let set_epoch or order compute it from the epoch", of_data),
-        ]
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.
