@@ -305,10 +305,6 @@ def from_one(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return (outputs.argmax(1) == targets).sum(), len(targets)
 
 
-def longest(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return outputs.max() * len(targets), len(targets)
-
-
 @pytest.mark.parametrize("way", [("single", "1xcpu"), ("ddp", "2xcpu")])
 @pytest.mark.parametrize(
     ("wrong", "says"),
@@ -332,103 +328,10 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
-def accuracy_of_labelled(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    known = targets >= 0
-    right = (outputs.argmax(1) == targets) & known
-    return right.sum() / known.sum().clamp(min=1) * len(targets), len(targets)
-
-
-@pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_a_metric_that_is_no_sum_over_local_batches_is_said(way: str, tmp_path: Path, capsys) -> None:
-    """Found by trial: half the accuracy without a line, where the second half of each batch has no labels."""
-    model = MLP.model()
-    inputs = drawn(8, 6)
-    targets = model(inputs).argmax(1).where(torch.arange(8) < 4, -100)
-    job = MLP.replace(eval_data=TensorDataset(inputs, targets), metrics={"labelled": accuracy_of_labelled}, epochs=1)
-    job = job.replace(model=lambda: model, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.0), batch_size=8)
-    lockstep.train(job, strategy=way, devices="2xcpu", folder=tmp_path, eval_batch_size=8)
-    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize("batch", [8, 1])
-def test_a_metric_that_is_no_sum_is_said(batch: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"longest": longest}, epochs=1)
-    lockstep.train(job, devices="1xcpu", folder=tmp_path, eval_batch_size=batch)
-    assert 'note: metric "longest" is no sum over samples' in capsys.readouterr().out.replace("\n  ", " ")
-    lockstep.train(job.replace(eval_data=None), devices="1xcpu", folder=tmp_path)
+def test_metrics_without_evaluation_data_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = {"right": lambda outputs, targets: ((outputs.argmax(1) == targets).sum(), len(targets))}
+    lockstep.train(MLP.replace(metrics=metrics, eval_data=None, epochs=1), devices="1xcpu", folder=tmp_path)
     assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
-
-
-def largest_three(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return outputs.amax(1).topk(min(3, len(outputs))).values.sum(), len(outputs)
-
-
-def test_a_metric_that_is_a_sum_within_each_local_batch_only_is_said(tmp_path: Path, capsys) -> None:
-    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), metrics={"three": largest_three}, epochs=1)
-    lockstep.train(job, strategy="dp", devices="3xcpu", folder=tmp_path, eval_batch_size=8)
-    assert 'note: metric "three" is no sum over samples' in " ".join(capsys.readouterr().out.split())
-
-
-class TimeFirst(nn.Module):
-    """Gives (time, batch, classes), as recurrent layers do by default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.RNN(3, 4)
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layer(inputs.transpose(0, 1))[0]
-
-
-def last_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return (outputs[-1].argmax(1) == targets).sum(), len(targets)
-
-
-def most_right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return (outputs[-1].argmax(1) == targets).max() * len(targets), len(targets)
-
-
-@pytest.mark.parametrize("time", [5, 8], ids=["", "as many as samples of single"])
-@pytest.mark.parametrize("way", ["single", "dp"])
-def test_a_metric_over_outputs_with_time_first_is_judged_well(way: str, time: int, tmp_path: Path, capsys) -> None:
-    """Found by trial: a sum over samples was said to be none."""
-    data = TensorDataset(drawn(16, time, 3), labels(16, 4))
-    metrics = {"last": last_right, "most": most_right}
-    job = MLP.replace(train_data=data, eval_data=data, metrics=metrics, model=TimeFirst, epochs=1)
-    job = job.replace(loss=lambda outputs, targets: (outputs[-1].square().sum(), len(targets)), eval_batch_size=8)
-    lockstep.train(job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path)
-    said = " ".join(capsys.readouterr().out.split())
-    assert 'metric "most" is no sum' in said and 'metric "last"' not in said
-
-
-def root_of_mean_square(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return outputs.square().mean().sqrt() * len(targets), len(targets)
-
-
-@pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_a_small_metric_that_is_no_sum_is_said(way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = TensorDataset(1e-3 * drawn(8, 6), labels(8, 3))
-    job = MLP.replace(eval_data=data, metrics={"size": root_of_mean_square}, epochs=1, eval_batch_size=8)
-    job = job.replace(model=lambda: nn.Linear(6, 3, bias=False))
-    lockstep.train(job, strategy=way, devices="2xcpu", folder=tmp_path)
-    assert 'note: metric "size" is no sum over samples' in " ".join(capsys.readouterr().out.split())
-
-
-@pytest.mark.parametrize(("way", "masked"), [("dp", 8), ("ddp", 16)])
-def test_a_metric_that_is_no_sum_of_a_later_batch_is_said(way: str, masked: int, tmp_path: Path, capsys) -> None:
-    """Found by trial: not where the third batch of an evaluation is the only one of which some targets are masked."""
-    targets = labels(24, 3).where((torch.arange(24) < masked) | (torch.arange(24) % 3 < 2), -100)
-    job = MLP.replace(eval_data=TensorDataset(drawn(24, 6), targets), metrics={"labelled": accuracy_of_labelled})
-    lockstep.train(job.replace(epochs=1), strategy=way, devices="2xcpu", folder=tmp_path, eval_batch_size=8)
-    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
-
-
-def test_a_metric_that_is_no_sum_of_differently_masked_local_batches_is_said(tmp_path: Path, capsys) -> None:
-    """Found by trial: not where all targets of one local batch are masked, and none of the others."""
-    targets = labels(24, 3).where((torch.arange(24) < 16) | (torch.arange(24) >= 20), -100)
-    job = MLP.replace(eval_data=TensorDataset(drawn(24, 6), targets), metrics={"labelled": accuracy_of_labelled})
-    lockstep.train(job.replace(epochs=1), strategy="ddp", devices="2xcpu", folder=tmp_path, eval_batch_size=8)
-    assert 'note: metric "labelled" is no sum over samples' in " ".join(capsys.readouterr().out.split())
 
 
 class Noisy(nn.Linear):
@@ -453,8 +356,7 @@ class Detector(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["single", "dp"])
-def test_a_metric_over_the_boxes_of_images_is_a_sum(way: str, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: it was said to be no sum, since the boxes of the first image were taken for samples."""
+def test_a_metric_over_the_boxes_of_images_counts_each_image_once(way: str, tmp_path: Path) -> None:
     data = [({"boxes": torch.ones(1 + i % 3, 6)}, torch.zeros(1 + i % 3, dtype=torch.long)) for i in range(12)]
 
     def loss(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
@@ -472,7 +374,7 @@ def test_a_metric_over_the_boxes_of_images_is_a_sum(way: str, tmp_path: Path, ca
         batch_size=6,
     )
     run = lockstep.train(job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path)
-    assert run.metrics["boxes"] == 2 and "no sum over samples" not in capsys.readouterr().out
+    assert run.metrics["boxes"] == 2
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,8 @@ def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(tmp_path: 
     assert len(said) == 2 and 'metric "of batches"' in said[0] and 'metric "of the last"' in said[1]
 
 
-@pytest.mark.parametrize("place", [14, 19])
-def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(place: int, tmp_path, capfd) -> None:
-    """Found by trial: on the second device, or in the third batch, without a line."""
+def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(tmp_path: Path, capfd: Any) -> None:
+    """Found by trial: on the second device, without a line."""
     import torchmetrics
 
     class MaskedMean(torchmetrics.Metric):
@@ -158,7 +157,7 @@ def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(pl
         return (outputs - targets)[known].square().sum(), known.sum()
 
     targets = drawn(24, 3, seed=1)
-    targets[place, :2] = torch.nan  # in batches of 8: the second device's of the second batch, the third batch
+    targets[14, :2] = torch.nan  # in batches of 8: the second device's of the second batch
     job = Job(
         model=mlp, loss=masked, optimizer=plain_sgd, train_data=TensorDataset(drawn(8, 6), drawn(8, 3)), batch_size=8,
         eval_data=TensorDataset(drawn(24, 6, seed=2), targets), metrics={"masked": MaskedMean()},

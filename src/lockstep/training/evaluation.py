@@ -18,12 +18,11 @@ from lockstep.launch.world import World
 from lockstep.model.inspection import kept_state
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
-from lockstep.strategies.steps.evaluation_look import Judge, look_at_evaluation
+from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
-from lockstep.training.metrics.job_metrics import JobMetrics, called, functions_of
-from lockstep.training.metrics.metric_state import MetricState
+from lockstep.training.metrics.job_metrics import JobMetrics, functions_of
 
 _LARGEST = 2**30
 """Bytes of parameters up to which they are kept for the trial evaluation."""
@@ -47,12 +46,13 @@ def try_out(
 ) -> dict[str, float]:
     """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch later.
 
-    What the model and the loss count or keep is afterwards as it was. Gives the values, by the names in a record.
+    What the model, the loss and the metrics count or keep is afterwards as it was. Gives the values, by the names in a
+    record.
 
     Raises:
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
     """
-    with kept_state(step.models()), step.loss.kept(), MetricState(functions_of(metrics)).kept():
+    with kept_state([*step.models(), *functions_of(metrics).values()]), step.loss.kept():
         with _kept_parameters(step):
             # The check of a loss has to know what outputs are, and threads what they can't compute at once; else the
             # first evaluation looks at the model.
@@ -77,20 +77,6 @@ def _kept_parameters(step: Step) -> Iterator[None]:
         for p, value in before:
             if not torch.equal(p, value):
                 p.copy_(value)
-
-
-def _judging(step: Step, metrics: MetricState) -> Judge:
-    """The loss, with each metric as one of its parts."""
-
-    def judge(outputs: Any, targets: Any, samples: int) -> Loss:
-        total, count = loss = step.loss.judged(outputs, targets, samples)
-        parts = dict(loss.parts)
-        for name, function in metrics.functions.items():
-            with contextlib.suppress(Exception), metrics.kept():  # (an error comes again where it is called by itself)
-                parts[f"metric {name}"] = called(name, function, outputs, targets)
-        return Loss(total, count, parts)
-
-    return judge
 
 
 def evaluate_sets(
@@ -194,8 +180,8 @@ def evaluate(
         nonlocal seen
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
-                shares, judge = functools.partial(step.first_shares, batch), _judging(step, its.state)
-                seen = look_at_evaluation(step, shares, batch.size, judge, again=batch.index > 0)
+                shares = functools.partial(step.first_shares, batch)
+                seen = look_at_evaluation(step, shares, batch.size, step.loss.judged, again=batch.index > 0)
                 if not batch.index:
                     check.of_batch, check.bent = (seen.of_batch, seen.bent) if seen is not None else ({}, ())
                     check.follow_first(world)
@@ -212,7 +198,7 @@ def evaluate(
     check.agree(world, 0, None, meets=True)
     step.tell_of_loss()
     here = losses.read()
-    mine = [(*here, float(len(here.parts))), *its.sums(world)]
+    mine = [(*here, float(len(here.parts))), *its.sums()]
     summed = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)).tolist()
     parts = added(world.gather_objects(here)).parts if summed[0][2] else {}  # some rank has parts: all ask for them
     if both := next((name for name in parts if name in metrics), None):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch import nn
 from lockstep.errors import JobError
 from lockstep.launch.world import World
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.rows import part_of
-from lockstep.training.metrics.metric_check import as_samples
+from lockstep.tensors.pytree import each, holds_packed, tensors
+from lockstep.tensors.rows import folded, part_of
 
 
 def is_torchmetric(metric: Any) -> bool:
@@ -90,7 +90,7 @@ def is_of_parts(metric: Any, outputs: Any, targets: Any, replicas: int) -> bool:
     if any(kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__):
         return False
     device = place_of((outputs, targets))
-    return all(_is_of_parts(metric, *of, device, max(2, min(replicas, 3))) for of in as_samples(outputs, targets))
+    return all(_is_of_parts(metric, *of, device, max(2, min(replicas, 3))) for of in _as_samples(outputs, targets))
 
 
 def _is_of_parts(
@@ -113,6 +113,40 @@ def _is_of_parts(
         return not any(_differ(values[0], its) for its in values[1:])
     except Exception:  # of so few samples it can't be computed
         return True
+
+
+def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
+    """Outputs and targets with a row for each sample, their number, and what makes such outputs what they were.
+
+    Of some models outputs are (time, batch, ...). Where they may be either, both are given.
+    """
+    samples = _samples_of(outputs, targets)
+    of_targets = next((len(t) for t in tensors(targets) if t.dim()), 0)
+    swaps = [samples > 0 and t.dim() > 1 and t.shape[1] == of_targets for t in tensors(outputs)]
+
+    def swapped(nest: Any) -> Any:
+        each_swaps = iter(swaps)
+        return each(lambda t: t.transpose(0, 1) if next(each_swaps) else t, nest)
+
+    if samples == of_targets or not any(swaps):
+        yield outputs, targets, samples, lambda nest: nest
+    if any(swaps):
+        yield swapped(outputs), targets, of_targets, swapped
+
+
+def _samples_of(outputs: Any, targets: Any) -> int:
+    """How many samples they are of; 0 where they can't be cut."""
+    if holds_packed((outputs, targets)):
+        return 0
+    if isinstance(outputs, list) and (
+        all(isinstance(one, MutableMapping) for one in outputs) or not any(True for _ in tensors(outputs))
+    ):
+        return len(outputs)  # a dictionary for each image, as detectors give; texts
+    of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
+    if any(t.dim() and len(t) == of_targets for t in tensors(outputs)):
+        return of_targets
+    several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
+    return of_targets if several else of_outputs
 
 
 def _differ(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
