@@ -166,7 +166,7 @@ TOKENS = {
     "export": 4_790,
     "launch": 24_914,
     "map": 5_897,
-    "model": 42_978,
+    "model": 42_103,
     "parallel": 14_654,
     "pipelining": 26_837,
     "prediction": 4_303,
@@ -177,7 +177,7 @@ TOKENS = {
     "threads": 8_790,
     "top": 7_875,
     "training": 29_017,
-    "verify": 16_610,
+    "verify": 16_584,
 }
 """Code tokens of each room, at most. These bars, and those below, only fall: lower one where code goes."""
 
@@ -189,7 +189,7 @@ DENSITY = {
     "export": 8.65,
     "launch": 5.57,
     "map": 5.97,
-    "model": 7.14,
+    "model": 7.10,
     "parallel": 6.17,
     "pipelining": 6.91,
     "prediction": 6.78,
@@ -228,7 +228,7 @@ def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:
-    assert bars.complex_functions() <= 23
+    assert bars.complex_functions() <= 22
 
 
 @pytest.mark.parametrize("strategy", CALLS)

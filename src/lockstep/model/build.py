@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,10 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
-from lockstep.model.given_modules import given_parts, take
 from lockstep.model.inspection import attribute_tensors
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
-from lockstep.tensors.common_memory import common_memory_kept, tensors_of
+from lockstep.tensors.common_memory import common_memory_kept, in_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, is_lazy, to_device
@@ -57,7 +58,6 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     _refuse_wrapped(model)
-    take(job, model, loads=job.init is not None)
     elsewhere = next(((n, t) for n, t in tensors_of(model) if t.device.type not in ("cpu", world.device.type)), None)
     if elsewhere is not None and not elsewhere[1].is_meta:
         raise JobError(
@@ -142,13 +142,35 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
     """
     with seeded(job.seed):
         model: nn.Module = as_module(job.model())
-    if given_parts(job, model):  # another run's would be the same one
-        model = copy.deepcopy(model)
-    else:
-        take(job, model, loads=True)
+    if not in_common_memory(tensors_of(model)):  # (copies of such parameters would have memory of their own)
+        with contextlib.suppress(Exception):  # it holds what can't be copied
+            model = copy.deepcopy(model)  # the function may give the same module, or parts of it, each time
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model
+
+
+_trained: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
+"""The memory of parameters that this process has trained, by the ids of storages."""
+
+
+def refuse_given_twice(model: nn.Module) -> None:
+    """Refuse a model that has parameters of an earlier one of this process: it would begin with their trained values.
+
+    Raises:
+        JobError: there is such a parameter.
+    """
+    trained = {
+        name: p.untyped_storage()
+        for name, p in model.named_parameters()
+        if type(p) is nn.Parameter and p.layout == torch.strided and p.requires_grad
+    }
+    if twice := [name for name, storage in trained.items() if id(storage) in _trained]:
+        raise JobError(
+            f'model: the function gave the same "{twice[0]}" twice: build it in the function, as lambda: Net(), or '
+            "clone the tensor that it is made of"
+        )
+    _trained.update((id(storage), storage) for storage in trained.values())
 
 
 def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:

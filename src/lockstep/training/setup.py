@@ -24,6 +24,7 @@ from lockstep.launch.memory import peak_memory
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
+from lockstep.model.build import refuse_given_twice
 from lockstep.model.precision import note_on_precision
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
@@ -82,6 +83,8 @@ class Setup:
             made = job.replace(train_data=self.train_data, init=None if plan.resume else job.init)
             self.strategy = self._planned_strategy(made)
             self.step: Step = self.strategy.prepare(made, world)
+            if not plan.resume:
+                refuse_given_twice(self.step.model)
         finally:
             world.tell = tell
         self._said_before = list(dict.fromkeys(self._said_before))  # planning builds the model too

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, eval_loaders, resolve, resolve_sets
-from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.observer import Observer
 from lockstep.launch.world import World
-from lockstep.model.given_modules import changes, given_parts
+from lockstep.model.build import refuse_given_twice
 from lockstep.model.inspection import acting_buffers, attribute_prints
 from lockstep.model.inspection.nonlinear import own_functions
 from lockstep.strategies.steps.step import Step
@@ -63,11 +62,7 @@ class Side(Observer):
         self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
         self.data = resolve(job.train_data, world, "train_data")
         self.step: Step = experiment.strategy.prepare(job, world)
-        if any(map(changes, given_parts(job, self.step.model))):
-            raise JobError(
-                "model: its function gives the same module each time, and verify trains several: let it build a new "
-                "one (lambda: Net())"
-            )
+        refuse_given_twice(self.step.model)
         self.step.last_look = min(self.step.last_look, 0 if experiment.looked else 1)
         if "norms" in experiment.still:
             for model in self.step.models():

@@ -103,8 +103,8 @@ class Callbacks:
         training.metrics = metrics
         training.stopping = None
         within = kind in ("step", "log")
-        model, looks = self._step.model, self._are_own and self._step.cuts_batch
-        before = Structure(model) if looks else None
+        looks = self._are_own and self._step.cuts_batch
+        before = Structure(self._step.model) if looks else None
         with contextlib.ExitStack() as stack:
             if self._by_name and not within:
                 stack.enter_context(self._step.evaluated_weights())
@@ -127,9 +127,7 @@ class Callbacks:
             self._world.meet(f"the end of the training by {by[0]}")
         if by is not None and by[1] and self._world.is_first:
             self._world.tell(Line(f"{by[0]}: {by[1]}"))
-        if by is None:
-            return ""
-        return by[0]
+        return "" if by is None else by[0]
 
     def _refuse_what_replicas_lack(self) -> None:
         """After a callback changed modules, parameters or hooks of the model."""

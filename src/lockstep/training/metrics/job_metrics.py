@@ -85,14 +85,14 @@ class JobMetrics:
             JobError: one of torchmetrics gives something else than numbers.
         """
         named = dict(zip((*self._functions, *self._objects), summed, strict=True))
-        of_parts = [_OF_PARTS.format(name) for name in self._objects if named[name][2]]
-        self._step.tell_once(of_parts if world.is_first else [])
         found: dict[str, float] = {}
         for name in self._names:
+            total, count, differs = named[name]
             if name in self._functions:
-                total, count, _ = named[name]
                 found[name] = total / count if count else math.nan
                 continue
+            if differs and world.is_first:
+                self._step.tell_once([_OF_PARTS.format(name)])
             with naming(name):
                 for below, value in value_over(self._objects[name], world).items():
                     found[name + below] = value
