@@ -30,7 +30,10 @@ READING_PATH = (
     "job.py",
     "launch/world.py",
     "launch/layout.py",
-    "strategies/steps/*.py",
+    "strategies/steps/step.py",
+    "strategies/steps/calls.py",
+    "strategies/steps/step_state.py",
+    "strategies/steps/evaluator.py",
     "strategies/single.py",
     "strategies/ddp.py",
     "strategies/dp.py",
@@ -95,7 +98,7 @@ def density_by_room() -> dict[str, float]:
 
 
 def lines_of_the_reading_path() -> int:
-    return sum(lines_of(path) for pattern in READING_PATH for path in SRC.glob(pattern))
+    return sum(lines_of(SRC / name) for name in READING_PATH)
 
 
 def public_methods_of_a_step() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import warnings
 from abc import ABC, abstractmethod
@@ -184,6 +185,10 @@ class AnyLoader(ABC):
             return None
         return world
 
+    def renew_workers(self) -> None:
+        """Have the next epoch fetched by new loader workers: the dataset may have been changed in this process."""
+        self._are_stale = bool(self._count)
+
     def close(self) -> None:
         """End the loader workers, where there are any."""
         if self._workers is not None:
@@ -223,7 +228,7 @@ class Loader(AnyLoader):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
         if not self._evaluation and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
-            self._are_stale = bool(self._count)  # workers hold the dataset as it was
+            self.renew_workers()
         order = self.orders(epoch)
         self._compare(epoch, order)
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
@@ -231,6 +236,7 @@ class Loader(AnyLoader):
         held = self._held_on
         wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
         answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
+        collate = functools.partial(self._fetching, epoch)
         is_indexed = not self._count and self._fetching.tensors is not None
         for index, row in enumerate(rows, start):
             if is_indexed:  # the hot path of a small step
@@ -247,7 +253,9 @@ class Loader(AnyLoader):
                 self._keep(epoch, index + 1, state)
                 if index + 1 == self.batches_of(epoch):
                     self._keep(epoch + 1, 0, state)
-            yield self._cutting.batch(row, pairs, index, epoch)
+            batch = self._cutting.batch(row, pairs, index, epoch)
+            batch.collate = collate
+            yield batch
 
     def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
         """The shares of a row that aren't empty, those of each rank together: a request each."""

@@ -177,6 +177,11 @@ class DDPStep(Step):
         if any(part.of < self.world.size for part in batch.parts):
             self.tell_once(self._of_empty_share)
 
+    def _check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, outside of PyTorch's reducer, which is made anew."""
+        self._ddp = None
+        super()._check_sums(batch)
+
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
         for p in self._parameters:

@@ -203,6 +203,9 @@ class _Training(Setup):
         partial = self.partial if step.together or world.is_first else None
         sums = Sums(partial, None if self.logs is None else self.logs.add)
         samples = size = 0  # (that of the first batch)
+        if self.callbacks.are_own or job.on_event:  # which may change the data
+            for loader in (self.loader, *self.eval_loaders.values()):
+                loader.renew_workers()
         batches = self.loader.epoch(self.epoch, self.position)
         if self.profiler is not None:
             batches = self.profiler.over(batches)

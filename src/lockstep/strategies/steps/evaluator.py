@@ -323,12 +323,13 @@ class Evaluator:
             seed_on(self.world.device.torch, key)
 
     @property
-    def _accelerators(self) -> tuple[torch.device, ...]:
+    def accelerators(self) -> tuple[torch.device, ...]:
+        """The devices of this process that are no CPU devices."""
         return tuple(d.torch for d in self.world.devices if d.type not in ("cpu", "meta"))
 
     def _time(self) -> float:
         """Seconds on a clock, when the accelerators have done what they were given."""
-        for device in self._accelerators:
+        for device in self.accelerators:
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
@@ -343,7 +344,7 @@ class Evaluator:
         if self.world.size > 1 or parts == 1 or self._stream is not None:
             yield
             return
-        with kept_states(self._accelerators):
+        with kept_states(self.accelerators):
             key = mixed(int(torch.randint(2**62, ())), self.world.step, number)
             self._stream = (key,)
             self._seed_all(mixed(key))

@@ -40,6 +40,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.strategies.steps import update_checks
+from lockstep.strategies.steps.batch_sums import BatchSums
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, no_items
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
@@ -85,6 +86,7 @@ class Step(Calls):
         self.last_look: float = math.inf
         self.last_step: int | None = None
         self.seen = Seen()
+        self.sums = BatchSums(self, job)
         self.grad_norm: Number | None = None
         self._said_read = set[str]()
         self._began: float | None = None  # where an update is timed
@@ -129,7 +131,17 @@ class Step(Calls):
             self.prepare(batch)
         elif (self.looks_again or self._owes_look) and self._updates <= self.last_look:
             self._look(batch)
+        if self.sums.is_due(self._updates):
+            self._check_sums(batch)
         self._began = self._time() if self.loss_check.is_timed(self._updates) else None
+
+    def _check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts.
+
+        Raises:
+            StrategyError: it isn't.
+        """
+        self.sums.check(batch)
 
     def checked_gradients(self, batch: Batch) -> Loss:
         """As ``gradients``, with what is held to it."""

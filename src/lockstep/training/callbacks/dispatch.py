@@ -49,6 +49,9 @@ class Callbacks:
         folder: of the run.
         last: called after the person's, and not held to act alike on all ranks; ``on_event``.
 
+    Attributes:
+        are_own: whether some are of a class of a person's own.
+
     Raises:
         JobError: one is no callback, can't be copied, or writes the same file as another.
     """
@@ -69,7 +72,7 @@ class Callbacks:
         if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
             raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
         # Those that come with Lockstep draw nothing, or under a seed of their own, and add no hooks: 0.2 ms a step.
-        self._are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
+        self.are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
         self._last = {"on_event": last}
         self._asks = bool(self._by_name or job.on_event)
         parts = step.parts()  # (what is written to whole parameters of shards is compared where they are cut)
@@ -88,7 +91,7 @@ class Callbacks:
         Raises:
             JobError: there is no such metric.
         """
-        for callback in () if self._are_own else self._by_name.values():
+        for callback in () if self.are_own else self._by_name.values():
             if isinstance(callback, OfMetric):
                 callback.refuse_unknown(known)
 
@@ -103,14 +106,14 @@ class Callbacks:
         training.metrics = metrics
         training.stopping = None
         within = kind in ("step", "log")
-        looks = self._are_own and self._step.cuts_batch
+        looks = self.are_own and self._step.cuts_batch
         before = Structure(self._step.model) if looks else None
         with contextlib.ExitStack() as stack:
             if self._by_name and not within:
                 stack.enter_context(self._step.evaluated_weights())
             if self._of_ranks and self._by_name:
                 stack.enter_context(self._same_on_every_rank(within))
-            if self._are_own:  # updates leave other streams behind on each rank, and with micro-batches
+            if self.are_own:  # updates leave other streams behind on each rank, and with micro-batches
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":

@@ -1,0 +1,156 @@
+"""The sum check stops what depends on where a batch is cut, and nothing else; it leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from lockstep import train
+from lockstep.errors import StrategyError
+from lockstep.model.losses.loss import Totalled
+from lockstep.strategies.steps.sum_check import Piece, SumCheck, Verdict
+from lockstep.tensors.pytree import call, to_device
+from sums.cases import CASES, Case
+from sums.test_cases import WAYS, batches, seed
+
+from zoo import ZOO, slow  # isort: skip
+
+NOT_STOPPED = {
+    "batchnorm": "known by its type, and logged",
+    "hf-resnet-batchnorm-known": "known by its type, and logged",
+    "masked-mean-late-3": "the loss is held to being a sum in every update, not here",
+    "small-term-1e-5": "a term of 1e-5 of the loss is rounding in float32",
+    "centres-from-forward-10": "it begins between two checks",
+    "rare-class-pairs": "it comes between two checks",
+}
+"""Guilty cases that the check doesn't find, with why."""
+
+
+def casted(case: Case, dtype: torch.dtype, start: int, stop: int, samples: list[Any]) -> Piece:
+    job = case.job()
+    inputs, targets = (job.collate or default_collate)(samples[start:stop])
+    place = torch.device("cpu")
+    return Piece(to_device(inputs, place, dtype), to_device(targets, place, dtype), stop - start, start)
+
+
+def verdicts(case: Case, dtype: torch.dtype, *, in_turn: bool) -> Iterator[Verdict]:
+    """Those of updates 1, 2, 4, 8 of a plain training."""
+    job = case.job()
+    torch.manual_seed(job.seed)
+    model = job.model()
+    model = model.double() if dtype is torch.float64 else model.float()
+    loss = copy.deepcopy(job.loss)
+    totalled = Totalled(loss.to(dtype) if isinstance(loss, nn.Module) else loss)
+    optimizer = job.optimizer([(n, p) for n, p in model.train().named_parameters() if p.requires_grad])
+    for update, samples in zip(range(1, 9), batches(job), strict=False):
+        count = len(samples)
+        seed(1000 + update)
+        whole = casted(case, dtype, 0, count, samples)
+        if update in (1, 2, 4, 8):
+            first = case.parts[0] if count == 8 else (count + 1) // 2
+            parts = [casted(case, dtype, *span, samples) for span in ((0, first), (first, count))]
+            yield SumCheck(model, totalled, call, in_turn=in_turn)(whole, *parts)
+        total, counted = totalled(call(model, whole.inputs), whole.targets, count)
+        if counted:
+            (total / float(counted)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def found(case: Case, dtype: torch.dtype, *, in_turn: bool) -> str:
+    """What a person would have: "stopped", "logged" or ""."""
+    logged = ""
+    for verdict in verdicts(case, dtype, in_turn=in_turn):
+        if verdict.difference:
+            return "stopped"
+        if verdict.kept or verdict.written or verdict.draws or verdict.unchecked:
+            logged = "logged"
+    return logged
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def cells() -> Iterator[Any]:
+    for case in CASES:
+        for way in ("replicas", "in turn"):
+            for dtype in (torch.float32, torch.float64):
+                if case.dtype is not None and case.dtype is not dtype:
+                    continue
+                is_slow = case.slow or dtype is torch.float64 or way == "in turn"
+                name = f"{case.name}-{way}-{str(dtype)[-2:]}"
+                yield pytest.param(case, way, dtype, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize(("case", "way", "dtype"), list(cells()))
+def test_a_case_is_stopped_or_logged_where_it_differs_and_never_stopped_elsewhere(
+    case: Case, way: str, dtype: torch.dtype
+) -> None:
+    what = found(case, dtype, in_turn=way == "in turn")
+    if way not in WAYS[case.cut]:
+        assert what != "stopped"
+    elif case.name not in NOT_STOPPED:
+        assert what
+
+
+WHERE = [
+    ("single", "1xcpu", {"accumulate": 2}),
+    ("dp", "2xcpu", {}),
+    ("ddp", "2xcpu", {}),
+    slow("fsdp", "2xcpu", {}),
+    ("pp", "2xcpu", {}),
+    slow("ddp=2xpp=2", "4xcpu", {}),
+]
+
+
+KINDS = ["momentum", slow("a layer unused on one rank"), slow("ignored tokens and tied weights"), slow("lazy layers")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("way", "devices", "settings"), WHERE)
+def test_a_training_with_the_check_ends_on_the_same_bits(
+    way: str, devices: str, settings: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    ends = [
+        train(ZOO[kind], strategy=way, devices=devices, folder=tmp_path, quiet=True, check_every=every, **settings)
+        for every in (0, 1)
+    ]
+    one, other = (run.model().state_dict() for run in ends)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert ends[0].metrics == ends[1].metrics
+
+
+class Centred(nn.Module):
+    """Takes the mean of the batch from each sample."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0)
+
+
+def mixing() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), Centred(), nn.Tanh(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(("way", "devices", "settings"), WHERE)
+def test_samples_that_act_on_one_another_stop_a_training_in_its_first_update(
+    way: str, devices: str, settings: dict[str, Any], tmp_path: Path, capfd: Any
+) -> None:
+    job = ZOO["mlp"].replace(model=mixing, check_every=100, eval_data=None, metrics={}, **settings)
+    where = {"strategy": way, "devices": devices, "folder": tmp_path}
+    said = r'results depend on where a batch is cut: in update 1, .* samples act on one another in "1" \(Centred\)'
+    with pytest.raises(StrategyError, match=said):
+        train(job, quiet=True, **where)
+    train(job, accept_differences=True, **where)
+    assert 'samples act on one another in "1" (Centred)' in " ".join(capfd.readouterr().out.split())
