@@ -15,7 +15,7 @@ from pages import ROOT, blocks
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu"}
-BEGINS_ANEW = '"_extra_state" was saved by 2 replicas, and this training has 1: it begins anew'
+BEGINS_ANEW = 'extra state "_extra_state" was saved by 2 replicas and this training has 1, so it begins anew'
 
 
 @pytest.fixture

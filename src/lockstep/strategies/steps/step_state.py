@@ -359,7 +359,7 @@ class StepState(Evaluator):
         name, saved_by = next(iter(saved[0])), counted(len(saved), "replica")
         self._begins_anew = Caveat(
             "state",
-            f'"{name}" was saved by {saved_by}, and this training has {replicas}: it begins anew',
+            f'extra state "{name}" was saved by {saved_by} and this training has {replicas}, so it begins anew',
             "resume on as many devices, or keep what does not depend on the samples in a buffer",
         )
         return [{}] * models
