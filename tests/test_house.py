@@ -158,7 +158,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 307_409
+TOTAL = 306_805
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -169,13 +169,13 @@ TOKENS = {
     "export": 4_790,
     "launch": 24_914,
     "map": 5_897,
-    "model": 42_103,
+    "model": 41_490,
     "parallel": 14_654,
     "pipelining": 26_837,
     "prediction": 4_303,
     "profiling": 4_443,
     "report": 5_175,
-    "strategies": 55_795,
+    "strategies": 55_804,
     "tensors": 9_853,
     "threads": 8_790,
     "top": 7_885,
@@ -192,7 +192,7 @@ DENSITY = {
     "export": 8.65,
     "launch": 5.57,
     "map": 5.97,
-    "model": 7.10,
+    "model": 7.08,
     "parallel": 6.17,
     "pipelining": 6.91,
     "prediction": 6.78,

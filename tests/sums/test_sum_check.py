@@ -154,3 +154,10 @@ def test_samples_that_act_on_one_another_stop_a_training_in_its_first_update(
         train(job, quiet=True, **where)
     train(job, accept_differences=True, **where)
     assert 'samples act on one another in "1" (Centred)' in " ".join(capfd.readouterr().out.split())
+
+
+def test_ranks_that_share_weights_are_not_checked(tmp_path: Path) -> None:
+    """What a check puts back another rank may have written meanwhile."""
+    job = ZOO["mlp"].replace(model=mixing, check_every=1)
+    run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
+    assert run.metrics["loss"] > 0

@@ -20,7 +20,7 @@ from lockstep.model.inspection.findings import BESIDE, Seen
 from lockstep.model.inspection.forward import accelerators_of, look
 from lockstep.model.inspection.no_draws import NotedDraws, drawing_nothing
 from lockstep.model.inspection.nonlinear import NoticedHooks, hooked_parameters, may_be_nonlinear
-from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, functions_in, held_by, names_used_by
+from lockstep.model.inspection.outside_variables import HOOKS, OutsideVariables, functions_in
 from lockstep.model.inspection.own_calls import at_own_calls
 from lockstep.model.inspection.samples import is_ragged
 from lockstep.model.inspection.watched import NORMS, drops, without_noise, writes_in_place
@@ -45,7 +45,6 @@ __all__ = [
     "drops",
     "functions_in",
     "hash_of",
-    "held_by",
     "holding_on",
     "holds_on_to",
     "hooked_parameters",
@@ -56,7 +55,6 @@ __all__ = [
     "look",
     "may_be_nonlinear",
     "names_in",
-    "names_used_by",
     "prints_of",
     "without_noise",
     "writes_in_place",

@@ -130,12 +130,11 @@ def attribute_place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 @contextlib.contextmanager
-def kept_state(objects: Sequence[Any], known: Mapping[int, OutsideVariables] | None = None) -> Iterator[None]:
+def kept_state(objects: Sequence[Any]) -> Iterator[None]:
     """Put back afterwards what models and losses hold now: buffers, attributes, variables outside of them.
 
     Args:
         objects: modules, and functions or objects of another kind.
-        known: the variables outside of some functions, or objects that are no modules, by their ids.
     """
     held: list[dict[str, Any]] = []
     roots: list[Any] = []
@@ -145,7 +144,7 @@ def kept_state(objects: Sequence[Any], known: Mapping[int, OutsideVariables] | N
             roots.append(OutsideVariables.of_model(one))
         else:
             held += [vars(one)] if hasattr(one, "__dict__") else []
-            roots.append((known or {}).get(id(one)) or OutsideVariables([one]))
+            roots.append(OutsideVariables([one]))
     restore = _kept_of(held, {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()})
     with contextlib.ExitStack() as stack:
         for outside in roots:

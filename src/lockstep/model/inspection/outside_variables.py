@@ -18,7 +18,6 @@ from __future__ import annotations
 import dis
 import functools
 import gc
-import hashlib
 import itertools
 import random
 import sys
@@ -36,7 +35,6 @@ from lockstep.errors import is_own_code
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.inspection.code_names import hash_of
 from lockstep.model.inspection.own_calls import at_own_calls, slots_of
-from lockstep.model.inspection.small_values import small_in
 from lockstep.tensors.pytree import tensors
 
 _CODE = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
@@ -134,18 +132,6 @@ class OutsideVariables:
             yield changes
         changes.left = self.changed_since(before)
         changes.put_back = min(within.difference(changes.left), default=None)
-
-    def small_prints(self) -> dict[str, bytes]:
-        """A hash of each number, text, switch and small tensor that they hold, by where it is: ``"Digits.level"``.
-
-        What is large isn't read: a dataset may hold all samples.
-        """
-        seen: set[int] = set()
-        found: dict[str, list[Any]] = {}  # an object and its class may have an attribute of one name
-        for name, variable in self._variables.items():
-            for path, its in small_in(name, variable.get(), seen):
-                found.setdefault(path, []).append(its)
-        return {path: hashlib.blake2b(repr(of).encode(), digest_size=16).digest() for path, of in found.items()}
 
     def holds_tensors(self, name: str) -> bool:
         """Whether the variable of that name does."""
@@ -271,12 +257,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _names_in(constant)
-
-
-def names_used_by(kind: type) -> set[str]:
-    """The names of attributes and global variables that methods of a person's own of a class use."""
-    methods = (method for base in kind.__mro__ if _is_own(base) for method in _functions_of(base))
-    return {name for method in methods for name in _names_in(method.__code__)}
 
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:

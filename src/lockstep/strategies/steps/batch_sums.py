@@ -40,14 +40,17 @@ class BatchSums:
 
     def __init__(self, step: Step, job: Job) -> None:
         self._step = step
-        self._every = job.check_every
+        self._every = 0 if job.step is not None else job.check_every
         self._accepts = job.accept_differences
         self.draws = False
         self.draws_elsewhere = False
 
     def is_due(self, update: int) -> bool:
         """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every ``check_every``-th."""
-        if self._every == 0 or not self._step.cuts_batch:
+        step = self._step
+        if self._every == 0 or not step.cuts_batch:
+            return False
+        if not step.together:  # other ranks write the weights that a check would put back
             return False
         return is_power_of_two(update) or update % self._every == 0
 

@@ -434,7 +434,7 @@ class Step(Calls):
                 self._said_read.add(name)
                 self.tell_once([caveat])
         said = check.said_parts | ({""} if self._said_read else set())
-        hidden = {name for name in seen.bent if not name.startswith("metric ")} - said  # by a guard against NaN, say
+        hidden = set(seen.bent) - said  # by a guard against NaN, say
         self.tell_once(map(seen.of_loss, sorted(hidden)))
 
     def agree_to_stop(self, asked: Number) -> None:
