@@ -295,7 +295,7 @@ def thrown_away(world: Any, strategy: str, set_to_none: bool) -> dict[str, Tenso
                     p.add_(move)
             step.optimizer.zero_grad(set_to_none=set_to_none)
             step.backward(*batch)
-            with torch.no_grad():
+            with torch.no_grad(), step.whole_parameters():
                 for p, move in zip(model.parameters(), moves, strict=True):
                     p.sub_(move)
         step.update()

@@ -816,7 +816,7 @@ def hooked() -> nn.Module:
         (Regularized, {"loss": regularized}, "what the model gives is computed from a parameter of a block outside"),
         slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
-        (Penalized, {"loss": penalized}, "a gradient is computed in forward, in the loss or in a callback"),
+        (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
         (tied_by_data, {}, r'"blocks.(0|1).up.weight" and "blocks.(0|1).up.weight" have memory in common'),
         slow(anchored("buffer"), {}, '"anchor" and "embedding.weight" have memory in common'),
