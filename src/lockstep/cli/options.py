@@ -30,7 +30,7 @@ SETTINGS = {
     "nonfinite": "raise, or skip: what to do with a loss or gradients that are not finite (default: raise)",
     "nonfinite-limit": "updates in a row that may be skipped (default: 10)",
     "accept-differences": "train also where results depend on where a batch is cut (default: false)",
-    "check-every": "compare batches with parts of them in updates 1, 2, 4, ... and every so many-th; 0: never (default: 0)",
+    "check-every": "compare batches with parts of them in updates 1, 2, 4, ... and every so many-th (default: 0)",
     "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors (default: none)",
     "init-strict": "refuse weights that don't all fit; false takes those that do (default: true)",
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",
