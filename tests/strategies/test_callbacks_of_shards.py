@@ -147,6 +147,22 @@ def test_layers_that_a_callback_calls_are_those_of_one_device(way: str, devices:
     assert samples[0] == samples[1] and float(samples[0][0]) != 0
 
 
+class GoesBackByName(Callback):
+    """Takes the weights of the last epoch every other time."""
+
+    def on_epoch(self, training: Any) -> None:
+        if training.epoch % 2:
+            self.kept = {name: value.clone() for name, value in training.model.state_dict().items()}
+        else:
+            training.model.load_state_dict(self.kept)
+
+
+def test_a_callback_may_load_a_state_dict(tmp_path: Path) -> None:
+    """Found by trial: PyTorch's own hook ended in an AttributeError."""
+    one, other = (trained(GoesBackByName(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP))
+    assert (weights(one) - weights(other)).abs().max() < BOUND
+
+
 class OnRankZero(Callback):
     """Calls what every rank has to call on rank 0 only."""
 

@@ -36,7 +36,7 @@ from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
 """The attributes of a module in which sharding registers hooks."""
 
 

@@ -42,6 +42,7 @@ class BatchSums:
         self._step = step
         self._every = 0 if job.step is not None else job.check_every
         self._accepts = job.accept_differences
+        self._is_told = False  # of a difference that is accepted
         self.draws = False
         self.draws_elsewhere = False
 
@@ -128,7 +129,9 @@ class BatchSums:
         )
         instead = "single or mp keep the results" if step.replicas > 1 else "no micro-batches keep the results"
         if self._accepts:
-            step.tell_once([Caveat("mixing", text, instead)] if step.world.is_first else [])
+            if step.world.is_first and not self._is_told:
+                step.tell_once([Caveat("mixing", text, instead)])
+            self._is_told = True
             return
         raise StrategyError(text, kind="mixing", fix=f"{instead}, or accept_differences=True trains with this one")
 

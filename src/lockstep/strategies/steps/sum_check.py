@@ -16,12 +16,17 @@ before anything is refused, since rounding may differ too.
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import math
+import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -122,29 +127,36 @@ class SumCheck:
     def __call__(self, whole: Piece, *parts: Piece) -> Verdict:
         """Compare a batch with its parts, and leave everything as it was."""
         gradients = {p: p.grad for p in self._model.parameters()}
+        pieces = [whole, *parts]
         try:
-            verdict = self._compared([whole, *parts], self._loss)
-            if verdict.difference and verdict.precision is not torch.float64:
-                verdict = self._decided(verdict, [whole, *parts])
+            verdict = self._judged(pieces, "rows")
+            if verdict.difference and verdict.draws:  # perhaps drawn in another order of samples
+                for layout in ("views", "one by one"):
+                    again = self._judged(pieces, layout)
+                    if not again.difference and not again.unchecked:
+                        return again
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient
         return verdict
 
-    def _decided(self, verdict: Verdict, pieces: list[Piece]) -> Verdict:
-        """Decide by float64 whether a difference in another format is rounding."""
+    def _judged(self, pieces: list[Piece], layout: str) -> Verdict:
+        """Compare a batch with its parts; float64 decides whether a difference is rounding."""
+        verdict = self._compared(pieces, self._loss, layout)
+        if not verdict.difference or verdict.precision is torch.float64:
+            return verdict
         with _in_float64(self._model):
             doubled = [Piece(_doubled(p.inputs), _doubled(p.targets), p.size, p.start) for p in pieces]
-            again = self._compared(doubled, self._loss.copied(double=True))
+            again = self._compared(doubled, self._loss.copied(double=True), layout)
         if not again.unchecked:
             return again
         if verdict.apart <= _UNDECIDED:
             return Verdict(unchecked=f"float64 can't decide ({again.unchecked})")
         return verdict
 
-    def _compared(self, pieces: list[Piece], loss: Totalled) -> Verdict:
+    def _compared(self, pieces: list[Piece], loss: Totalled, layout: str) -> Verdict:
         snapshot = _Snapshot(self._model, loss, self._accelerators)
-        draws = _Draws(pieces[0].size)
+        draws = _Draws(pieces[0].size, layout)
         comparison = _Comparison(self._model, snapshot, draws, in_turn=self._in_turn)
         compute = _Computing(self._model, loss, self._forward, draws)
         try:
@@ -332,15 +344,22 @@ def _same(one: Any, other: Any) -> bool:
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what the whole draws, and gives each part its rows of that.
 
+    Args:
+        samples: of the whole.
+        layout: how numbers belong to samples, where several do to each: "rows", those of a sample
+            lie together; "views", those of a first view of all samples come first, then those of a
+            second one; "one by one", samples draw in a loop, each as often.
+
     Attributes:
         is_lost: whether a part has drawn what the whole has not.
         coarsest: the coarsest format of floating numbers that was computed in.
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(self, samples: int) -> None:
+    def __init__(self, samples: int, layout: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
+        self._layout = layout
         self._drawn: list[Tensor] = []
         self._records = True
         self._at = 0
@@ -359,6 +378,8 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records = not self._drawn and (start, stop) == (0, self._samples)
         self._start, self._stop = start, stop
         self._at = 0
+        if self._layout == "one by one":
+            self._at = len(self._drawn) * start // self._samples
 
     def __torch_dispatch__(
         self,
@@ -373,7 +394,10 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = func(*_without_dropout(func, args), **(kwargs or {}))
         self._note_formats(made)
         name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded not in func.tags or name == "randperm":  # (its rows mean nothing)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return made
+        if name == "randperm" and not self._records and self._shape_of_next() != made.shape:
+            self._at += 1  # one over samples, whose rows mean nothing
             return made
         if name == "native_dropout":
             mask = self._replaced(made[1])
@@ -386,6 +410,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 of = tensor.dtype.to_real()
                 if of in _COARSER:
                     self.coarsest = max(self.coarsest, of, key=_COARSER.index)
+
+    def _shape_of_next(self) -> torch.Size | None:
+        return self._drawn[self._at].shape if self._at < len(self._drawn) else None
 
     def _replaced(self, drawn: Tensor) -> Tensor:
         if self._records:
@@ -403,10 +430,18 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The rows of what the whole has drawn that are a part's; None where there are none."""
         for dim in range(min(kept.dim(), drawn.dim())):
             if kept.shape[dim] != drawn.shape[dim]:
-                each_sample = kept.shape[dim] // self._samples
-                kept = kept.narrow(dim, each_sample * self._start, each_sample * (self._stop - self._start))
+                kept = self._of_part(kept, dim)
                 break
         return kept if kept.shape == drawn.shape else None
+
+    def _of_part(self, kept: Tensor, dim: int) -> Tensor:
+        each_sample = kept.shape[dim] // self._samples
+        size = self._stop - self._start
+        if self._layout == "rows" or kept.shape[dim] != each_sample * self._samples:
+            return kept.narrow(dim, each_sample * self._start, each_sample * size)
+        shape = kept.shape
+        views = kept.reshape(*shape[:dim], each_sample, self._samples, *shape[dim + 1 :])
+        return views.narrow(dim + 1, self._start, size).flatten(dim, dim + 1)
 
 
 def _without_dropout(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -420,63 +455,60 @@ def _without_dropout(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 # ---- what is put back -----------------------------------------------------------------------------------------------
 
-_CONTAINERS = (dict, list, set)
+_DEEP = 7
+"""Levels of what modules hold that are put back: attributes, what is in them, and so on."""
+
+_LONG = 1000
+"""Items of a container beyond which it holds data, say, and no state."""
+
+_LIBRARIES = (
+    "torch",
+    "lockstep",
+    "threading",
+    "queue",
+    "multiprocessing",
+    "concurrent",
+    "asyncio",
+    "logging",
+)
+"""Packages whose objects are left alone: other threads may use them meanwhile."""
+
+_OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, str, bytes)
+_CHANGEABLE = (
+    Tensor,
+    dict,
+    list,
+    set,
+    collections.deque,
+    numpy.ndarray,
+    torch.Generator,
+    numpy.random.Generator,
+    numpy.random.RandomState,
+    random.Random,
+)
 _OF_LOSS = "the loss."
-_OF_MODULES = ("_parameters", "_buffers", "_modules")
-
-
-@dataclass
-class _Held:
-    """A thing in the dictionary of its owner, and a copy of what it was."""
-
-    owner: dict[str, Any]
-    key: str
-    value: Any
-    copied: Any
 
 
 class _Snapshot:
-    """Weights, buffers and attributes of a model and its loss, and random numbers, to be put back."""
+    """All that a model and its loss hold, and random numbers, to be put back.
+
+    Weights, buffers, attributes, and what lies in them: containers, arrays, generators, and objects of other classes.
+    """
 
     def __init__(self, model: nn.Module, loss: Totalled, accelerators: Sequence[torch.device]) -> None:
         self._model = model
         self._loss = loss.loss
         self._accelerators = accelerators
-        self._before = {
-            name: _Held(owner, key, value, _copied(value)) for name, (owner, key, value) in self._now().items()
-        }
+        self._copies = [(one, _copied(one)) for one in _reachable([*model.modules(), self._loss])]
+        self._before = {name: _copied(value) for name, value in self._named().items()}
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._random: States = states(accelerators)
-
-    def _owners(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        for path, module in self._model.named_modules():
-            way = f"{path}." if path else ""
-            yield way, module._parameters
-            yield way, module._buffers
-            yield way, vars(module)
-        if isinstance(self._loss, nn.Module):
-            for path, module in self._loss.named_modules():
-                yield f"{_OF_LOSS}{path}.", module._buffers
-                yield f"{_OF_LOSS}{path}.", vars(module)
-        elif hasattr(self._loss, "__dict__"):
-            yield _OF_LOSS, vars(self._loss)
-
-    def _now(self) -> dict[str, tuple[dict[str, Any], str, Any]]:
-        found: dict[str, tuple[dict[str, Any], str, Any]] = {}
-        for way, owner in self._owners():
-            for key, value in owner.items():
-                if key not in _OF_MODULES:
-                    found[way + key] = owner, key, value
-        return found
 
     def put_back(self) -> None:
         """Put all of it back."""
-        for name, (owner, key, _) in self._now().items():
-            if name not in self._before:
-                del owner[key]
         with torch.no_grad():
-            for held in self._before.values():
-                held.owner[held.key] = held.value
-                _restore(held.value, held.copied)
+            for one, copied in self._copies:
+                _restore(one, copied)
         self.put_back_random()
 
     def put_back_random(self) -> None:
@@ -487,57 +519,108 @@ class _Snapshot:
         """Whether Python or numpy has drawn, whose numbers can't be replayed."""
         return not same_others(self._random.others, states().others)
 
-    def values(self) -> dict[str, Any]:
-        """Copies of what may act later: parameters, buffers and numbers."""
+    def _named(self) -> dict[str, Any]:
+        """Parameters, buffers and numbers by name, and tensors of the loss: what may act later."""
         found: dict[str, Any] = {}
-        for name, (_, _, value) in self._now().items():
-            held = self._before.get(name)
-            is_written = held is None or not _same(value, held.copied)
-            if isinstance(value, Tensor | int | float) and is_written:
-                found[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        for path, module in self._model.named_modules():
+            way = f"{path}." if path else ""
+            for owner in (module._parameters, module._buffers):
+                found.update((way + key, its) for key, its in owner.items() if its is not None)
+            found.update((way + key, its) for key, its in vars(module).items() if isinstance(its, int | float))
+        for key, its in getattr(self._loss, "__dict__", {}).items():
+            if isinstance(its, Tensor | int | float):
+                found[_OF_LOSS + key] = its
         return found
+
+    def values(self) -> dict[str, Any]:
+        """Copies of those that have changed."""
+        now = self._named()
+        changed = [name for name, value in now.items() if not _same(value, self._before.get(name))]
+        return {name: _copied(now[name]) for name in changed}
 
     def written(self, ends: Mapping[str, Any]) -> list[str]:
-        """The parameters among what has ended otherwise than it began."""
-        return [name for name in ends if name in self._before and isinstance(self._before[name].value, nn.Parameter)]
+        """The parameters among what has changed."""
+        return [name for name in ends if name in self._parameters]
 
     def ends_otherwise(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-        """The buffers and numbers, and all that the loss holds, that end otherwise.
-
-        (A tensor in an attribute of the model is mostly that of the last batch.)
-        """
-        buffers = {name for name, _ in self._model.named_buffers()}
-        found = []
-        for name in {**one, **other}:
-            value = one.get(name, other.get(name))
-            acts = name in buffers or name.startswith(_OF_LOSS) or isinstance(value, int | float)
-            if acts and not _same(one.get(name), other.get(name)):
-                found.append(name)
-        return found
+        """The others that end otherwise. (A tensor in an attribute of the model is mostly that of the last batch.)"""
+        names = [name for name in {**one, **other} if name not in self._parameters]
+        return [name for name in names if not _same(one.get(name), other.get(name))]
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, _CONTAINERS):
-        return value.copy()
-    return value
+def _reachable(roots: list[Any]) -> Iterator[Any]:
+    """Everything that can change and is held by these, some levels deep. Of long containers only they themselves."""
+    seen: set[int] = set()
+    level = roots
+    for _ in range(_DEEP):
+        below: list[Any] = []
+        for one in level:
+            if id(one) in seen or _is_opaque(one):
+                continue
+            seen.add(id(one))
+            if isinstance(one, _CHANGEABLE):
+                yield one
+            below += _within(one)
+        level = below
 
 
-def _restore(value: Any, copied: Any) -> None:
+def _within(one: Any) -> list[Any]:
+    """What an object holds."""
+    if isinstance(one, dict | list | tuple | set | collections.deque):
+        items = one.values() if isinstance(one, dict) else one
+        return list(items) if len(items) <= _LONG else []
+    if isinstance(one, Tensor) or not hasattr(one, "__dict__"):
+        return []
+    return [vars(one)]
+
+
+def _is_opaque(one: Any) -> bool:
+    """Whether an object is left alone: no state of a model's own."""
+    if isinstance(one, _OPAQUE):
+        return True
+    if isinstance(one, (nn.Module, *_CHANGEABLE)):
+        return False
+    return type(one).__module__.partition(".")[0] in _LIBRARIES
+
+
+def _copied(one: Any) -> Any:
+    """A copy of what an object holds itself."""
+    if isinstance(one, Tensor):
+        return one.detach().clone()
+    if isinstance(one, torch.Generator | numpy.random.RandomState):
+        return one.get_state()
+    if isinstance(one, numpy.random.Generator):
+        return copy.deepcopy(one.bit_generator.state)
+    if isinstance(one, random.Random):
+        return one.getstate()
+    if isinstance(one, dict | list | set | collections.deque | numpy.ndarray):
+        return one.copy()
+    return one
+
+
+def _restore(one: Any, copied: Any) -> None:
     """Give an object what it held."""
-    if isinstance(value, Tensor):
-        if not _same(value, copied):
-            value.detach().copy_(copied)
-    elif isinstance(value, torch.Generator):
-        value.set_state(copied)
-    elif isinstance(value, list):
-        value[:] = copied
-    elif isinstance(value, dict | set):
-        value.clear()
-        value.update(copied)
+    if isinstance(one, Tensor):
+        if not _same(one, copied):
+            one.detach().copy_(copied)
+    elif isinstance(one, torch.Generator | numpy.random.RandomState):
+        one.set_state(copied)
+    elif isinstance(one, numpy.random.Generator):
+        one.bit_generator.state = copied
+    elif isinstance(one, random.Random):
+        one.setstate(copied)
+    elif isinstance(one, numpy.ndarray):
+        if one.flags.writeable:
+            one[...] = copied
+    elif isinstance(one, dict):
+        if one.keys() != copied.keys() or any(one[key] is not its for key, its in copied.items()):
+            one.clear()
+            one.update(copied)
+    elif isinstance(one, list):
+        one[:] = copied
+    else:
+        one.clear()
+        one.update(copied) if isinstance(one, set) else one.extend(copied)
 
 
 # ---- how the model computes meanwhile -------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ class Average(Callback):
         now = self._weights(training) if self._average else {}
         try:
             with torch.no_grad():
+                kept = {name: tensor.clone() for name, tensor in now.items()}  # before any: some may share memory
                 for name, tensor in now.items():
-                    kept[name] = tensor.clone()
                     tensor.copy_(self._average[name])
             yield
         finally:
