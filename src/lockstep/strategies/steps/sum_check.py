@@ -474,18 +474,6 @@ _LIBRARIES = (
 """Packages whose objects are left alone: other threads may use them meanwhile."""
 
 _OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, str, bytes)
-_CHANGEABLE = (
-    Tensor,
-    dict,
-    list,
-    set,
-    collections.deque,
-    numpy.ndarray,
-    torch.Generator,
-    numpy.random.Generator,
-    numpy.random.RandomState,
-    random.Random,
-)
 _OF_LOSS = "the loss."
 
 
@@ -585,42 +573,72 @@ def _is_opaque(one: Any) -> bool:
 
 def _copied(one: Any) -> Any:
     """A copy of what an object holds itself."""
-    if isinstance(one, Tensor):
-        return one.detach().clone()
-    if isinstance(one, torch.Generator | numpy.random.RandomState):
-        return one.get_state()
-    if isinstance(one, numpy.random.Generator):
-        return copy.deepcopy(one.bit_generator.state)
-    if isinstance(one, random.Random):
-        return one.getstate()
-    if isinstance(one, dict | list | set | collections.deque | numpy.ndarray):
-        return one.copy()
+    for kinds, copied, _ in _KINDS:
+        if isinstance(one, kinds):
+            return copied(one)
     return one
 
 
 def _restore(one: Any, copied: Any) -> None:
     """Give an object what it held."""
-    if isinstance(one, Tensor):
-        if not _same(one, copied):
-            one.detach().copy_(copied)
-    elif isinstance(one, torch.Generator | numpy.random.RandomState):
-        one.set_state(copied)
-    elif isinstance(one, numpy.random.Generator):
-        one.bit_generator.state = copied
-    elif isinstance(one, random.Random):
-        one.setstate(copied)
-    elif isinstance(one, numpy.ndarray):
-        if one.flags.writeable:
-            one[...] = copied
-    elif isinstance(one, dict):
-        if one.keys() != copied.keys() or any(one[key] is not its for key, its in copied.items()):
-            one.clear()
-            one.update(copied)
-    elif isinstance(one, list):
-        one[:] = copied
-    else:
+    for kinds, _, restore in _KINDS:
+        if isinstance(one, kinds):
+            restore(one, copied)
+            return
+
+
+def _restore_tensor(one: Tensor, copied: Tensor) -> None:
+    if not _same(one, copied):
+        one.detach().copy_(copied)
+
+
+def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
+    if one.keys() != copied.keys() or any(one[key] is not its for key, its in copied.items()):
         one.clear()
-        one.update(copied) if isinstance(one, set) else one.extend(copied)
+        one.update(copied)
+
+
+def _restore_set(one: set[Any], copied: set[Any]) -> None:
+    one.clear()
+    one.update(copied)
+
+
+def _restore_deque(one: collections.deque[Any], copied: collections.deque[Any]) -> None:
+    one.clear()
+    one.extend(copied)
+
+
+def _restore_array(one: Any, copied: Any) -> None:
+    if one.flags.writeable:
+        one[...] = copied
+
+
+_KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
+    (Tensor, lambda one: one.detach().clone(), _restore_tensor),
+    (dict, dict.copy, _restore_dict),
+    (list, list.copy, lambda one, copied: one.__setitem__(slice(None), copied)),
+    (set, set.copy, _restore_set),
+    (collections.deque, collections.deque.copy, _restore_deque),
+    (numpy.ndarray, numpy.copy, _restore_array),
+    (
+        (torch.Generator, numpy.random.RandomState),
+        lambda one: one.get_state(),
+        lambda one, copied: one.set_state(copied),
+    ),
+    (
+        numpy.random.Generator,
+        lambda one: copy.deepcopy(one.bit_generator.state),
+        lambda one, copied: setattr(one.bit_generator, "state", copied),
+    ),
+    (
+        random.Random,
+        lambda one: one.getstate(),
+        lambda one, copied: one.setstate(copied),
+    ),
+]
+"""How each kind of object is copied and put back."""
+
+_CHANGEABLE = tuple(kind for kinds, _, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
 
 
 # ---- how the model computes meanwhile -------------------------------------------------------------------------------
