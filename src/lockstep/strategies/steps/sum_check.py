@@ -183,36 +183,30 @@ class _Computing:
         self._forward = forward
         self._draws = draws
 
-    def __call__(self, piece: Piece, *, divisor: float | None = None) -> Loss:
-        """Compute the loss of a piece; with a divisor, add the gradient of its total / divisor.
+    def __call__(self, piece: Piece, *, divisor: float) -> Loss:
+        """Compute the loss of a piece, and add the gradient of its total / divisor.
 
         A divisor of 0 is the count, as one device has it.
         """
-        self._draws.replay(piece.start, piece.start + piece.size)
-        with (
-            _known_in_evaluation_mode(self._model),
-            self._draws,
-            _full_precision(),
-            torch.enable_grad(),
-        ):
+        with self._computing(piece):
             outputs = self._forward(self._model, clones(piece.inputs))  # which may be written to
             total, count = loss = self._loss(outputs, clones(piece.targets), piece.size)
-            if divisor is not None and total.requires_grad:
-                by = divisor or float(count)
-                if by:
-                    (total / by).backward()
+            by = divisor or float(count)
+            if total.requires_grad and by:
+                (total / by).backward()
         return loss.detached()
 
     def outputs(self, piece: Piece) -> Any:
         """Compute the outputs of a piece alone."""
-        self._draws.replay(piece.start, piece.start + piece.size)
-        with (
-            _known_in_evaluation_mode(self._model),
-            self._draws,
-            _full_precision(),
-            torch.enable_grad(),
-        ):
+        with self._computing(piece):
             return self._forward(self._model, clones(piece.inputs))
+
+    @contextlib.contextmanager
+    def _computing(self, piece: Piece) -> Iterator[None]:
+        self._draws.replay(piece.start, piece.start + piece.size)
+        held = _known_in_evaluation_mode(self._model)
+        with held, self._draws, _full_precision(), torch.enable_grad():
+            yield
 
 
 class _Comparison:
