@@ -158,7 +158,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 307_514
+TOTAL = 307_437
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -175,7 +175,7 @@ TOKENS = {
     "prediction": 4_303,
     "profiling": 4_443,
     "report": 5_175,
-    "strategies": 56_502,
+    "strategies": 56_425,
     "tensors": 9_853,
     "threads": 8_790,
     "top": 7_885,

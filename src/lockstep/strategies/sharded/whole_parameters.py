@@ -62,7 +62,6 @@ class WholeParameters:
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World) -> None:
-        self._model = model
         self._optimizer = optimizer
         self._shards = shards
         self._world = world
@@ -194,7 +193,6 @@ class _OfSharding:
             self._names.append((held, held.keys() - before.names))
             for kind in HOOKS:
                 self._hooks.append((held[kind], held[kind].keys() - before.hooks))
-        self._taken: list[tuple[list[tuple[int, Any]], dict[str, Any]]] = []
 
     def take_off(self) -> None:
         """Take them off."""

@@ -229,18 +229,14 @@ class _Comparison:
             p.grad = None
         for piece in pieces:
             is_whole = piece is whole
-            if is_whole or not self._in_turn:
-                self._snapshot.put_back()
             loss = compute(piece, divisor=0.0 if is_whole else whole.size)
             self._sums.append(_numbers(loss))
             self._draws_elsewhere |= self._snapshot.drew_elsewhere()
             if is_whole:
                 self._negate(float(loss.count) / whole.size)
-                self._snapshot.put_back_random()
-                self._ends.append(self._snapshot.values())
+            self._ends.append(self._snapshot.values())
+            if is_whole or not self._in_turn:
                 self._snapshot.put_back()
-            else:
-                self._ends.append(self._snapshot.values())
             if piece is not pieces[-1]:
                 self._note_sizes()
 
@@ -491,10 +487,6 @@ class _Snapshot:
         with torch.no_grad():
             for one, copied in self._copies:
                 _restore(one, copied)
-        self.put_back_random()
-
-    def put_back_random(self) -> None:
-        """Put the generators of random numbers back."""
         put_states(self._random, self._accelerators)
 
     def drew_elsewhere(self) -> bool:
