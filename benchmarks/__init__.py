@@ -1,1 +1,3 @@
-"""Ratios against plain PyTorch and against peers, in turns in one run: `python -m benchmarks [NAME ...]`."""
+"""Ratios against plain PyTorch and against peers, in turns in one run: `python -m benchmarks
+[NAME ...]`.
+"""

@@ -1,4 +1,6 @@
-"""Run benchmarks: all, or those named; `gpu` is for accelerators (see gpu.py). Results go to benchmarks/results/."""
+"""Run benchmarks: all, or those named; `gpu` is for accelerators (see gpu.py). Results go to
+benchmarks/results/.
+"""
 
 from __future__ import annotations
 
@@ -90,22 +92,37 @@ def start() -> Mapping[str, Callable[[], float]]:
         return once
 
     def ours(environment: Mapping[str, str]) -> None:
-        command = [str(Path(sys.executable).parent / "lockstep"), "train", str(HERE / "first_step_job.py")]
+        command = [
+            str(Path(sys.executable).parent / "lockstep"),
+            "train",
+            str(HERE / "first_step_job.py"),
+        ]
         words = ["--strategy", "ddp", "--devices", "2", "--folder", environment["RUNS"]]
-        subprocess.run([*command, *words], env={**os.environ, **environment}, check=True, capture_output=True)
+        subprocess.run(
+            [*command, *words], env={**os.environ, **environment}, check=True, capture_output=True
+        )
 
     return {
         "lockstep train": timed(ours),
-        "torchrun, plain PyTorch": timed(lambda environment: torchrun("first_step.py", 2, environment)),
+        "torchrun, plain PyTorch": timed(
+            lambda environment: torchrun("first_step.py", 2, environment)
+        ),
     }
 
 
 def _has(module: str) -> bool:
-    return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, check=False).returncode == 0
+    return (
+        subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 BENCHMARKS = {
-    "stack": Benchmark(stack, (Ratio("ddp, 2 slots", "one core", 1.95), Ratio("dp, 2 slots", "one core", 2.00))),
+    "stack": Benchmark(
+        stack, (Ratio("ddp, 2 slots", "one core", 1.95), Ratio("dp, 2 slots", "one core", 2.00))
+    ),
     "mobilenet": Benchmark(
         mobilenet,
         (
@@ -149,7 +166,10 @@ BENCHMARKS = {
     ),
     "map": Benchmark(
         mapping,
-        (Ratio("two processes", "one process", 1.8), Ratio("two processes", "multiprocessing.Pool.imap", 1 / 1.05)),
+        (
+            Ratio("two processes", "one process", 1.8),
+            Ratio("two processes", "multiprocessing.Pool.imap", 1 / 1.05),
+        ),
         unit="items per second",
     ),
     **PIPELINING,
@@ -167,7 +187,10 @@ def main(names: list[str]) -> int:
     known = [*BENCHMARKS, "level", "loss-check", "surviving", *PARTITIONING]
     unknown = [name for name in names if name not in known]
     if unknown:
-        print(f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu", file=sys.stderr)
+        print(
+            f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu",
+            file=sys.stderr,
+        )
         return 2
     for name in names or known:
         if name == "level":

@@ -1,4 +1,6 @@
-"""Activation checkpointing on char_lm with 8 blocks: the peak of activations with it, to that without."""
+"""Activation checkpointing on char_lm with 8 blocks: the peak of activations with it, to that
+without.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,14 @@ CHAR_LM = Path(__file__).parent.parent / "examples" / "char_lm.py"
 
 
 def _rarity(checkpointing: str | None) -> Callable[[], float]:
-    """One over the GB that were alive at once in forward, loss and backward, beyond weights and gradients."""
+    """One over the GB that were alive at once in forward, loss and backward, beyond weights and
+    gradients.
+    """
 
     def once() -> float:
-        job = JobFile(str(CHAR_LM), {"layers": 8}, {"activation_checkpointing": checkpointing}).load()
+        job = JobFile(
+            str(CHAR_LM), {"layers": 8}, {"activation_checkpointing": checkpointing}
+        ).load()
         world = World(devices=parse("1xcpu"))
         step = choose("single", world.devices).prepare(job, world)
         batches = iter(Loader(job.train_data(), batch_size=job.batch_size, collate=job.collate))
@@ -42,6 +48,9 @@ def memory() -> Mapping[str, Callable[[], float]]:
 
 CHECKPOINTING = {
     "checkpointing": Benchmark(
-        memory, (Ratio("with", "without", 1 / 0.35),), rounds=1, unit="1 / GB of activations at the peak"
+        memory,
+        (Ratio("with", "without", 1 / 0.35),),
+        rounds=1,
+        unit="1 / GB of activations at the peak",
     )
 }

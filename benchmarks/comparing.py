@@ -1,4 +1,6 @@
-"""`compare` held against its own promise: its rates are those of a training outside of it, and it repeats itself."""
+"""`compare` held against its own promise: its rates are those of a training outside of it, and
+it repeats itself.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,20 @@ from lockstep.launch.devices import slots
 
 
 def agreeing() -> Mapping[str, Callable[[], float]]:
-    job = models.stack_job().replace(batch_size=16)  # turns of seconds: each comparison takes a dozen of them
+    job = models.stack_job().replace(
+        batch_size=16
+    )  # turns of seconds: each comparison takes a dozen of them
 
     def compared(rounds: int) -> Comparison:
         return lockstep.compare(
-            job, strategies=["ddp"], devices="2xcpu", rounds=rounds, seconds=4.0, parity=False, folder=None, told=None
+            job,
+            strategies=["ddp"],
+            devices="2xcpu",
+            rounds=rounds,
+            seconds=4.0,
+            parity=False,
+            folder=None,
+            told=None,
         )
 
     def speed_up() -> float:

@@ -1,4 +1,6 @@
-"""CIFAR-10's experiment (MobileNetV2, images enlarged to 112 x 112, batch 256) on noise, tuned, and by hand."""
+"""CIFAR-10's experiment (MobileNetV2, images enlarged to 112 x 112, batch 256) on noise, tuned,
+and by hand.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lockstep.compare.timed_run import attempt
 
 
 def on_cpu() -> Mapping[str, Callable[[], float]]:
-    """The loop that a person writes first (all cores, fp32, default layout), and what tuning finds on this machine."""
+    """The loop that a person writes first (all cores, fp32, default layout), and what tuning
+    finds on this machine.
+    """
     job = experiment_job()
     found = lockstep.tune(job, told=lambda line: print(f"   {line}", flush=True))
     return {
@@ -30,9 +34,15 @@ def on_cpu() -> Mapping[str, Callable[[], float]]:
 
 
 def by_hand(
-    build: Callable[[], nn.Module], data: TensorDataset, settings: Mapping[str, Any], place: torch.device, size: int
+    build: Callable[[], nn.Module],
+    data: TensorDataset,
+    settings: Mapping[str, Any],
+    place: torch.device,
+    size: int,
 ) -> Callable[[], float]:
-    """The experiment's loop over tensors that are on a device: the first one a person writes, or with settings."""
+    """The experiment's loop over tensors that are on a device: the first one a person writes, or
+    with settings.
+    """
     dtype = {"bf16": torch.bfloat16}.get(settings.get("precision") or "")
     net = build().to(place)
     if settings.get("channels_last"):
@@ -40,7 +50,9 @@ def by_hand(
     if way := settings.get("compile"):
         net.compile(backend="inductor" if way is True else way)
     fused = bool(settings) and place.type in ("cpu", "cuda", "mps", "xpu")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=fused or None)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4, fused=fused or None
+    )
     loss_of = nn.CrossEntropyLoss()
 
     def once() -> float:

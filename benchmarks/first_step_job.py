@@ -24,7 +24,9 @@ def _sgd(params) -> torch.optim.Optimizer:
 
 def job() -> lockstep.Job:
     return lockstep.Job(
-        model=lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)),
+        model=lambda: nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+        ),
         loss=nn.CrossEntropyLoss(),
         optimizer=_sgd,
         train_data=TensorDataset(torch.randn(64, 64), torch.randint(10, (64,))),

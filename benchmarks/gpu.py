@@ -1,10 +1,11 @@
 """On one accelerator, or several: Lockstep beside loops by hand, in turns, in one command.
 
-    python -m benchmarks gpu             all of it, in under nine minutes on one H100
-    python -m benchmarks gpu --tiny      each measurement once, of a few samples, on whatever is here: whether it runs
+    python -m benchmarks gpu         all of it, in under nine minutes on one H100
+    python -m benchmarks gpu --tiny  each measurement once, of a few samples, on whatever is here:
+    whether it runs
 
-The measurements come in the order of their worth. What was found is kept in results/gpu.json after each; one that fails
-is a row of the table too, and none begins after `PATIENCE` seconds.
+The measurements come in the order of their worth. What was found is kept in results/gpu.json after
+each; one that fails is a row of the table too, and none begins after `PATIENCE` seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ from torch.utils.data import TensorDataset
 import lockstep
 from benchmarks import level
 from benchmarks.experiment import by_hand
-from benchmarks.models import experiment_job, many_small_layers, resnet50, sgd, small_data, small_mlp
+from benchmarks.models import (
+    experiment_job,
+    many_small_layers,
+    resnet50,
+    sgd,
+    small_data,
+    small_mlp,
+)
 from benchmarks.parallel_loss import on_device as loss_on_device
 from benchmarks.timing import HERE, Benchmark, Ratio, measured, rate
 from examples.models.mobilenetv2 import MobileNetV2
@@ -63,7 +71,9 @@ class Sizes:
     rounds: int = 3
     width: int = 64  # of ResNet-50's first block
     image: int = 224
-    batch: int = 128  # of ResNet-50 (0.14 s an update in fp32 with PyTorch's defaults, TF32 in convolutions)
+    batch: int = (
+        128  # of ResNet-50 (0.14 s an update in fp32 with PyTorch's defaults, TF32 in convolutions)
+    )
     updates: int = 8  # of a turn, or batches of an epoch, of which the first of three doesn't count
     side: int = 112  # MobileNetV2's images, in batches of twice `batch` (0.06 s an update)
     mlp: int = 64_000  # samples of the small step (0.2 ms each 64)
@@ -98,13 +108,19 @@ class Card:
         return count * samples / (time.perf_counter() - start)
 
 
-# ---- by hand, and by Lockstep ---------------------------------------------------------------------------------------
+# ---- by hand, and by Lockstep --------------------------------------------------------------------
 
 
 def plain(
-    card: Card, model: nn.Module, batches: Callable[[], Iterable[tuple[Any, Any]]], samples: int, epochs: int = 3
+    card: Card,
+    model: nn.Module,
+    batches: Callable[[], Iterable[tuple[Any, Any]]],
+    samples: int,
+    epochs: int = 3,
 ) -> Callable[[], float]:
-    """The best plain loop we can write with the same settings: fused SGD, no waiting for the loss."""
+    """The best plain loop we can write with the same settings: fused SGD, no waiting for the
+    loss.
+    """
     net = model.to(card.place)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=_fused(card))
     loss_of = nn.CrossEntropyLoss()
@@ -132,7 +148,9 @@ def _fused(card: Card) -> bool:
     return card.device.type in ("cpu", "cuda", "mps", "xpu")
 
 
-def on_the_card(card: Card, data: TensorDataset, size: int) -> tuple[TensorDataset, Callable[[], Iterable[Any]]]:
+def on_the_card(
+    card: Card, data: TensorDataset, size: int
+) -> tuple[TensorDataset, Callable[[], Iterable[Any]]]:
     """Data that lie there, and their batches by hand in a new order each time."""
     held = TensorDataset(*(tensor.to(card.place) for tensor in data.tensors))
 
@@ -146,7 +164,8 @@ def on_the_card(card: Card, data: TensorDataset, size: int) -> tuple[TensorDatas
 def updates(
     card: Card, job: lockstep.Job, strategy: Strategy, devices: Sequence[Device], count: int
 ) -> Callable[[], float]:
-    """Updates of a step that is built once, on batches of its loader; compiled code is made before they are timed.
+    """Updates of a step that is built once, on batches of its loader; compiled code is made before
+    they are timed.
 
     None but the first looks at what the model does in forward, which ``looking`` measures.
     """
@@ -187,7 +206,7 @@ def resnet_job(card: Card, sizes: Sizes, batches: int) -> lockstep.Job:
     )
 
 
-# ---- what is measured -----------------------------------------------------------------------------------------------
+# ---- what is measured ----------------------------------------------------------------------------
 
 
 def resnet(card: Card, sizes: Sizes) -> Turns:
@@ -205,7 +224,12 @@ def small(card: Card, sizes: Sizes) -> Turns:
     """A small MLP on data that are on the card: what the host does for an update."""
     held, batches = on_the_card(card, small_data(sizes.mlp), 64)
     job = lockstep.Job(
-        model=small_mlp, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=held, batch_size=64, epochs=3
+        model=small_mlp,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=held,
+        batch_size=64,
+        epochs=3,
     )
     return {
         "plain loop": plain(card, small_mlp(), batches, len(held)),
@@ -214,12 +238,15 @@ def small(card: Card, sizes: Sizes) -> Turns:
 
 
 def experiment(card: Card, sizes: Sizes) -> Turns:
-    """CIFAR-10's experiment: the loop a person writes first, in fp32, and settings that gain on a card.
+    """CIFAR-10's experiment: the loop a person writes first, in fp32, and settings that gain on a
+    card.
 
     bf16 is with channels_last.
     """
     size = 2 * sizes.batch
-    job = experiment_job(sizes.updates * size, image_size=sizes.side).replace(batch_size=size, eval_data=None)
+    job = experiment_job(sizes.updates * size, image_size=sizes.side).replace(
+        batch_size=size, eval_data=None
+    )
     data = TensorDataset(*(tensor.to(card.place) for tensor in job.train_data().tensors))
     job = job.replace(train_data=data, on_event=())
     narrow = job.replace(channels_last=True, precision="bf16")
@@ -227,7 +254,10 @@ def experiment(card: Card, sizes: Sizes) -> Turns:
     best = {"channels_last": True, "precision": "bf16", "compile": sizes.compiled[0]}
     return {
         "plain fp32 loop": by_hand(job.model, data, {}, card.place, size),
-        **{name: updates(card, its, Single(), [card.device], sizes.updates) for name, its in ways.items()},
+        **{
+            name: updates(card, its, Single(), [card.device], sizes.updates)
+            for name, its in ways.items()
+        },
         "by hand, bf16, compiled": by_hand(job.model, data, best, card.place, size),
     }
 
@@ -246,7 +276,9 @@ def experiment_ratios(sizes: Sizes) -> tuple[Ratio, ...]:
 
 
 def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
-    """DistributedDataParallel with one rank: its buckets, hooks and copies, and nobody to send them to."""
+    """DistributedDataParallel with one rank: its buckets, hooks and copies, and nobody to send
+    them to.
+    """
     cores, threads = places.usable_cores(), torch.get_num_threads()
     world = World(devices=(card.device,))
     worlds.join(world, dist.HashStore())
@@ -264,7 +296,9 @@ def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
     step._overlaps = True  # as with several ranks: one by itself has nothing to sum
     net = job.model().to(card.place)
     net = DistributedDataParallel(
-        net, device_ids=None if card.device.is_slot else [card.device.index], gradient_as_bucket_view=True
+        net,
+        device_ids=None if card.device.is_slot else [card.device.index],
+        gradient_as_bucket_view=True,
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, fused=_fused(card))
     inputs, targets = job.train_data.tensors
@@ -287,7 +321,9 @@ PARTS = 4
 
 
 def two_stages(card: Card, sizes: Sizes) -> Turns:
-    """ResNet-50 as two stages that share the card, beside the same stages one after the other by hand."""
+    """ResNet-50 as two stages that share the card, beside the same stages one after the other by
+    hand.
+    """
     job = resnet_job(card, sizes, 1)
     inputs, targets = job.train_data.tensors
     loss_of = nn.CrossEntropyLoss()
@@ -318,7 +354,9 @@ def two_stages(card: Card, sizes: Sizes) -> Turns:
 
 
 def looking(card: Card, sizes: Sizes) -> Turns:
-    """An update of ResNet-50 under ``dp`` on one card that looks at what the model does, as 2, 4, 8 and so on do."""
+    """An update of ResNet-50 under ``dp`` on one card that looks at what the model does, as 2,
+    4, 8 and so on do.
+    """
     step, turn = stepping(card, resnet_job(card, sizes, 1), DP(), World(devices=card.twice), 1)
 
     def look() -> float:
@@ -365,8 +403,16 @@ def replicas(card: Card, net: nn.Module, inputs: torch.Tensor, count: int) -> Tu
 
         return lambda: card.timed(update, count, len(inputs))
 
-    theirs = {"torch.nn.DataParallel": turn(nn.DataParallel(net, [0, 0]))} if card.device.type == "cuda" else {}
-    return {**theirs, "DataParallel": turn(DataParallel(net, list(card.twice))), "the module itself": turn(net)}
+    theirs = (
+        {"torch.nn.DataParallel": turn(nn.DataParallel(net, [0, 0]))}
+        if card.device.type == "cuda"
+        else {}
+    )
+    return {
+        **theirs,
+        "DataParallel": turn(DataParallel(net, list(card.twice))),
+        "the module itself": turn(net),
+    }
 
 
 REPLICAS = (
@@ -430,9 +476,13 @@ def measurements(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> dict[
             Ratio("single", "plain loop, pinned and copied ahead", 0.98),
             Ratio("plain loop, pinned and copied ahead", "plain loop, pageable"),
         ),
-        "replicas-resnet50": Benchmark(lambda: replicas(card, net(), picture, sizes.updates), REPLICAS, rounds),
+        "replicas-resnet50": Benchmark(
+            lambda: replicas(card, net(), picture, sizes.updates), REPLICAS, rounds
+        ),
         "replicas-small": Benchmark(
-            lambda: replicas(card, many_small_layers(4 * many), torch.randn(64, 64), many), REPLICAS, rounds
+            lambda: replicas(card, many_small_layers(4 * many), torch.randn(64, 64), many),
+            REPLICAS,
+            rounds,
         ),
         **loss_on_device(card.place, sizes.words),
     }
@@ -441,7 +491,7 @@ def measurements(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> dict[
     return found
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -452,7 +502,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
             low, high = ratio["spread"]
             goal = ratio["goal"]
             reached = "" if goal is None else "reached" if ratio["median"] >= goal else "MISSED"
-            numbers = (f"{ratio['median']:.3f}", f"{low:.3f}", f"{high:.3f}", "" if goal is None else f"{goal:.2f}")
+            numbers = (
+                f"{ratio['median']:.3f}",
+                f"{low:.3f}",
+                f"{high:.3f}",
+                "" if goal is None else f"{goal:.2f}",
+            )
             lines.append((row["benchmark"], f"{ratio['of']} : {ratio['to']}", *numbers, reached))
         if "failed" in row:
             lines.append((row["benchmark"], row["failed"][:100], "", "", "", "", "FAILED"))
@@ -460,7 +515,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def run(sizes: Sizes, folder: Path, names: Sequence[str] = (), patience: float = PATIENCE) -> list[dict[str, Any]]:
+def run(
+    sizes: Sizes, folder: Path, names: Sequence[str] = (), patience: float = PATIENCE
+) -> list[dict[str, Any]]:
     """Measure, and keep what was found with the machine's description in gpu.json."""
     card, rows, began = Card(), list[dict[str, Any]](), time.monotonic()
     stack = contextlib.ExitStack()
@@ -480,7 +537,9 @@ def run(sizes: Sizes, folder: Path, names: Sequence[str] = (), patience: float =
             stack.close()
             rows.append({**row, "seconds": round(time.monotonic() - start, 1)})
             folder.mkdir(exist_ok=True)
-            (folder / "gpu.json").write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n")
+            (folder / "gpu.json").write_text(
+                json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n"
+            )
     print(f"\n{table(rows)}\n{time.monotonic() - began:.0f} s in all", flush=True)
     return rows
 
@@ -489,11 +548,15 @@ def main(words: list[str]) -> int:
     """Run the command; 1 where a measurement failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("names", nargs="*", help="of measurements (default: all but level)")
-    parser.add_argument("--tiny", action="store_true", help="a few samples of each, on whatever device is here")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a few samples of each, on whatever device is here"
+    )
     parser.add_argument("--folder", type=Path, default=HERE / "results")
     options = parser.parse_args(words)
     if not options.tiny and not accelerators():
-        print("there is no accelerator here: --tiny shows on a CPU whether it runs", file=sys.stderr)
+        print(
+            "there is no accelerator here: --tiny shows on a CPU whether it runs", file=sys.stderr
+        )
         return 2
     if options.names == ["level"]:
         level.run(accelerators())  # on several cards: minutes, and a table of its own

@@ -1,8 +1,10 @@
-"""How level devices are: a classifier of 50,000 classes, its first device beside the others, and the largest batch.
+"""How level devices are: a classifier of 50,000 classes, its first device beside the others, and
+the largest batch.
 
-Each way trains the same classifier (hidden width 512, plain SGD) on the same batches. What counts is the whole update:
-forward, loss, backward, optimizer. Bytes are those above what lies there between two steps; on slots what the calling
-thread makes and computes is the first slot's, and it has as many threads as that, as if slots were accelerators.
+Each way trains the same classifier (hidden width 512, plain SGD) on the same batches. What counts
+is the whole update: forward, loss, backward, optimizer. Bytes are those above what lies there
+between two steps; on slots what the calling thread makes and computes is the first slot's, and it
+has as many threads as that, as if slots were accelerators.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ INPUTS, WIDTH, CLASSES, BATCH = 1024, 512, 50_000, 256
 CHUNK = 32
 """Samples that the output layer sees at once on a device, in the chunked way."""
 BUDGET = 300_000_000
-"""Bytes of a slot for what a step makes; a card has those of all tensors of this process: `CARD`."""
+"""Bytes of a slot for what a step makes; a card has those of all tensors of this process:
+`CARD`.
+"""
 CARD = 1_000_000_000
 LIMIT = 16 * BATCH
 """No larger batch is tried."""
@@ -37,7 +41,9 @@ def classifier(place: torch.device) -> nn.Sequential:
     return nn.Sequential(trunk, nn.Linear(WIDTH, CLASSES)).to(place)
 
 
-def updating(model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Update:
+def updating(
+    model: nn.Module, loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Update:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
 
     def update(inputs: torch.Tensor, labels: torch.Tensor) -> None:
@@ -62,7 +68,10 @@ def gathered(devices: tuple[Device, ...]) -> Update:
 
 def balanced(devices: tuple[Device, ...]) -> Update:
     model = classifier(devices[0].torch)
-    net, loss_of = DataParallel(model, devices, balanced=True), ParallelLoss(None, nn.CrossEntropyLoss(), devices)
+    net, loss_of = (
+        DataParallel(model, devices, balanced=True),
+        ParallelLoss(None, nn.CrossEntropyLoss(), devices),
+    )
     return updating(model, lambda inputs, labels: loss_of(net(inputs), labels).loss)
 
 
@@ -73,7 +82,9 @@ def chunked(devices: tuple[Device, ...]) -> Update:
 
     def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = net(inputs)
-        rows = Balanced([share.unsqueeze(0) for share in hidden], hidden.devices)  # samples in the place of time
+        rows = Balanced(
+            [share.unsqueeze(0) for share in hidden], hidden.devices
+        )  # samples in the place of time
         return loss_of(rows, labels.view(len(hidden), -1)).loss
 
     return updating(model, loss)
@@ -82,7 +93,9 @@ def chunked(devices: tuple[Device, ...]) -> Update:
 def by_dp(devices: tuple[Device, ...]) -> Update:
     model = classifier(devices[0].torch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
-    return lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices=devices)
+    return lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices=devices
+    )
 
 
 WAYS: dict[str, Callable[[tuple[Device, ...]], Update]] = {
@@ -98,14 +111,26 @@ def run(devices: tuple[Device, ...], budget: int | None = None) -> None:
     slots = devices[0].is_slot
     budget = budget or (BUDGET if slots else CARD)
     name = "level" if slots else "gpu-level"
-    print(f"== {name}: {CLASSES:,} classes, batch {BATCH}, on {', '.join(map(str, devices))}", flush=True)
+    print(
+        f"== {name}: {CLASSES:,} classes, batch {BATCH}, on {', '.join(map(str, devices))}",
+        flush=True,
+    )
     ways = WAYS if slots else {"torch.nn.DataParallel": pytorch, **WAYS}
     found: dict[str, tuple[Level, int]] = {}
     with occupied(devices[0]) if slots else contextlib.nullcontext():
         for way, build in ways.items():
             found[way] = _measured(build(devices), devices, budget)
             print(f"   {way}: done", flush=True)
-    rows = [("", *(f"{d} peak" for d in devices), "fullest", *(f"{d} busy" for d in devices), "busiest", "batch")]
+    rows = [
+        (
+            "",
+            *(f"{d} peak" for d in devices),
+            "fullest",
+            *(f"{d} busy" for d in devices),
+            "busiest",
+            "batch",
+        )
+    ]
     for way, (level, largest) in found.items():
         peaks = [f"{level.bytes[str(device)] / 1e6:,.0f} MB" for device in devices]
         times = [f"{level.seconds[str(device)]:.4f} s" for device in devices]
@@ -121,17 +146,27 @@ def run(devices: tuple[Device, ...], budget: int | None = None) -> None:
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
-        cells = [first.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))]
+        cells = [
+            first.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)),
+        ]
         print("   " + "  ".join(cells))
     print(
-        f"   fullest, busiest: to the mean device; batch: the largest within {budget / 1e6:,.0f} MB a device, none "
+        f"   fullest, busiest: to the mean device; batch: the largest within {budget / 1e6:,.0f} "
+        "MB a device, none "
         f"above {LIMIT:,} tried"
     )
     kept = {
         "benchmark": name,
         "machine": machine(),
         "devices": [str(device) for device in devices],
-        "model": {"inputs": INPUTS, "width": WIDTH, "classes": CLASSES, "batch": BATCH, "chunk": CHUNK},
+        "model": {
+            "inputs": INPUTS,
+            "width": WIDTH,
+            "classes": CLASSES,
+            "batch": BATCH,
+            "chunk": CHUNK,
+        },
         "largest_batch_tried": LIMIT,
         "budget_bytes": budget,
         "ways": {

@@ -1,4 +1,6 @@
-"""What holding a loss to its word costs: the part of an update that its check takes, by the median of many updates."""
+"""What holding a loss to its word costs: the part of an update that its check takes, by the
+median of many updates.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def resnet50() -> lockstep.Job:
 
 def small() -> lockstep.Job:
     """Likewise, beside an update that takes less than a millisecond."""
-    return dataclasses.replace(small_job(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets))
+    return dataclasses.replace(
+        small_job(), loss=lambda outputs, targets: F.cross_entropy(outputs, targets)
+    )
 
 
 JOBS: dict[str, tuple[Callable[[], lockstep.Job], int]] = {
@@ -51,10 +55,13 @@ JOBS: dict[str, tuple[Callable[[], lockstep.Job], int]] = {
 """With how many updates, of which the first six, where the check is timed, don't count."""
 
 
-def shares(job: lockstep.Job, updates: int, rounds: int = 3) -> tuple[list[tuple[float, float]], int]:
+def shares(
+    job: lockstep.Job, updates: int, rounds: int = 3
+) -> tuple[list[tuple[float, float]], int]:
     """The part of an update that the check takes under ``dp``, and how often it comes then.
 
-    For each round of its usual update (the median), and of all of them: some look closer than others.
+    For each round of its usual update (the median), and of all of them: some look closer than
+    others.
     """
     spent: list[float] = []
     inner = LossCheck.__call__
@@ -101,9 +108,19 @@ def run() -> None:
         found, every = shares(job(), updates)
         row: dict[str, Any] = {"job": name, "every": every}
         print(f"   {name}, checked in one of {every}:", flush=True)
-        for what, its in zip(("a usual update", "all updates"), zip(*found, strict=True), strict=True):
+        for what, its in zip(
+            ("a usual update", "all updates"), zip(*found, strict=True), strict=True
+        ):
             row[what] = {"median": statistics.median(its), "spread": (min(its), max(its))}
-            print(f"      {100 * row[what]['median']:.2f} % of {what} ({100 * min(its):.2f} to {100 * max(its):.2f} %)")
+            print(
+                f"      {100 * row[what]['median']:.2f} % of {what} ({100 * min(its):.2f} to "
+                f"{100 * max(its):.2f} %)"
+            )
         rows.append(row)
-    kept = {"benchmark": "loss-check", "machine": machine(), "unit": "part of an update", "rows": rows}
+    kept = {
+        "benchmark": "loss-check",
+        "machine": machine(),
+        "unit": "part of an update",
+        "rows": rows,
+    }
     (HERE / "results" / "loss-check.json").write_text(json.dumps(kept, indent=2) + "\n")

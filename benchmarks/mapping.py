@@ -1,4 +1,6 @@
-"""A CPU-bound Python function over 10,000 items: one process, two, and multiprocessing's pool with its best chunks."""
+"""A CPU-bound Python function over 10,000 items: one process, two, and multiprocessing's pool
+with its best chunks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _rate(results: Callable[[], Iterable[int]], items: int) -> float:
 
 
 def _pooled(items: int, chunk: int) -> Iterator[int]:
-    """What `map` does, by a pool of this process's forks. Both start their processes and wait for the end of these."""
+    """What `map` does, by a pool of this process's forks. Both start their processes and wait
+    for the end of these.
+    """
     with multiprocessing.get_context("fork").Pool(2) as processes:
         yield from processes.imap(work, range(items), chunk)
         processes.close()
@@ -41,17 +45,21 @@ def _pooled(items: int, chunk: int) -> Iterator[int]:
 def mapping(items: int = ITEMS) -> Mapping[str, Callable[[], float]]:
     """Items per second, the start and the end of processes in it on all sides.
 
-    What comes once for a program isn't: the process that forks our workers has imported torch before, as this one has,
-    of which the pool's are forks.
+    What comes once for a program isn't: the process that forks our workers has imported torch
+    before, as this one has, of which the pool's are forks.
     """
 
     def pool(chunk: int, items: int) -> float:
         return _rate(lambda: _pooled(items, chunk), items)
 
     def ours(devices: int) -> float:
-        return _rate(lambda: lockstep.map(work, range(items), slots(devices), progress=False), items)
+        return _rate(
+            lambda: lockstep.map(work, range(items), slots(devices), progress=False), items
+        )
 
-    tried = {chunk: statistics.median(pool(chunk, items // 10) for _ in range(3)) for chunk in CHUNKS}
+    tried = {
+        chunk: statistics.median(pool(chunk, items // 10) for _ in range(3)) for chunk in CHUNKS
+    }
     best = max(tried, key=lambda chunk: tried[chunk])
     list(lockstep.map(work, range(2), "2xcpu"))
     return {

@@ -22,7 +22,8 @@ class Stack(nn.Module):
     def __init__(self, layers: int = 8, width: int = 256) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True) for _ in range(layers)
+            nn.TransformerEncoderLayer(width, 4, dropout=0.0, batch_first=True)
+            for _ in range(layers)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -45,7 +46,9 @@ class Bottleneck(nn.Module):
             *convolution(width, after, 1),
         )
         same = stride == 1 and before == after
-        self.around = nn.Identity() if same else nn.Sequential(*convolution(before, after, 1, stride))
+        self.around = (
+            nn.Identity() if same else nn.Sequential(*convolution(before, after, 1, stride))
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.inner(x) + self.around(x))
@@ -56,7 +59,9 @@ def convolution(before: int, after: int, size: int, stride: int = 1) -> tuple[nn
 
 
 def resnet50(classes: int = 1000, width: int = 64) -> nn.Sequential:
-    """ResNet-50 (He and others 2015), stride in the 3 x 3 convolutions: (batch, 3, 224, 224) to (batch, classes)."""
+    """ResNet-50 (He and others 2015), stride in the 3 x 3 convolutions: (batch, 3, 224, 224) to
+    (batch, classes).
+    """
     blocks: list[nn.Module] = []
     before = width
     for level, count in enumerate((3, 4, 6, 3)):
@@ -64,7 +69,9 @@ def resnet50(classes: int = 1000, width: int = 64) -> nn.Sequential:
             blocks.append(Bottleneck(before, width << level, 2 if number == 0 and level else 1))
             before = 4 * width << level
     stem = (*convolution(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1))
-    return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes))
+    return nn.Sequential(
+        *stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, classes)
+    )
 
 
 def many_small_layers(count: int = 200, width: int = 64) -> nn.Sequential:
@@ -73,13 +80,16 @@ def many_small_layers(count: int = 200, width: int = 64) -> nn.Sequential:
 
 
 def small_mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 def small_data(samples: int = 32_000) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(
-        torch.randn(samples, 64, generator=generator), torch.randint(10, (samples,), generator=generator)
+        torch.randn(samples, 64, generator=generator),
+        torch.randint(10, (samples,), generator=generator),
     )
 
 
@@ -88,10 +98,18 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 
 def stack_job() -> lockstep.Job:
-    """Batch 64 of 64 tokens; two batches an epoch, and in the median epoch no inspection (updates 1, 2, 4, 8)."""
+    """Batch 64 of 64 tokens; two batches an epoch, and in the median epoch no inspection
+    (updates 1, 2, 4, 8).
+    """
     data = TensorDataset(torch.randn(128, 64, 256), torch.randn(128, 256))
     return lockstep.Job(
-        model=Stack, loss=nn.MSELoss(), optimizer=sgd, train_data=data, batch_size=64, epochs=8, shuffle=False
+        model=Stack,
+        loss=nn.MSELoss(),
+        optimizer=sgd,
+        train_data=data,
+        batch_size=64,
+        epochs=8,
+        shuffle=False,
     )
 
 
@@ -122,6 +140,8 @@ def small_job(epochs: int = 6) -> lockstep.Job:
 
 
 def experiment_job(samples: int = 2048, image_size: int = 112) -> lockstep.Job:
-    """examples/cifar10_mobilenetv2.py on noise: images of 32 x 32 enlarged to 112 x 112, batch 256."""
+    """examples/cifar10_mobilenetv2.py on noise: images of 32 x 32 enlarged to 112 x 112, batch
+    256.
+    """
     given = {"generated": "true", "samples": str(samples), "image_size": str(image_size)}
     return JobFile(str(EXPERIMENT), given).load()

@@ -1,4 +1,6 @@
-"""The module face: a forward and a backward of `DataParallel` on slots, against the module itself on one core."""
+"""The module face: a forward and a backward of `DataParallel` on slots, against the module
+itself on one core.
+"""
 
 from __future__ import annotations
 

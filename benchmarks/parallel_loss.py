@@ -1,4 +1,6 @@
-"""The parallel loss at 32,000 words, width 512, 32 x 64 tokens, fp32: time, and peak bytes above the weights."""
+"""The parallel loss at 32,000 words, width 512, 32 x 64 tokens, fp32: time, and peak bytes above
+the weights.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,12 @@ CHUNK = {1: 8, 2: 8}
 """Time steps of a chunk, by the number of slots."""
 
 
-def _steps(place: torch.device | None = None, words: int = WORDS) -> tuple[nn.Module, dict[str, Callable[[], None]]]:
-    """The generator, and one step of each alternative: value and gradients, none of which were there before."""
+def _steps(
+    place: torch.device | None = None, words: int = WORDS
+) -> tuple[nn.Module, dict[str, Callable[[], None]]]:
+    """The generator, and one step of each alternative: value and gradients, none of which were
+    there before.
+    """
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(BATCH, TIME, WIDTH, generator=generator).to(place).requires_grad_()
     targets = torch.randint(words, (BATCH, TIME), generator=generator).to(place)
@@ -45,7 +51,11 @@ def _steps(place: torch.device | None = None, words: int = WORDS) -> tuple[nn.Mo
 
     if place is not None:
         devices = [Device(place.type, place.index)]
-        return layer, {"plain": plain, "one device": parallel(devices), "one device twice": parallel(devices * 2)}
+        return layer, {
+            "plain": plain,
+            "one device": parallel(devices),
+            "one device twice": parallel(devices * 2),
+        }
     core = Device("cpu", 0, usable_cores()[:1])
     team = Team([core])
     return layer, {
@@ -112,12 +122,18 @@ def _rarity(step: Callable[[], None]) -> Callable[[], float]:
 PARALLEL_LOSS = {
     "loss": Benchmark(
         speed,
-        (Ratio("one CPU device", "plain, one CPU device", 1 / 1.1), Ratio("two slots", "one CPU device", 1.8)),
+        (
+            Ratio("one CPU device", "plain, one CPU device", 1 / 1.1),
+            Ratio("two slots", "one CPU device", 1.8),
+        ),
         unit="tokens/s",
     ),
     "loss-memory": Benchmark(
         memory,
-        (Ratio("one CPU device", "plain, one CPU device", 4.0), Ratio("two slots", "plain, one CPU device")),
+        (
+            Ratio("one CPU device", "plain, one CPU device", 4.0),
+            Ratio("two slots", "plain, one CPU device"),
+        ),
         rounds=1,
         unit="1 / GB at the peak, above the weights",
     ),
@@ -128,7 +144,10 @@ def on_device(place: torch.device, words: int = WORDS) -> dict[str, Benchmark]:
     """On one accelerator; on a CPU device without its memory."""
     found = {
         "loss": Benchmark(
-            lambda: speed_on(place, words), (Ratio("one device", "plain", 1 / 1.1),), rounds=3, unit="tokens/s"
+            lambda: speed_on(place, words),
+            (Ratio("one device", "plain", 1 / 1.1),),
+            rounds=3,
+            unit="tokens/s",
         ),
         "loss-memory": Benchmark(
             lambda: memory_on(place, words),

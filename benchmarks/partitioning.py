@@ -1,9 +1,10 @@
-"""Two questions of a pipeline's plan: is the found split the best one, and does the simulation tell the step time?
+"""Two questions of a pipeline's plan: is the found split the best one, and does the simulation tell
+the step time?
 
-`splits`: every two-way split whose slowest stage is expected to be within a quarter of the best one's is timed once;
-the three fastest are then timed against the found one, in turns. `predictions`: each job, with several numbers of
-micro-batches and two schedules: forward and backward of a global batch, as simulated from stage times on one core, and
-as measured.
+`splits`: every two-way split whose slowest stage is expected to be within a quarter of the best
+one's is timed once; the three fastest are then timed against the found one, in turns.
+`predictions`: each job, with several numbers of micro-batches and two schedules: forward and
+backward of a global batch, as simulated from stage times on one core, and as measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ SCHEDULES = ("1f1b", "gpipe")
 
 
 def timed(job: lockstep.Job, way: PP) -> Callable[[], float]:
-    """Seconds of a global batch's forward and backward: the median of five, after two updates that don't count."""
+    """Seconds of a global batch's forward and backward: the median of five, after two updates
+    that don't count.
+    """
 
     def once() -> float:
         with alone(slots(2)) as world:
@@ -61,7 +64,9 @@ def ready(name: str) -> lockstep.Job:
 
 
 def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
-    """The device map that cuts before a block, by its number; what has no parameters is on its neighbours' stage."""
+    """The device map that cuts before a block, by its number; what has no parameters is on its
+    neighbours' stage.
+    """
     with alone(slots(2)[:1]) as world:
         bench = Bench(job, world)
         look = bench.look(bench.part(bench.first.size), measure=False)
@@ -71,29 +76,42 @@ def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
 def split(name: str) -> dict[str, Any]:
     """The found split against the best of all others."""
     job = ready(name)
-    partition, _ = planned(job, slots(2), chunks=(1,), schedules=["1f1b"], microbatches=[MICROBATCHES], seconds=3.0)
+    partition, _ = planned(
+        job, slots(2), chunks=(1,), schedules=["1f1b"], microbatches=[MICROBATCHES], seconds=3.0
+    )
     blocks = partition.blocks
     map_at = maps_of(job)
     mine = len(partition.stages[0].blocks)
     whole = sum(block.time for block in blocks)
     before = [sum(block.time for block in blocks[:place]) for place in range(len(blocks) + 1)]
     slowest = {place: max(before[place], whole - before[place]) for place in range(1, len(blocks))}
-    near = [place for place, seconds in slowest.items() if seconds <= 1.25 * min(slowest.values()) and place != mine]
+    near = [
+        place
+        for place, seconds in slowest.items()
+        if seconds <= 1.25 * min(slowest.values()) and place != mine
+    ]
     once = {place: timed(job, PP(map_at(place), MICROBATCHES))() for place in near}
     best = sorted(once, key=once.__getitem__)[:3]
     ways: dict[str, Callable[[], float]] = {
-        f"cut before {blocks[place].name}": _rate(timed(job, PP(map_at(place), MICROBATCHES))) for place in best
+        f"cut before {blocks[place].name}": _rate(timed(job, PP(map_at(place), MICROBATCHES)))
+        for place in best
     }
     ways["found"] = _rate(timed(job, PP(partition.device_map, MICROBATCHES)))
     timings = in_turns(ways, rounds=3, told=lambda line: print(f"   {line}", flush=True))
     ratios = {other: timings["found"].over(timings[other]) for other in ways if other != "found"}
     least = min(ratios.values(), key=lambda ratio: ratio.median)
-    print(f"   {name}: found (before {blocks[mine].name}) : the best of {len(near)} others   {least}   goal 0.97")
+    print(
+        f"   {name}: found (before {blocks[mine].name}) : the best of {len(near)} others   "
+        f"{least}   goal 0.97"
+    )
     return {
         "job": name,
         "found": blocks[mine].name,
         "tried": len(near),
-        "ratios": {other: {"median": ratio.median, "spread": ratio.spread} for other, ratio in ratios.items()},
+        "ratios": {
+            other: {"median": ratio.median, "spread": ratio.spread}
+            for other, ratio in ratios.items()
+        },
         "least": least.median,
     }
 
@@ -105,7 +123,9 @@ def _rate(seconds: Callable[[], float]) -> Callable[[], float]:
 def prediction(name: str) -> list[dict[str, Any]]:
     """Simulated and measured, for each cell of a sweep."""
     job = ready(name)
-    partition, choice = planned(job, slots(2), chunks=(1,), schedules=SCHEDULES, microbatches=SWEEP, seconds=3.0)
+    partition, choice = planned(
+        job, slots(2), chunks=(1,), schedules=SCHEDULES, microbatches=SWEEP, seconds=3.0
+    )
     cells = []
     for candidate in sorted(choice.candidates, key=lambda c: (c.microbatches, c.schedule)):
         way = PP(partition.device_map, candidate.microbatches, candidate.schedule)
@@ -113,7 +133,8 @@ def prediction(name: str) -> list[dict[str, Any]]:
         error = candidate.seconds / measured - 1
         print(
             f"   {name}, {candidate.microbatches:>2} {candidate.schedule:<5}   "
-            f"simulated {candidate.seconds * 1e3:7.1f} ms   measured {measured * 1e3:7.1f} ms   {100 * error:+.1f} %",
+            f"simulated {candidate.seconds * 1e3:7.1f} ms   measured {measured * 1e3:7.1f} ms   "
+            f"{100 * error:+.1f} %",
             flush=True,
         )
         cells.append(
@@ -132,7 +153,8 @@ def prediction(name: str) -> list[dict[str, Any]]:
 def predictions() -> None:
     """Simulated and measured, for all jobs."""
     print("== partitioning-predictions", flush=True)
-    keep_freed_memory()  # a virtual machine may have to ask its host for each page that was free for a while
+    # a virtual machine may have to ask its host for each page that was free for a while
+    keep_freed_memory()
     cells = [cell for name in JOBS for cell in prediction(name)]
     error = statistics.median(abs(cell["error"]) for cell in cells)
     print(f"   median error of {len(cells)} cells: {100 * error:.1f} %   goal 5 %", flush=True)

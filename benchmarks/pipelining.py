@@ -1,7 +1,9 @@
-"""Layers on two slots: `pp` against one core that trains the whole batch, and against what the schedule allows.
+"""Layers on two slots: `pp` against one core that trains the whole batch, and against what the
+schedule allows.
 
-The bound is taken in the same round: the rate of one core with as many micro-batches (so what cutting costs is in it),
-times what the schedule gains by simulation on stage times that were measured on one core just then.
+The bound is taken in the same round: the rate of one core with as many micro-batches (so what
+cutting costs is in it), times what the schedule gains by simulation on stage times that were
+measured on one core just then.
 """
 
 from __future__ import annotations
@@ -109,16 +111,25 @@ def found(job: lockstep.Job) -> Callable[[], Mapping[str, Callable[[], float]]]:
 
 
 def product() -> Mapping[str, Callable[[], float]]:
-    """What the pipeline costs: two replicas on two slots, or each on two stages, four slots of the same two cores."""
+    """What the pipeline costs: two replicas on two slots, or each on two stages, four slots of
+    the same two cores.
+    """
     job, four = models.stack_job(), slots(4, usable_cores()[:2])
     staged = named("ddp=2xpp=2", device_map=HALVES, microbatches=4)
-    return {"ddp, 2 slots": rate(job, "ddp", slots(2)), "ddp=2xpp=2, 4 slots of 2 cores": rate(job, staged, four)}
+    return {
+        "ddp, 2 slots": rate(job, "ddp", slots(2)),
+        "ddp=2xpp=2, 4 slots of 2 cores": rate(job, staged, four),
+    }
 
 
 def resnet_job() -> lockstep.Job:
     """examples/resnet50_split.py on noise: 112 x 112, batch 32, two batches an epoch."""
     path = str(ROOT / "examples" / "resnet50_split.py")
-    return JobFile(path, {"generated": "true", "samples": "64"}).load().replace(epochs=3, on_event=[], metrics={})
+    return (
+        JobFile(path, {"generated": "true", "samples": "64"})
+        .load()
+        .replace(epochs=3, on_event=[], metrics={})
+    )
 
 
 def unet_job() -> lockstep.Job:
@@ -191,7 +202,7 @@ def char_lm_job() -> lockstep.Job:
     )
 
 
-# ---- the most bytes of activations that a stage holds ----------------------------------------------------------------
+# ---- the most bytes of activations that a stage holds --------------------------------------------
 
 
 class Saved:
@@ -252,7 +263,9 @@ def memory() -> Mapping[str, Callable[[], float]]:
                 way = PP(QUARTERS, 16, schedule)
                 lockstep.train(job, strategy=way, devices="4xcpu", folder=folder, quiet=True)
             print(
-                "     ", {stage: f"{size / 1e6:.1f} MB" for stage, size in sorted(saved[-1].most.items())}, flush=True
+                "     ",
+                {stage: f"{size / 1e6:.1f} MB" for stage, size in sorted(saved[-1].most.items())},
+                flush=True,
             )
             return 1e9 / max(saved[-1].most.values())
 
@@ -295,7 +308,9 @@ PIPELINING = {
         rounds=3,
     ),
     **{
-        f"pipelining-{name}": Benchmark(found(JOBS[name]()), _bounded(0.95 if name == "resnet50" else 0.92), rounds=3)
+        f"pipelining-{name}": Benchmark(
+            found(JOBS[name]()), _bounded(0.95 if name == "resnet50" else 0.92), rounds=3
+        )
         for name in ("resnet50", "unet", "gpt2", "char_lm")
     },
     "pipelining-product": Benchmark(

@@ -1,4 +1,6 @@
-"""``fsdp`` on two ranks against a hand-written loop of fully_shard, and against ``ddp``; the memory of a rank."""
+"""``fsdp`` on two ranks against a hand-written loop of fully_shard, and against ``ddp``; the
+memory of a rank.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ JOBS: dict[str, Callable[[], lockstep.Job]] = {
 def by_hand(name: str) -> Callable[[], float]:
     """The hand-written loop's rate."""
     environment = {"JOB": name, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    return lambda: float(torchrun("fully_shard_loop.py", 2, environment).stdout.strip().splitlines()[-1])
+    return lambda: float(
+        torchrun("fully_shard_loop.py", 2, environment).stdout.strip().splitlines()[-1]
+    )
 
 
 def sharding(name: str) -> Mapping[str, Callable[[], float]]:
@@ -37,11 +41,15 @@ def sharding(name: str) -> Mapping[str, Callable[[], float]]:
 
 
 def kept(world: Any) -> int:
-    """Bytes of weights, gradients and the optimizer's state that a rank has after three updates of char_lm by AdamW."""
+    """Bytes of weights, gradients and the optimizer's state that a rank has after three updates
+    of char_lm by AdamW.
+    """
     job = JOBS["char_lm"]()
     batch = next(iter(Loader(job.train_data, batch_size=8, collate=job.collate)))
     strategy = "fsdp" if world.size > 1 else "single"
-    step = lockstep.parallelize(job.model(), job.loss, lambda named: torch.optim.AdamW(named), strategy=strategy)
+    step = lockstep.parallelize(
+        job.model(), job.loss, lambda named: torch.optim.AdamW(named), strategy=strategy
+    )
     for _ in range(3):
         step(*batch)
     return step.bytes_kept()

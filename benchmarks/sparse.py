@@ -1,4 +1,6 @@
-"""A large sparse embedding: which module of the standard library a few lines are from, by their hashed n-grams."""
+"""A large sparse embedding: which module of the standard library a few lines are from, by their
+hashed n-grams.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ LOSS = 1.0
 
 
 class NGrams(nn.Module):
-    """The mean of the n-grams' vectors, and a linear layer: (batch, FEATURES) to (batch, CLASSES)."""
+    """The mean of the n-grams' vectors, and a linear layer: (batch, FEATURES) to (batch,
+    CLASSES).
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +50,9 @@ class NGrams(nn.Module):
 def samples() -> tuple[torch.Tensor, torch.Tensor]:
     """The words, and pairs of neighbours, of each four lines of the largest modules, hashed."""
     folder = Path(sysconfig.get_path("stdlib"))
-    files = sorted(folder.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[:CLASSES]
+    files = sorted(folder.glob("*.py"), key=lambda path: (-path.stat().st_size, path.name))[
+        :CLASSES
+    ]
     rows, labels = [], []
     for label, path in enumerate(files):
         lines = [line for line in path.read_text("utf-8", "replace").splitlines() if line.strip()]
@@ -71,20 +77,29 @@ def job(epochs: int = 12, lr: float = 16.0) -> lockstep.Job:
         eval_data=TensorDataset(rows[held_out], labels[held_out]),
         batch_size=128,
         epochs=epochs,
-        on_event=[lambda event: "stop" if event.kind == "evaluated" and event.metrics["eval_loss"] <= LOSS else None],
+        on_event=[
+            lambda event: (
+                "stop" if event.kind == "evaluated" and event.metrics["eval_loss"] <= LOSS else None
+            )
+        ],
     )
 
 
 def to_loss(strategy: str, devices: Any) -> Callable[[], float]:
     """Train until the loss is reached; 1 / the seconds of training that took.
 
-    Evaluating isn't counted, nor what only the first epoch takes: ranks look once at what the model does in forward.
+    Evaluating isn't counted, nor what only the first epoch takes: ranks look once at what the model
+    does in forward.
     """
 
     def once() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            run = lockstep.train(job(), strategy=strategy, devices=devices, folder=folder, quiet=True)
-            assert run.history[-1]["eval_loss"] <= LOSS, f"{strategy} did not reach the loss: {run.history[-1]}"
+            run = lockstep.train(
+                job(), strategy=strategy, devices=devices, folder=folder, quiet=True
+            )
+            assert run.history[-1]["eval_loss"] <= LOSS, (
+                f"{strategy} did not reach the loss: {run.history[-1]}"
+            )
             seconds = [record["seconds"] for record in run.history]
             return 1.0 / (statistics.median(seconds[1:]) * len(seconds))
 

@@ -1,4 +1,6 @@
-"""What surviving costs: 25 million parameters with Adam on two ranks; ratios within a round of one run."""
+"""What surviving costs: 25 million parameters with Adam on two ranks; ratios within a round of
+one run.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,24 @@ WIDTH = 2900
 
 
 def model() -> nn.Module:
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
+    return nn.Sequential(
+        *(layer for _ in range(3) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU()))
+    )
 
 
 def waits(world: World, folder: str, rounds: int) -> list[tuple[float, float]]:
     """Seconds of a save that the training waits for, and of copying this rank's part, in turns."""
-    step = lockstep.parallelize(model(), nn.MSELoss(), lambda params: torch.optim.Adam(params, lr=1e-4))
+    step = lockstep.parallelize(
+        model(), nn.MSELoss(), lambda params: torch.optim.Adam(params, lr=1e-4)
+    )
     step(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
     step.own_loop = False  # as in a training, whose ranks are known to come together
     writer = Writer(Path(folder), world, 1)
     _, tensors = encoded(step.state_dict())
     rows = shared_out(tensors, world.size)
-    mine = [one.of(tensors[name]) for name, of in rows.items() for one in of if one.part == world.rank]
+    mine = [
+        one.of(tensors[name]) for name, of in rows.items() for one in of if one.part == world.rank
+    ]
     kept = [torch.empty_like(tensor) for tensor in mine]
 
     def save(number: int) -> None:
@@ -84,7 +92,9 @@ def job(save_every: int | None, steps: int) -> lockstep.Job:
 def rate(save_every: int | None) -> float:
     """Samples per second of an epoch of 110 steps, the checkpoint at its end left out."""
     with tempfile.TemporaryDirectory() as folder:
-        run = lockstep.train(job(save_every, 110), strategy="ddp", devices="2xcpu", folder=folder, quiet=True)
+        run = lockstep.train(
+            job(save_every, 110), strategy="ddp", devices="2xcpu", folder=folder, quiet=True
+        )
         return float(run.history[0]["samples_per_second"])
 
 
@@ -111,17 +121,26 @@ job = made(5, 60).replace(model=Noted)
 
 
 def restarts() -> tuple[float, float]:
-    """Seconds from a kill -9 of a rank to the next step done, and of a cold start to its first step done."""
+    """Seconds from a kill -9 of a rank to the next step done, and of a cold start to its first
+    step done.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "job.py").write_text(COMMAND)
         noted = Path(folder) / "noted"
         words = ["train", "job.py", "--strategy", "ddp", "--devices", "2", "--restarts", "1"]
-        environment = {**os.environ, "NOTED": str(noted), "PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'src'}"}
+        environment = {
+            **os.environ,
+            "NOTED": str(noted),
+            "PYTHONPATH": f"{HERE.parent}:{HERE.parent / 'src'}",
+        }
         began = time.time()
         process = subprocess.Popen(
             [str(Path(sys.executable).parent / "lockstep"), *words],
-            cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
         def lines() -> list[tuple[int, float]]:
             text = noted.read_text() if noted.exists() else ""
@@ -182,13 +201,24 @@ def run() -> None:
         _row("waiting for a save", "copying that rank's part", saves, 1.2),
         _row("a checkpoint every 100 steps", "none", [a / b for a, b in rates], 0.99),
         _row("from kill -9 to the next step", "a cold start", [a / b for a, b in starts], 1.0),
-        _row("finding batch 10^6", "batch 10", [a / b for a, b in (places() for _ in range(5))], 1.1),
+        _row(
+            "finding batch 10^6", "batch 10", [a / b for a, b in (places() for _ in range(5))], 1.1
+        ),
     ]
-    kept = {"benchmark": "surviving", "machine": machine(), "ratios": rows, "saves": every, "restarts": starts}
+    kept = {
+        "benchmark": "surviving",
+        "machine": machine(),
+        "ratios": rows,
+        "saves": every,
+        "restarts": starts,
+    }
     (HERE / "results" / "surviving.json").write_text(json.dumps(kept, indent=2) + "\n")
 
 
 def _row(of: str, to: str, ratios: list[float], goal: float) -> dict[str, Any]:
     median, spread = statistics.median(ratios), (min(ratios), max(ratios))
-    print(f"   {of} : {to}   {median:.3f} ({spread[0]:.3f} to {spread[1]:.3f})   goal {goal:.2f}", flush=True)
+    print(
+        f"   {of} : {to}   {median:.3f} ({spread[0]:.3f} to {spread[1]:.3f})   goal {goal:.2f}",
+        flush=True,
+    )
     return {"of": of, "to": to, "median": median, "spread": spread, "goal": goal}

@@ -1,4 +1,6 @@
-"""How a benchmark is timed and kept: alternatives in turns, ratios within a round, the machine described."""
+"""How a benchmark is timed and kept: alternatives in turns, ratios within a round, the machine
+described.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ ROOT = HERE.parent
 class Ratio:
     """A row of the table: how many times the rate of ``to`` that of ``name`` is.
 
-    With ``over``, the bare work, it is what each takes beyond that: the overhead of ``name`` to that of ``to``, of
-    which less is better.
+    With ``over``, the bare work, it is what each takes beyond that: the overhead of ``name`` to
+    that of ``to``, of which less is better.
     """
 
     name: str
@@ -40,7 +42,12 @@ class Ratio:
         if self.over is None:
             return timings[self.name].over(timings[self.to])
         mine, theirs, bare = (timings[name].rates for name in (self.name, self.to, self.over))
-        return Timing(tuple((1 / a - 1 / c) / (1 / b - 1 / c) for a, b, c in zip(mine, theirs, bare, strict=True)))
+        return Timing(
+            tuple(
+                (1 / a - 1 / c) / (1 / b - 1 / c)
+                for a, b, c in zip(mine, theirs, bare, strict=True)
+            )
+        )
 
     def __str__(self) -> str:
         return f"{self.name} : {self.to}" + (f", each beyond {self.over}" if self.over else "")
@@ -68,7 +75,9 @@ def rate(job: lockstep.Job, strategy: str | Strategy, devices: Any) -> Callable[
 
 
 def by_torchrun(script: str, *, ranks: int = 2) -> Callable[[], float]:
-    """Run a hand-written loop under torchrun, a thread per rank; the rate is the last line that it prints."""
+    """Run a hand-written loop under torchrun, a thread per rank; the rate is the last line that
+    it prints.
+    """
 
     def once() -> float:
         out = torchrun(script, ranks, {})
@@ -91,7 +100,9 @@ def by_python(script: str, *words: str, threads: int | None = None) -> Callable[
 
     def once() -> float:
         command = [sys.executable, str(HERE / "by_hand" / script), *words]
-        out = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+        out = subprocess.run(
+            command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+        )
         if out.returncode:
             raise RuntimeError(out.stderr[-2000:])
         return float(out.stdout.strip().splitlines()[-1])
@@ -99,8 +110,16 @@ def by_python(script: str, *words: str, threads: int | None = None) -> Callable[
     return once
 
 
-def torchrun(script: str, ranks: int, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def torchrun(
+    script: str, ranks: int, environment: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     surroundings = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -116,7 +135,8 @@ def torchrun(script: str, ranks: int, environment: Mapping[str, str]) -> subproc
         text=True,
         check=False,
     )
-    # A rank that leaves gloo's group a moment after the other may abort there; by then the loop is done and timed.
+    # A rank that leaves gloo's group a moment after the other may abort there; by then the loop is
+    # done and timed.
     if out.returncode and not out.stdout.strip() and "SIGABRT" not in out.stderr:
         raise RuntimeError(out.stderr[-2000:])
     return out
@@ -134,7 +154,9 @@ def measured(name: str, benchmark: Benchmark, rounds: int | None = None) -> dict
     print(f"== {name}", flush=True)
     alternatives = benchmark.alternatives()
     timings = in_turns(
-        alternatives, rounds=rounds or benchmark.rounds, told=lambda line: print(f"   {line}", flush=True)
+        alternatives,
+        rounds=rounds or benchmark.rounds,
+        told=lambda line: print(f"   {line}", flush=True),
     )
     rows = []
     for ratio in benchmark.ratios:
@@ -144,7 +166,13 @@ def measured(name: str, benchmark: Benchmark, rounds: int | None = None) -> dict
         found = ratio.of(timings)
         goal = f"   goal {ratio.goal:.2f}" if ratio.goal else ""
         print(f"   {ratio}   {found}{goal}", flush=True)
-        row = {"of": ratio.name, "to": ratio.to, "median": found.median, "spread": found.spread, "goal": ratio.goal}
+        row = {
+            "of": ratio.name,
+            "to": ratio.to,
+            "median": found.median,
+            "spread": found.spread,
+            "goal": ratio.goal,
+        }
         rows.append(row | ({"over": ratio.over} if ratio.over else {}))
     return {
         "benchmark": name,

@@ -1,11 +1,13 @@
-"""What `lockstep verify` costs: its whole time against the plain updates of both sides that it can't do without.
+"""What `lockstep verify` costs: its whole time against the plain updates of both sides that it
+can't do without.
 
     python -m benchmarks.verifying [EXAMPLE ...] [--strategy ddp] [--rounds 3]
 
-For each example: seconds of the command as a person starts it, start-up included; of both sides alone in a process that
-is as new (Python, torch, the ranks' processes, models, data), without looking at anything, apart from their updates and
-evaluations; of these updates and evaluations; and how many times the latter the command takes beyond that start. The
-two take turns, and medians count: where the updates take little, the ratio is the noise of two starts.
+For each example: seconds of the command as a person starts it, start-up included; of both sides
+alone in a process that is as new (Python, torch, the ranks' processes, models, data), without
+looking at anything, apart from their updates and evaluations; of these updates and evaluations; and
+how many times the latter the command takes beyond that start. The two take turns, and medians
+count: where the updates take little, the ratio is the noise of two starts.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def _seconds(world: World, plain: Plain) -> float:
     job = plain.job.load().replace(**plain.settings)
     step = plain.strategy.prepare(job, world)
     loader = job_loader(
-        job.replace(accumulate=plain.strategy.num_microbatches(job)), world, resolve(job.train_data, world)
+        job.replace(accumulate=plain.strategy.num_microbatches(job)),
+        world,
+        resolve(job.train_data, world),
     )
     taken = 0.0
     for epoch in range(EPOCHS):
@@ -94,7 +98,9 @@ from benchmarks.verifying import plain
 plain(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))
 gc.freeze()
 """
-"""As the command begins and ends: the server of ranks starts beside this process's own import of torch."""
+"""As the command begins and ends: the server of ranks starts beside this process's own import of
+torch.
+"""
 
 
 @dataclass(frozen=True)
@@ -109,13 +115,28 @@ class _Cost:
     @classmethod
     def measured(cls, name: str, strategy: str) -> _Cost:
         path = str(HERE.parent / "examples" / f"{name}.py")
-        words = [sys.executable, "-m", "lockstep", "verify", path, "--strategy", strategy, "--devices", "2xcpu"]
-        words += [word for key, value in EXAMPLES[name].items() for word in ("--set", f"{key}={value}")]
+        words = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "verify",
+            path,
+            "--strategy",
+            strategy,
+            "--devices",
+            "2xcpu",
+        ]
+        words += [
+            word for key, value in EXAMPLES[name].items() for word in ("--set", f"{key}={value}")
+        ]
         began = time.perf_counter()
         said = subprocess.run([*words, "--json", "-"], check=False, capture_output=True, text=True)
         command = time.perf_counter() - began
         found = json.loads(said.stdout)
-        settings = {"precision": "fp64" if found["precision"] == "float64" else None, "loader_workers": 0}
+        settings = {
+            "precision": "fp64" if found["precision"] == "float64" else None,
+            "loader_workers": 0,
+        }
         settings |= {"batch_size": found["batch_size"], "eval_batch_size": found["batch_size"]}
         began = time.perf_counter()
         alone = [sys.executable, "-c", _ALONE, name, strategy, json.dumps(settings)]
@@ -126,7 +147,9 @@ class _Cost:
 
 
 def main() -> None:
-    """Print a line for each example: medians of its rounds, and the shortest and the longest of the commands."""
+    """Print a line for each example: medians of its rounds, and the shortest and the longest of
+    the commands.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("examples", nargs="*")
     parser.add_argument("--strategy", default="ddp")
@@ -138,12 +161,20 @@ def main() -> None:
         commands = [cost.command for cost in rounds]
         command, start, updates = (
             statistics.median(values)
-            for values in (commands, [cost.start for cost in rounds], [cost.updates for cost in rounds])
+            for values in (
+                commands,
+                [cost.start for cost in rounds],
+                [cost.updates for cost in rounds],
+            )
         )
         ends = f"{min(commands):.1f} to {max(commands):.1f}"
         found = " / ".join(dict.fromkeys(cost.found for cost in rounds))
         ratio = (command - start) / updates
-        print(f"{name:<20}{command:9.1f}{ends:>15} {start:8.1f} {updates:9.1f} {ratio:6.2f}   {found}", flush=True)
+        print(
+            f"{name:<20}{command:9.1f}{ends:>15} {start:8.1f} {updates:9.1f} {ratio:6.2f}   "
+            f"{found}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

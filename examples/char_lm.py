@@ -2,9 +2,10 @@
 
 lockstep train examples/char_lm.py --strategy ddp --devices 2
 
-Windows of whole lines, of lengths that vary, are padded in ``collate``, and the loss ignores the padding. Perplexity is
-``exp(loss)``, the loss being a mean over bytes; the metric ``bits`` is its logarithm to base 2. After the 1,200 updates
-(about six minutes of two cores) it is 5.3 on the evaluation files; a bigram model's is 11.9, about 2.2 times as much.
+Windows of whole lines, of lengths that vary, are padded in ``collate``, and the loss ignores the
+padding. Perplexity is ``exp(loss)``, the loss being a mean over bytes; the metric ``bits`` is its
+logarithm to base 2. After the 1,200 updates (about six minutes of two cores) it is 5.3 on the
+evaluation files; a bigram model's is 11.9, about 2.2 times as much.
 """
 
 import math
@@ -26,7 +27,8 @@ PADDING = -100
 
 
 def standard_library(size: int) -> tuple[bytes, bytes]:
-    """The first ``size`` bytes of the modules of the standard library, by name: to train on, and for evaluation.
+    """The first ``size`` bytes of the modules of the standard library, by name: to train on, and
+    for evaluation.
 
     As many of the last files are for evaluation as make a tenth.
     """
@@ -44,7 +46,9 @@ def standard_library(size: int) -> tuple[bytes, bytes]:
 
 
 def windows(text: bytes, longest: int) -> list[tuple[int, int]]:
-    """Cut a text in windows of as many whole lines as fit (a longer line is cut): where each begins and ends."""
+    """Cut a text in windows of as many whole lines as fit (a longer line is cut): where each
+    begins and ends.
+    """
     spans = []
     start = 0
     while start < len(text):
@@ -57,7 +61,9 @@ def windows(text: bytes, longest: int) -> list[tuple[int, int]]:
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Each byte of a text is a target once, in a window of it; the inputs are the bytes before the targets."""
+    """Each byte of a text is a target once, in a window of it; the inputs are the bytes before
+    the targets.
+    """
 
     draws_random = False
 
@@ -76,12 +82,16 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 def padded(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets (batch, time of the longest)."""
     inputs, targets = zip(*samples, strict=True)
-    return pad_sequence(inputs, batch_first=True), pad_sequence(targets, batch_first=True, padding_value=PADDING)
+    return pad_sequence(inputs, batch_first=True), pad_sequence(
+        targets, batch_first=True, padding_value=PADDING
+    )
 
 
 def nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss: (total, count) over the bytes that are no padding."""
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum")
+    total = F.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=PADDING, reduction="sum"
+    )
     return total, (targets != PADDING).sum()
 
 
@@ -92,13 +102,18 @@ def bits(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def bigram_perplexity(train: bytes, held_out: bytes) -> float:
-    """The perplexity on ``held_out`` of pairs counted in ``train``, with one added to each of the 256 x 256 counts."""
+    """The perplexity on ``held_out`` of pairs counted in ``train``, with one added to each of
+    the 256 x 256 counts.
+    """
 
     def pairs(text: bytes) -> torch.Tensor:
         every = torch.frombuffer(bytearray(b"\n" + text), dtype=torch.uint8).long()
         return every[:-1] * VOCABULARY + every[1:]
 
-    counts = torch.bincount(pairs(train), minlength=VOCABULARY**2).view(VOCABULARY, VOCABULARY).double() + 1
+    counts = (
+        torch.bincount(pairs(train), minlength=VOCABULARY**2).view(VOCABULARY, VOCABULARY).double()
+        + 1
+    )
     log_p = (counts / counts.sum(dim=1, keepdim=True)).log().flatten()
     return math.exp(-log_p[pairs(held_out)].mean())
 
@@ -118,7 +133,8 @@ def job(
         width, layers, heads: of the model.
         context: the longest window, in bytes.
         size: bytes of the library, held-out ones included.
-        updates: how many; the learning rate rises for the first twentieth of them, then falls to zero as a cosine does.
+        updates: how many; the learning rate rises for the first twentieth of them, then falls to
+            zero as a cosine does.
         lr: the highest learning rate.
     """
 
@@ -128,8 +144,13 @@ def job(
 
     def against_bigrams(event: lockstep.Event) -> None:
         if event.kind == "finished":
-            ours, theirs = math.exp(event.metrics["eval_loss"]), bigram_perplexity(*standard_library(size))
-            print(f"perplexity {ours:.2f}; of bigrams {theirs:.2f}, {theirs / ours:.2f} times as much")
+            ours, theirs = (
+                math.exp(event.metrics["eval_loss"]),
+                bigram_perplexity(*standard_library(size)),
+            )
+            print(
+                f"perplexity {ours:.2f}; of bigrams {theirs:.2f}, {theirs / ours:.2f} times as much"
+            )
 
     def adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)

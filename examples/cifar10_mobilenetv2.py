@@ -1,10 +1,13 @@
-"""CIFAR-10 enlarged to 112 x 112, MobileNetV2, SGD, cosine annealing: one device against several by one command.
+"""CIFAR-10 enlarged to 112 x 112, MobileNetV2, SGD, cosine annealing: one device against several by
+one command.
 
 lockstep train examples/cifar10_mobilenetv2.py --devices 2 --set data=FOLDER
-lockstep train examples/cifar10_mobilenetv2.py --devices 2 --set generated=true     without the images, for timing only
+lockstep train examples/cifar10_mobilenetv2.py --devices 2 --set generated=true  without the images,
+for timing only
 
-FOLDER holds the six .bin files of https://www.cs.toronto.edu/~kriz/cifar.html (cifar-10-binary.tar.gz); nothing is
-downloaded. At 112 x 112 a batch of 256 wants about 8 GB over all devices: `--accumulate 4` takes a fourth of that.
+FOLDER holds the six .bin files of https://www.cs.toronto.edu/~kriz/cifar.html
+(cifar-10-binary.tar.gz); nothing is downloaded. At 112 x 112 a batch of 256 wants about 8 GB over
+all devices: `--accumulate 4` takes a fourth of that.
 """
 
 from collections.abc import Callable
@@ -29,23 +32,31 @@ SOURCE = "unpack cifar-10-binary.tar.gz of https://www.cs.toronto.edu/~kriz/cifa
 class Enlarged(nn.Module):
     """Bytes (batch, 3, 32, 32) to standardised images (batch, 3, size, size).
 
-    It is the model's first layer, so that enlarging is done on the device, and only bytes are kept and travel: all
-    50,000 images are 0.15 GB as bytes, and would be 7.5 GB as floats of 112 x 112.
+    It is the model's first layer, so that enlarging is done on the device, and only bytes are kept
+    and travel: all 50,000 images are 0.15 GB as bytes, and would be 7.5 GB as floats of 112 x 112.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
         # Mean and deviation of the training images.
-        self.register_buffer("mean", 255 * torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1), persistent=False)
-        self.register_buffer("deviation", 255 * torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1), persistent=False)
+        self.register_buffer(
+            "mean", 255 * torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1), persistent=False
+        )
+        self.register_buffer(
+            "deviation",
+            255 * torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1),
+            persistent=False,
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """The images as the network wants them, in the number format of this module."""
         standard = (images - self.mean) / self.deviation
         if self.size == images.shape[-1]:
             return standard
-        return nn.functional.interpolate(standard, size=(self.size, self.size), mode="bilinear", align_corners=False)
+        return nn.functional.interpolate(
+            standard, size=(self.size, self.size), mode="bilinear", align_corners=False
+        )
 
 
 def cifar10(folder: str, files: list[str]) -> TensorDataset:
@@ -55,7 +66,10 @@ def cifar10(folder: str, files: list[str]) -> TensorDataset:
         JobError: a file isn't there, or is no whole number of images with labels 0 to 9.
     """
     if not folder:
-        raise JobError(f"data: say where CIFAR-10 is, --set data=FOLDER ({SOURCE}), or time it with generated=true")
+        raise JobError(
+            f"data: say where CIFAR-10 is, --set data=FOLDER ({SOURCE}), or time it with "
+            "generated=true"
+        )
     place = Path(folder).expanduser()
     if (place / "cifar-10-batches-bin").is_dir():
         place = place / "cifar-10-batches-bin"
@@ -67,13 +81,20 @@ def cifar10(folder: str, files: list[str]) -> TensorDataset:
 def _rows(path: Path) -> torch.Tensor:
     """The bytes of a file: (images, ROW); they are read when they are used."""
     if not path.is_file():
-        raise JobError(f"data: there is no {path.name} in {path.parent}: {SOURCE}, and say its folder")
+        raise JobError(
+            f"data: there is no {path.name} in {path.parent}: {SOURCE}, and say its folder"
+        )
     size = path.stat().st_size
     if not size or size % ROW:
-        raise JobError(f"data: {path} has {size:,} bytes, no whole number of images of {ROW:,}: {SOURCE} again")
+        raise JobError(
+            f"data: {path} has {size:,} bytes, no whole number of images of {ROW:,}: {SOURCE} again"
+        )
     rows = torch.from_file(str(path), size=size, dtype=torch.uint8).view(-1, ROW)
     if (highest := int(rows[:, 0].max())) > 9:
-        raise JobError(f"data: {path} has a label {highest}, where 0 to 9 are expected (CIFAR-100?): {SOURCE} again")
+        raise JobError(
+            f"data: {path} has a label {highest}, where 0 to 9 are expected (CIFAR-100?): "
+            f"{SOURCE} again"
+        )
     return rows
 
 
@@ -87,7 +108,10 @@ def stand_in(count: int, seed: int) -> TensorDataset:
 def say_generated(event: lockstep.Event) -> None:
     """A line at the start, so that nobody takes the accuracy for one."""
     if event.kind == "started":
-        print("generated noise in the place of CIFAR-10: the times count, loss and accuracy mean nothing")
+        print(
+            "generated noise in the place of CIFAR-10: the times count, loss and accuracy mean "
+            "nothing"
+        )
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -131,7 +155,9 @@ def job(
         eval_data=eval_data,
         batch_size=256,
         epochs=epochs,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=epochs
+        ),
         metrics={"accuracy": accuracy},
         on_event=[say_generated] if generated else [],
     )

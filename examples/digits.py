@@ -1,4 +1,5 @@
-"""Handwritten digits: 1,797 real images of 8 x 8 pixels that come with scikit-learn, four fifths to train on.
+"""Handwritten digits: 1,797 real images of 8 x 8 pixels that come with scikit-learn, four fifths to
+train on.
 
 lockstep train examples/digits.py --strategy ddp --devices 2
 """
@@ -22,7 +23,9 @@ class Net(nn.Module):
             nn.ReLU(),
             nn.MaxPool2d(2),
         )
-        self.head = nn.Sequential(nn.Flatten(), nn.Linear(2 * width * 16, 128), nn.ReLU(), nn.Linear(128, 10))
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Linear(2 * width * 16, 128), nn.ReLU(), nn.Linear(128, 10)
+        )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Logits of the ten digits."""
@@ -46,7 +49,9 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 
 
 def job(lr: float = 0.05, width: int = 32, epochs: int = 10) -> lockstep.Job:
-    """The job; its parameters are given as `--set lr=0.1`, and `--epochs 5` comes in by its name, for the annealing."""
+    """The job; its parameters are given as `--set lr=0.1`, and `--epochs 5` comes in by its
+    name, for the annealing.
+    """
     return lockstep.Job(
         model=lambda: Net(width),
         loss=nn.CrossEntropyLoss(),
@@ -55,6 +60,8 @@ def job(lr: float = 0.05, width: int = 32, epochs: int = 10) -> lockstep.Job:
         eval_data=lambda: digits(held_out=True),
         batch_size=64,
         epochs=epochs,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=epochs
+        ),
         metrics={"accuracy": accuracy},
     )

@@ -1,12 +1,14 @@
 """Fine-tuning a pretrained causal language model of transformers on a set of texts of ``datasets``.
 
-lockstep train examples/finetune_text.py --set pretrained=FOLDER --strategy ddp --devices 2 --precision bf16
+lockstep train examples/finetune_text.py --set pretrained=FOLDER --strategy ddp --devices 2
+--precision bf16
 
-FOLDER is what ``save_pretrained`` writes, of model and tokenizer. The texts are those of a file of JSON lines
-(``--set texts=FILE.jsonl``, each with a ``text``), else Python's own language reference. They are read at once or as
-a stream (``--set streaming=true``), and padded, or packed in windows without padding (``--set packed=true``). With
-``--set lora=8`` low-rank adapters of PEFT are trained in place of the weights, and checkpoints and weights of the run
-have these alone. At the end its folder has ``pretrained/``, which ``from_pretrained`` (with adapters, PEFT's) reads.
+FOLDER is what ``save_pretrained`` writes, of model and tokenizer. The texts are those of a file of
+JSON lines (``--set texts=FILE.jsonl``, each with a ``text``), else Python's own language reference.
+They are read at once or as a stream (``--set streaming=true``), and padded, or packed in windows
+without padding (``--set packed=true``). With ``--set lora=8`` low-rank adapters of PEFT are trained
+in place of the weights, and checkpoints and weights of the run have these alone. At the end its
+folder has ``pretrained/``, which ``from_pretrained`` (with adapters, PEFT's) reads.
 """
 
 from pathlib import Path
@@ -32,7 +34,9 @@ def texts_of(file: str | None) -> tuple[datasets.Dataset, datasets.Dataset]:
         parts = sorted({part.strip() for text in topics.values() for part in text.split("\n\n")})
         every = datasets.Dataset.from_dict({"text": [part for part in parts if len(part) > 40]})
     held_out = set(range(0, len(every), 10))
-    return every.select([i for i in range(len(every)) if i not in held_out]), every.select(sorted(held_out))
+    return every.select([i for i in range(len(every)) if i not in held_out]), every.select(
+        sorted(held_out)
+    )
 
 
 class Tokens:
@@ -49,19 +53,26 @@ class Tokens:
         self.context = context
 
     def packed(self, texts: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        """Texts one after the other, each with an end, cut in windows; what is left over at the end is left out."""
+        """Texts one after the other, each with an end, cut in windows; what is left over at the
+        end is left out.
+        """
         end = [self.tokenizer.eos_token_id]
         every = [token for ids in self.tokenizer(texts["text"])["input_ids"] for token in ids + end]
         whole = len(every) // self.context * self.context
         return {"input_ids": [every[i : i + self.context] for i in range(0, whole, self.context)]}
 
     def batch(self, samples: list[dict[str, Any]]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Inputs by the names of the model's arguments, and labels: all (batch, time of the longest)."""
+        """Inputs by the names of the model's arguments, and labels: all (batch, time of the
+        longest).
+        """
         if "text" in samples[0]:
             found = self.tokenizer(
                 [sample["text"] for sample in samples],
-                padding=True, truncation=True, max_length=self.context, return_tensors="pt",
-            )  # fmt: skip
+                padding=True,
+                truncation=True,
+                max_length=self.context,
+                return_tensors="pt",
+            )
             ids, mask = found["input_ids"], found["attention_mask"]
         else:
             ids = torch.tensor([sample["input_ids"] for sample in samples])
@@ -72,17 +83,23 @@ class Tokens:
 def nats(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss: (total, count) over the tokens that are predicted; the first of each row is not."""
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
-    total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
     return total, (targets != IGNORED).sum()
 
 
 def accuracy(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many tokens are predicted right, of how many."""
-    return (outputs.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(), (labels[:, 1:] != IGNORED).sum()
+    return (outputs.logits[:, :-1].argmax(-1) == labels[:, 1:]).sum(), (
+        labels[:, 1:] != IGNORED
+    ).sum()
 
 
 def read(folder: str, lora: int) -> nn.Module:
-    """The pretrained model in float32, its loss left to the job; with adapters of rank ``lora`` where that isn't 0."""
+    """The pretrained model in float32, its loss left to the job; with adapters of rank ``lora``
+    where that isn't 0.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_cache=False)
     if not lora:
         return model

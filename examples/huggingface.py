@@ -1,9 +1,11 @@
-"""A small GPT-2 of Hugging Face, from its configuration, on Python's own language reference, byte by byte.
+"""A small GPT-2 of Hugging Face, from its configuration, on Python's own language reference, byte
+by byte.
 
 lockstep train examples/huggingface.py --strategy ddp --devices 2
 
-Nothing is downloaded. The model computes its own loss and returns an output object: ``total_and_count`` reads both. The
-short way is ``loss=lockstep.model_loss``, without ``num_items_in_batch``; with it, sums are the same to the last bits.
+Nothing is downloaded. The model computes its own loss and returns an output object:
+``total_and_count`` reads both. The short way is ``loss=lockstep.model_loss``, without
+``num_items_in_batch``; with it, sums are the same to the last bits.
 """
 
 from pydoc_data.topics import topics
@@ -19,32 +21,45 @@ LONGEST = 128
 
 
 def paragraphs(held_out: bool) -> list[torch.Tensor]:
-    """Paragraphs of the reference as bytes (time,), of many lengths; every tenth is for evaluation."""
+    """Paragraphs of the reference as bytes (time,), of many lengths; every tenth is for
+    evaluation.
+    """
     texts = sorted({part.strip() for text in topics.values() for part in text.split("\n\n")})
     chosen = [text.encode()[:LONGEST] for i, text in enumerate(texts) if (i % 10 == 0) == held_out]
     return [torch.tensor(list(text)) for text in chosen if len(text) > 1]
 
 
 def padded(samples: list[torch.Tensor]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs by the names of the model's arguments, and labels: (batch, time), -100 where there is no byte.
+    """Inputs by the names of the model's arguments, and labels: (batch, time), -100 where there is
+    no byte.
 
-    ``num_items_in_batch`` is what Hugging Face divides the sum of the loss by. Left out, the loss is a mean over the
-    labels of a share, NaN where a share has none; with 1 it is the sum, which is what has to be added up.
+    ``num_items_in_batch`` is what Hugging Face divides the sum of the loss by. Left out, the loss
+    is a mean over the labels of a share, NaN where a share has none; with 1 it is the sum, which is
+    what has to be added up.
     """
     pad = nn.utils.rnn.pad_sequence
     labels = pad(samples, batch_first=True, padding_value=-100)
     mask = (labels != -100).long()
-    return {"input_ids": labels * mask, "attention_mask": mask, "labels": labels, "num_items_in_batch": 1}, labels
+    return {
+        "input_ids": labels * mask,
+        "attention_mask": mask,
+        "labels": labels,
+        "num_items_in_batch": 1,
+    }, labels
 
 
 def total_and_count(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The model's own loss. It predicts each byte from those before, so the first label of each row isn't counted."""
+    """The model's own loss. It predicts each byte from those before, so the first label of each
+    row isn't counted.
+    """
     return outputs.loss, (labels[:, 1:] != -100).sum()
 
 
 def accuracy(outputs: Any, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many bytes are predicted right, of how many."""
-    return (outputs.logits[:, :-1].argmax(dim=-1) == labels[:, 1:]).sum(), (labels[:, 1:] != -100).sum()
+    return (outputs.logits[:, :-1].argmax(dim=-1) == labels[:, 1:]).sum(), (
+        labels[:, 1:] != -100
+    ).sum()
 
 
 def gpt2(width: int, layers: int, dropout: float) -> nn.Module:

@@ -1,4 +1,5 @@
-"""A function over processes and a model over devices, item by item: handwritten digits, turned upright and read.
+"""A function over processes and a model over devices, item by item: handwritten digits, turned
+upright and read.
 
 python examples/map_predict.py [devices]
 """
@@ -23,8 +24,13 @@ def upright(image: torch.Tensor) -> torch.Tensor:
 
 
 def main(devices: str = "2xcpu", epochs: int = 10) -> float:
-    """Train on upright images, read those that were for evaluation; gives the part that was read right."""
-    (images, labels), (unseen, expected) = digits(held_out=False).tensors, digits(held_out=True).tensors
+    """Train on upright images, read those that were for evaluation; gives the part that was read
+    right.
+    """
+    (images, labels), (unseen, expected) = (
+        digits(held_out=False).tensors,
+        digits(held_out=True).tensors,
+    )
     straight = torch.stack(list(lockstep.map(upright, images, devices)))
 
     job = lockstep.Job(
@@ -39,7 +45,10 @@ def main(devices: str = "2xcpu", epochs: int = 10) -> float:
 
     # Lazily: no more than some images are in memory at once, however many there are.
     found = lockstep.map(model, lockstep.map(upright, unseen, devices), devices, batch_size=64)
-    right = sum(int(logits.argmax()) == label for logits, label in zip(found, expected.tolist(), strict=True))
+    right = sum(
+        int(logits.argmax()) == label
+        for logits, label in zip(found, expected.tolist(), strict=True)
+    )
     return right / len(expected)
 
 

@@ -16,7 +16,9 @@ def train(world: lockstep.World, epochs: int) -> float:
     inputs = torch.randn(1000, 20)
     data = TensorDataset(inputs, inputs.sum(dim=1, keepdim=True).tanh())
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1))
-    step = lockstep.parallelize(model, nn.MSELoss(), lambda params: torch.optim.Adam(params, lr=0.01))
+    step = lockstep.parallelize(
+        model, nn.MSELoss(), lambda params: torch.optim.Adam(params, lr=0.01)
+    )
     batches = lockstep.batches(data, batch_size=64)  # each pass is an epoch, in a new order
     loss = float("nan")
     for epoch in range(epochs):

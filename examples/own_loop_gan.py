@@ -1,9 +1,11 @@
-"""Your own loop with two networks and two optimizers: a GAN (Goodfellow et al. 2014) that draws handwritten digits.
+"""Your own loop with two networks and two optimizers: a GAN (Goodfellow et al. 2014) that draws
+handwritten digits.
 
 python examples/own_loop_gan.py
 
-Each network has a step of its own. The noise that a picture is drawn from comes with a sample, and what a dataset draws
-for a sample is the same on any number of devices; so both networks learn the same too.
+Each network has a step of its own. The noise that a picture is drawn from comes with a sample, and
+what a dataset draws for a sample is the same on any number of devices; so both networks learn the
+same too.
 """
 
 import torch
@@ -18,7 +20,9 @@ NOISE = 16
 
 
 class Digits(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """The 1,797 digits that come with scikit-learn, each with noise that is new in every epoch: (64,), (16,)."""
+    """The 1,797 digits that come with scikit-learn, each with noise that is new in every epoch:
+    (64,), (16,).
+    """
 
     def __init__(self) -> None:
         from sklearn.datasets import load_digits
@@ -36,14 +40,25 @@ def train(world: lockstep.World, epochs: int) -> tuple[nn.Module, nn.Module]:
     """Runs on every rank; gives the generator and the discriminator."""
     torch.manual_seed(0)
     generator = nn.Sequential(
-        nn.Linear(NOISE, 128), nn.LeakyReLU(0.2), nn.Linear(128, 128), nn.LeakyReLU(0.2), nn.Linear(128, 64), nn.Tanh()
+        nn.Linear(NOISE, 128),
+        nn.LeakyReLU(0.2),
+        nn.Linear(128, 128),
+        nn.LeakyReLU(0.2),
+        nn.Linear(128, 64),
+        nn.Tanh(),
     )
     discriminator = nn.Sequential(
-        nn.Linear(64, 128), nn.LeakyReLU(0.2), nn.Linear(128, 128), nn.LeakyReLU(0.2), nn.Linear(128, 1)
+        nn.Linear(64, 128),
+        nn.LeakyReLU(0.2),
+        nn.Linear(128, 128),
+        nn.LeakyReLU(0.2),
+        nn.Linear(128, 1),
     )
 
     def unconvincing(drawn: torch.Tensor, _: None) -> tuple[torch.Tensor, int]:
-        """The generator's loss: how sure the discriminator is that pictures were drawn, as (total, count)."""
+        """The generator's loss: how sure the discriminator is that pictures were drawn, as
+        (total, count).
+        """
         scores = discriminator(drawn)
         return F.softplus(-scores).sum(), len(scores)
 
@@ -61,7 +76,9 @@ def train(world: lockstep.World, epochs: int) -> tuple[nn.Module, nn.Module]:
             judged = improve_discriminator(torch.cat([real, drawn]), is_real)
             fooled = improve_generator(noise)
         if world.rank == 0 and (epoch + 1) % 20 == 0:
-            print(f"epoch {epoch + 1}  discriminator {judged.loss:.3f}  generator {fooled.loss:.3f}")
+            print(
+                f"epoch {epoch + 1}  discriminator {judged.loss:.3f}  generator {fooled.loss:.3f}"
+            )
     return generator, discriminator
 
 

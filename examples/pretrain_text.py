@@ -1,12 +1,15 @@
-"""A small GPT on the sources of Python's standard library, in tokens of its own: one pass is the whole training.
+"""A small GPT on the sources of Python's standard library, in tokens of its own: one pass is the
+whole training.
 
 lockstep train examples/pretrain_text.py --strategy ddp --devices 2
 
-The byte-pair encoding is learnt from the same sources by ``tokenizers``. There is one epoch, so everything goes by
-steps: the learning rate, the lines, the evaluations with a text that the model writes, and the checkpoints. A run that
-is stopped resumes inside of the epoch. At the end the perplexity of a token is held against those of a unigram and a
-bigram model: with the defaults it is 74.6, of bigrams 76.8 and of unigrams 454.9, after 17 minutes on one of two CPU
-cores that had other work, too.
+The byte-pair encoding is learnt from the same sources by ``tokenizers``. There is one epoch, so
+everything goes by
+steps: the learning rate, the lines, the evaluations with a text that the model writes, and the
+    checkpoints. A run that
+is stopped resumes inside of the epoch. At the end the perplexity of a token is held against those
+of a unigram and a bigram model: with the defaults it is 74.6, of bigrams 76.8 and of unigrams
+454.9, after 17 minutes on one of two CPU cores that had other work, too.
 """
 
 import math
@@ -33,14 +36,18 @@ def tokenized(size: int, vocabulary: int) -> tuple[Any, torch.Tensor, torch.Tens
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts[0].splitlines(keepends=True), trainer)
     train, held_out = (torch.tensor(tokenizer.encode(text).ids) for text in texts)
     return tokenizer, train, held_out
 
 
 class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Each token is a target once, in a window of ``context`` of them; the inputs are the tokens before the targets."""
+    """Each token is a target once, in a window of ``context`` of them; the inputs are the tokens
+    before the targets.
+    """
 
     draws_random = False
 
@@ -58,7 +65,9 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def nats(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     """The loss: (total, count) over tokens."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"), targets.numel()
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    ), targets.numel()
 
 
 def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -66,11 +75,15 @@ def accuracy(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor,
     return (logits.argmax(-1) == targets).sum(), targets.numel()
 
 
-def counted_perplexities(train: torch.Tensor, held_out: torch.Tensor, vocabulary: int) -> tuple[float, float]:
-    """The perplexities on ``held_out`` of single tokens and of pairs of them, both counted in ``train``.
+def counted_perplexities(
+    train: torch.Tensor, held_out: torch.Tensor, vocabulary: int
+) -> tuple[float, float]:
+    """The perplexities on ``held_out`` of single tokens and of pairs of them, both counted in
+    ``train``.
 
-    One is added to each count of a token. A pair's probability is that of the counts with as many of the single
-    token's as suits ``held_out`` best, so the bigram model is as good as it can be made this way.
+    One is added to each count of a token. A pair's probability is that of the counts with as many
+    of the single token's as suits ``held_out`` best, so the bigram model is as good as it can be
+    made this way.
     """
     alone = torch.bincount(train, minlength=vocabulary).double() + 1
     alone /= alone.sum()
@@ -78,7 +91,9 @@ def counted_perplexities(train: torch.Tensor, held_out: torch.Tensor, vocabulary
     pairs = pairs.view(vocabulary, vocabulary)
     before, after = held_out[:-1], held_out[1:]
     bigrams = min(
-        math.exp(-((pairs[before, after] + k * alone[after]) / (pairs.sum(1)[before] + k)).log().mean())
+        math.exp(
+            -((pairs[before, after] + k * alone[after]) / (pairs.sum(1)[before] + k)).log().mean()
+        )
         for k in (1, 3, 10, 30, 100, 300)
     )
     return math.exp(-alone[after].log().mean()), bigrams
@@ -111,7 +126,8 @@ def job(
         vocabulary: how many tokens there are.
         size: bytes of the library, a tenth of them for evaluation.
         batch_size: windows of an update.
-        lr: the highest learning rate; it rises for the first twentieth of the updates, then falls to zero as a cosine.
+        lr: the highest learning rate; it rises for the first twentieth of the updates, then falls
+            to zero as a cosine.
     """
     tokenizer, train, held_out = tokenized(size, vocabulary)
     data = Windows(train, context)
@@ -125,12 +141,17 @@ def job(
         if event.kind == "finished":
             unigrams, bigrams = counted_perplexities(train, held_out, vocabulary)
             ours = math.exp(event.metrics["eval_loss"])
-            print(f"perplexity of a token {ours:.1f}; of bigrams {bigrams:.1f}, of unigrams {unigrams:.1f}")
+            print(
+                f"perplexity of a token {ours:.1f}; of bigrams {bigrams:.1f}, of unigrams "
+                f"{unigrams:.1f}"
+            )
 
     return lockstep.Job(
         model=lambda: GPT(vocabulary, context, width, layers, heads),
         loss=nats,
-        optimizer=lambda params: torch.optim.AdamW(params, lr=lr, betas=(0.9, 0.98), weight_decay=0.01),
+        optimizer=lambda params: torch.optim.AdamW(
+            params, lr=lr, betas=(0.9, 0.98), weight_decay=0.01
+        ),
         train_data=data,
         eval_data=Windows(held_out, context),
         batch_size=batch_size,

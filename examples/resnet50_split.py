@@ -2,10 +2,12 @@
 
 lockstep train examples/resnet50_split.py --steps 20
 lockstep partition examples/resnet50_split.py --devices 2     the split that measuring finds
-lockstep compare examples/resnet50_split.py --strategies single,mp,pp --sweep microbatches=1,2,4,8 --devices 2
+lockstep compare examples/resnet50_split.py --strategies single,mp,pp --sweep microbatches=1,2,4,8
+--devices 2
 
-`--set data=FILE.pt` takes a file that torch.save wrote: a dict of "images", bytes (count, 3, h, w), and "labels"
-(count,). Without one there is noise in their place, for timing; `generated=false` refuses that.
+`--set data=FILE.pt` takes a file that torch.save wrote: a dict of "images", bytes (count, 3, h, w),
+and "labels" (count,). Without one there is noise in their place, for timing; `generated=false`
+refuses that.
 """
 
 from pathlib import Path
@@ -26,7 +28,9 @@ class Classifier(ResNet50):
     """ResNet-50 that takes images as bytes, so that only bytes are kept and travel."""
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits (batch, classes) of bytes (batch, 3, h, w), which are brought to about mean 0 and deviation 1."""
+        """Logits (batch, classes) of bytes (batch, 3, h, w), which are brought to about mean 0
+        and deviation 1.
+        """
         return super().forward((images.to(self.conv1.weight.dtype) - 127.5) / 64)
 
 
@@ -37,7 +41,9 @@ def images_of(data: str) -> TensorDataset:
         JobError: there is none, or it has other things in it.
     """
     if not data:
-        raise JobError("data: say a file of images, --set data=FILE.pt; without generated=false noise is taken")
+        raise JobError(
+            "data: say a file of images, --set data=FILE.pt; without generated=false noise is taken"
+        )
     if not Path(data).is_file():
         raise JobError(f"data: there is no file {data}")
     held = torch.load(data, weights_only=True)
@@ -56,7 +62,10 @@ def noise(count: int, size: int, classes: int) -> TensorDataset:
 def say_generated(event: lockstep.Event) -> None:
     """A line at the start, so that nobody takes the loss for one."""
     if event.kind == "started":
-        print("generated noise in the place of images: the times count, loss and accuracy mean nothing")
+        print(
+            "generated noise in the place of images: the times count, loss and accuracy mean "
+            "nothing"
+        )
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -87,7 +96,9 @@ def job(
         model=lambda: Classifier(classes),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.SGD(params, lr=lr, momentum=0.9, weight_decay=1e-4),
-        train_data=(lambda: noise(samples, image_size, classes)) if noisy else (lambda: images_of(data)),
+        train_data=(lambda: noise(samples, image_size, classes))
+        if noisy
+        else (lambda: images_of(data)),
         batch_size=32,
         metrics={"accuracy": accuracy},
         on_event=[say_generated] if noisy else [],

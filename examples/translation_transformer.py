@@ -1,12 +1,13 @@
-"""A Transformer that translates numbers to English, with the loss on every device: "4 0 7" to "four hundred seven".
+"""A Transformer that translates numbers to English, with the loss on every device: "4 0 7" to "four
+hundred seven".
 
 python examples/translation_transformer.py [--parallel]
 
-A loop of your own. Source, target and output layer share one embedding; the loss has label smoothing, the learning
-rate a warm-up. With ``--parallel`` the trunk runs on two slots, its outputs stay there, and ``ParallelLoss`` works
-through them there, four time steps at a time, with the same numbers. A tenth of the numbers from 100 to 999,999 is
-for evaluation; after the 1,600 updates (two to three minutes of two cores) 2,000 of 2,000 of those were named right
-to the last word.
+A loop of your own. Source, target and output layer share one embedding; the loss has label
+smoothing, the learning rate a warm-up. With ``--parallel`` the trunk runs on two slots, its outputs
+stay there, and ``ParallelLoss`` works through them there, four time steps at a time, with the same
+numbers. A tenth of the numbers from 100 to 999,999 is for evaluation; after the 1,600 updates (two
+to three minutes of two cores) 2,000 of 2,000 of those were named right to the last word.
 """
 
 import argparse
@@ -42,12 +43,16 @@ def name(n: int) -> str:
 
 
 def is_held_out(n: int) -> bool:
-    """Whether no training may see this number: a tenth of those with three digits or more, by a hash."""
+    """Whether no training may see this number: a tenth of those with three digits or more, by a
+    hash.
+    """
     return n >= 100 and n * 2654435761 % 2**32 < 2**32 // 10
 
 
 def numbers(count: int, held_out: bool, draw: random.Random) -> list[int]:
-    """Numbers of one to six digits, short ones as often as long ones, all for evaluation or none."""
+    """Numbers of one to six digits, short ones as often as long ones, all for evaluation or
+    none.
+    """
     found: list[int] = []
     while len(found) < count:
         digits = draw.randint(1, 6)
@@ -64,15 +69,21 @@ def translated(batch: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [torch.tensor([NUMBER[token] for token in text]) for text in texts]
         return pad_sequence(rows, batch_first=True, padding_value=PADDING)
 
-    return padded([list(str(n)) for n in batch]), padded([["<start>", *name(n).split(), "<end>"] for n in batch])
+    return padded([list(str(n)) for n in batch]), padded(
+        [["<start>", *name(n).split(), "<end>"] for n in batch]
+    )
 
 
 def exact(model: Transformer, batch: list[int]) -> float:
-    """How many of the numbers the model names right to the last word, by greedy decoding: from 0 to 1."""
+    """How many of the numbers the model names right to the last word, by greedy decoding: from 0
+    to 1.
+    """
     model.eval()
     said = model.greedy(translated(batch)[0], START, LONGEST).tolist()
     model.train()
-    texts = [" ".join(TOKENS[t] for t in row[: row.index(END)]) if END in row else "" for row in said]
+    texts = [
+        " ".join(TOKENS[t] for t in row[: row.index(END)]) if END in row else "" for row in said
+    ]
     return sum(text == name(n) for text, n in zip(texts, batch, strict=True)) / len(batch)
 
 
@@ -91,12 +102,16 @@ def train(
     """Train; gives the model and the loss of each update."""
     torch.manual_seed(0)
     draw = random.Random(0)
-    model = Transformer(len(TOKENS), PADDING, width, layers, heads=4, dropout=dropout, longest=LONGEST + 1)
+    model = Transformer(
+        len(TOKENS), PADDING, width, layers, heads=4, dropout=dropout, longest=LONGEST + 1
+    )
     criterion = nn.CrossEntropyLoss(ignore_index=PADDING, label_smoothing=0.1)
     optimizer = torch.optim.Adam(model.parameters(), lr=1.0, betas=(0.9, 0.98), eps=1e-9)
 
     def rate(update: int) -> float:  # rises for the warm-up, then falls to 0
-        return (width * warm_up) ** -0.5 * min((update + 1) / warm_up, (updates - update) / (updates - warm_up))
+        return (width * warm_up) ** -0.5 * min(
+            (update + 1) / warm_up, (updates - update) / (updates - warm_up)
+        )
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     trunk = DataParallel(model, devices, balanced=True)
@@ -123,7 +138,9 @@ def train(
 
 if __name__ == "__main__":
     options = argparse.ArgumentParser()
-    options.add_argument("--parallel", action="store_true", help="the trunk and the loss on two devices")
+    options.add_argument(
+        "--parallel", action="store_true", help="the trunk and the loss on two devices"
+    )
     options.add_argument("--updates", type=int, default=1600)
     given = options.parse_args()
     model, _ = train(given.parallel, updates=given.updates)
@@ -131,4 +148,7 @@ if __name__ == "__main__":
     for n in held_out[:5]:
         said = model.eval().greedy(translated([n])[0], START, LONGEST)[0].tolist()
         print(n, " ".join(TOKENS[t] for t in said[: said.index(END) if END in said else None]))
-    print(f"{100 * exact(model, held_out):.1f} % of 2,000 numbers for evaluation are named right to the last word")
+    print(
+        f"{100 * exact(model, held_out):.1f} % of 2,000 numbers for evaluation are named right to "
+        "the last word"
+    )

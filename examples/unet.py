@@ -1,11 +1,13 @@
-"""A U-Net that takes the noise out of handwritten digits: 1,797 real images that come with scikit-learn.
+"""A U-Net that takes the noise out of handwritten digits: 1,797 real images that come with
+scikit-learn.
 
 lockstep train examples/unet.py --devices 2
 lockstep partition examples/unet.py --devices 2
 
-A fifth is for evaluation. The images, 8 x 8 pixels, are enlarged to 16 x 16, and get noise of deviation 0.5 (pixels
-are 0 to 1). An image's noise depends on its number, so each run and each number of devices sees the same. Leaving an
-image as it is has a mean square error of 0.25; the job's metric says what is left of that.
+A fifth is for evaluation. The images, 8 x 8 pixels, are enlarged to 16 x 16, and get noise of
+deviation 0.5 (pixels are 0 to 1). An image's noise depends on its number, so each run and each
+number of devices sees the same. Leaving an image as it is has a mean square error of 0.25; the
+job's metric says what is left of that.
 """
 
 import torch
@@ -51,6 +53,8 @@ def job(lr: float = 2e-3, width: int = 16, depth: int = 2, epochs: int = 5) -> l
         eval_data=lambda: noisy_digits(held_out=True),
         batch_size=32,
         epochs=epochs,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=epochs),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, T_max=epochs
+        ),
         metrics={"left": left},
     )

@@ -1,4 +1,5 @@
-"""The bars of the house: how much code there is, how dense it is, and how many calls an update takes.
+"""The bars of the house: how much code there is, how dense it is, and how many calls an update
+takes.
 
 Each bar is a number that may only fall. ``python tests/bars.py`` prints what they would be today.
 """
@@ -102,18 +103,30 @@ def lines_of_the_reading_path() -> int:
 
 
 def public_methods_of_a_step() -> int:
-    return sum(1 for name in dir(Step) if not name.startswith("_") and callable(getattr(Step, name)))
+    return sum(
+        1 for name in dir(Step) if not name.startswith("_") and callable(getattr(Step, name))
+    )
 
 
 def complex_functions() -> int:
     """How many functions are beyond McCabe 10."""
-    command = [sys.executable, "-m", "ruff", "check", "--select", "C901", "--output-format", "json", str(SRC)]
+    command = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--select",
+        "C901",
+        "--output-format",
+        "json",
+        str(SRC),
+    ]
     command += ["--config", "lint.mccabe.max-complexity=10"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     return len(json.loads(found.stdout))
 
 
-# ---- calls ----------------------------------------------------------------------------------------------------------
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 def calls_of(function: Callable[[], Any]) -> int:
@@ -133,7 +146,9 @@ def calls_of(function: Callable[[], Any]) -> int:
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
+    )
 
 
 def calls_of_the_bare_step() -> int:
@@ -151,11 +166,15 @@ def calls_of_the_bare_step() -> int:
 
 
 def calls_of_updates(strategy: str) -> tuple[int, int]:
-    """Python calls of the first update, and of one that isn't checked, beyond the bare step's; its batch included."""
+    """Python calls of the first update, and of one that isn't checked, beyond the bare step's;
+    its batch included.
+    """
     job = lockstep.Job(
         model=net,
         loss=nn.CrossEntropyLoss(),
-        optimizer=lambda parameters: torch.optim.SGD([p for _, p in parameters], lr=0.1, momentum=0.9),
+        optimizer=lambda parameters: torch.optim.SGD(
+            [p for _, p in parameters], lr=0.1, momentum=0.9
+        ),
         train_data=TensorDataset(torch.randn(640, 64), torch.randint(10, (640,))),
         batch_size=64,
     )

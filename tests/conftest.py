@@ -17,8 +17,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Read once, when torch is imported. Two workers compute with more threads than there are cores: one that waits for
-# others by spinning takes the core that they need.
+# Read once, when torch is imported. Two workers compute with more threads than there are cores: one
+# that waits for others by spinning takes the core that they need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # A suite that a shell runs in the background ignores Ctrl-C, and all that it starts would too.
@@ -32,7 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked as a sweep, a quarter of the cells is fast: along the diagonals of its parameters."""
+    """Of a test marked as a sweep, a quarter of the cells is fast: along the diagonals of its
+    parameters.
+    """
     cells: dict[str, int] = {}
     for item in items:
         if item.get_closest_marker("sweep") is None or item.get_closest_marker("slow") is not None:
@@ -59,7 +61,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 64 KiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-osize=64k", "none", disk], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-osize=64k", "none", disk], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("no right to mount a small disk")
     yield disk
@@ -68,7 +72,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _ranks_have_pytest() -> None:
-    """Each rank imports the file of its test, and so pytest: it is there already in the process that forks them."""
+    """Each rank imports the file of its test, and so pytest: it is there already in the process
+    that forks them.
+    """
     from lockstep.launch.processes import fork_server
 
     fork_server._PROGRAM = f"import pytest; {fork_server._PROGRAM}"
@@ -95,12 +101,15 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
 
 
 def _abort_all() -> None:
-    """Ranks and their loader workers have `faulthandler` on: each prints its threads' stacks, to where the test hears.
+    """Ranks and their loader workers have `faulthandler` on: each prints its threads' stacks, to
+    where the test hears.
 
     Not the process that forks the ranks, which has to report their end.
     """
     here = psutil.Process()
-    for process in reversed(here.children(recursive=True)):  # the youngest first: loader workers before their rank
+    for process in reversed(
+        here.children(recursive=True)
+    ):  # the youngest first: loader workers before their rank
         with contextlib.suppress(psutil.Error):
             if process.ppid() != here.pid or not process.children():
                 process.send_signal(signal.SIGABRT)

@@ -28,7 +28,9 @@ class EveryOther(Strategy):
     name: ClassVar[str] = "every_other"
     summary: ClassVar[str] = "one device, which updates on even steps only"
     good_for: ClassVar[str] = "showing what a strategy consists of"
-    exact: ClassVar[Literal[True] | str] = "every_other updates on even steps only, so results differ"
+    exact: ClassVar[Literal[True] | str] = (
+        "every_other updates on even steps only, so results differ"
+    )
 
     every: int = 2
 

@@ -1,4 +1,5 @@
-"""Pages of docs/: their blocks, run as they stand there, and what they print held against what the page shows.
+"""Pages of docs/: their blocks, run as they stand there, and what they print held against what the
+page shows.
 
     ```console                        commands after "$ ", each with what it prints below it
     ```python  then  ```output        code, and what it prints
@@ -7,12 +8,15 @@ A comment before a block says how a test runs it; readers don't see it::
 
     <!-- test: slow; shape; add --seconds 0.1; file small.py; exit 3; elsewhere; pictures NAME -->
 
-slow: not among the fast tests. shape: numbers follow the machine, so lines are compared with their numbers left out.
-add: further words for the block's first command. file: the code is written to that file, not run. exit: the code that
+slow: not among the fast tests. shape: numbers follow the machine, so lines are compared with their
+    numbers left out.
+add: further words for the block's first command. file: the code is written to that file, not run.
+    exit: the code that
 the last command ends with. elsewhere: it needs what no test has (other machines).
 
-`make tour` writes anew what the blocks of the tour print. A block with `pictures NAME` is a comparison that is to be
-measured on a machine that does nothing else: `make pictures` runs these, and keeps their charts in docs/pictures/.
+`make tour` writes anew what the blocks of the tour print. A block with `pictures NAME` is a
+comparison that is to be measured on a machine that does nothing else: `make pictures` runs these,
+and keeps their charts in docs/pictures/.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from lockstep.strategies import STRATEGIES
 ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(
-    r"^(?:<!-- test: (?P<said>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+    r"^(?:<!-- test: (?P<said>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.DOTALL | re.MULTILINE,
 )
 
 
@@ -82,7 +87,9 @@ def blocks(page: Path) -> list[Block]:
         unknown = set(said) - {"slow", "shape", "add", "file", "exit", "elsewhere", "pictures"}
         assert not unknown, f"{page.name}: a test can't {unknown}"
         heading = re.findall(r"^##+ (.*)$", text[: match.start()], re.MULTILINE)
-        found.append(Block(match["language"], match["text"], (heading or [""])[-1], said, match.span("text")))
+        found.append(
+            Block(match["language"], match["text"], (heading or [""])[-1], said, match.span("text"))
+        )
     return found
 
 
@@ -118,7 +125,11 @@ def pieces(page: Path, languages: tuple[str, ...] = ("python", "console")) -> li
         if "file" in block.said:
             files[block.said["file"]] = block.text
         elif block.language in languages and "elsewhere" not in block.said:
-            output = after if block.language == "python" and after is not None and after.language == "output" else None
+            output = (
+                after
+                if block.language == "python" and after is not None and after.language == "output"
+                else None
+            )
             found.append(Piece(block.heading, dict(files), block, output))
     return found
 
@@ -156,7 +167,11 @@ def _lines(text: str) -> list[str]:
 
 def _words(command: str) -> list[str]:
     """As a shell would: runs/digits-* is the folder that is there."""
-    return [found for word in shlex.split(command, comments=True) for found in (glob.glob(word) or [word])]
+    return [
+        found
+        for word in shlex.split(command, comments=True)
+        for found in (glob.glob(word) or [word])
+    ]
 
 
 def _called(words: list[str]) -> tuple[int, str]:
@@ -168,11 +183,13 @@ def _called(words: list[str]) -> tuple[int, str]:
         return code, out.getvalue()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     surroundings = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=surroundings, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        words, env=surroundings, capture_output=True, text=True, timeout=300, check=False
+    )
     return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
-# ---- held against the page ------------------------------------------------------------------------------------------
+# ---- held against the page -----------------------------------------------------------------------
 
 _VARIES = (
     (re.compile(r"\d[\d,.]* (samples/s|ms|s|us)\b"), "# s"),  # rates and times
@@ -188,13 +205,16 @@ _OPINIONS = ("Take ", "The turns of ")
 def difference(shown: list[str], was_printed: list[str], *, shape: bool = False) -> str:
     """Where what was printed isn't what is shown; "" where it is.
 
-    Words and whole numbers must be the same; other numbers to one in fifty: another processor adds in another order,
-    and the training goes on from there. Times, rates and dates are left out, and with ``shape`` all numbers, bars,
-    where lines end, and what is concluded from numbers. A line "..." stands for any lines.
+    Words and whole numbers must be the same; other numbers to one in fifty: another processor adds
+    in another order, and the training goes on from there. Times, rates and dates are left out, and
+    with ``shape`` all numbers, bars, where lines end, and what is concluded from numbers. A line
+    "..." stands for any lines.
     """
     wanted, got = (_prepared(lines, shape) for lines in (shown, was_printed))
     if shape:  # word by word: where a line ends follows from how long its numbers are
-        wanted, got = ([word for line in lines for word in line.split(" ")] for lines in (wanted, got))
+        wanted, got = (
+            [word for line in lines for word in line.split(" ")] for lines in (wanted, got)
+        )
     parts: list[list[str]] = [[]]
     for line in wanted:
         if line == "...":
@@ -204,8 +224,17 @@ def difference(shown: list[str], was_printed: list[str], *, shape: bool = False)
     place = 0
     for i, part in enumerate(parts):
         last = len(got) - len(part)
-        starts = [place] if i == 0 else [last] if i == len(parts) - 1 and part else range(place, last + 1)
-        every = [_first_apart(part, got[start : start + len(part)]) if start >= place else 0 for start in starts]
+        starts = (
+            [place]
+            if i == 0
+            else [last]
+            if i == len(parts) - 1 and part
+            else range(place, last + 1)
+        )
+        every = [
+            _first_apart(part, got[start : start + len(part)]) if start >= place else 0
+            for start in starts
+        ]
         if None not in every:
             apart = max((one for one in every if one is not None), default=0)
             said = " ".join(part[max(0, apart - 5) : apart + 1]) if shape else part[apart]
@@ -251,7 +280,7 @@ def _near(a: str, b: str) -> bool:
     return abs(x - y) <= max(5e-4, 0.02 * abs(x))
 
 
-# ---- written anew ---------------------------------------------------------------------------------------------------
+# ---- written anew --------------------------------------------------------------------------------
 
 
 def rewrite(page: Path, *, pictures: bool) -> None:
@@ -269,7 +298,9 @@ def rewrite(page: Path, *, pictures: bool) -> None:
         if (name is not None) is not pictures:
             continue
         if "..." in piece.shown and not piece.block.text.startswith("$ lockstep compare"):
-            print(f"{page.name}: {piece.heading}: shows a part of what it prints; it is left as it is")
+            print(
+                f"{page.name}: {piece.heading}: shows a part of what it prints; it is left as it is"
+            )
             continue
         print(f"{page.name}: {piece.heading}", flush=True)
         with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

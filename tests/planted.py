@@ -1,4 +1,6 @@
-"""Models that do in forward what a share of a batch can't keep: planted for those who are to see it."""
+"""Models that do in forward what a share of a batch can't keep: planted for those who are to see
+it.
+"""
 
 from __future__ import annotations
 

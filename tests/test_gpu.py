@@ -1,4 +1,5 @@
-"""What only an accelerator can show. Run where there is one, and on simulated cards by test_on_cards.py.
+"""What only an accelerator can show. Run where there is one, and on simulated cards by
+test_on_cards.py.
 
 The list of what is owed is in benchmarks/gpu-owed.md.
 """
@@ -48,7 +49,12 @@ pytestmark = [
 TYPE = str(torch.accelerator.current_accelerator() or "cuda")
 only_cuda = pytest.mark.skipif(TYPE != "cuda", reason="PyTorch has it for CUDA alone")
 two_devices = pytest.mark.skipif(torch.accelerator.device_count() < 2, reason="needs two devices")
-KINDS = ["mlp", "ignored tokens and tied weights", "a layer unused in some steps, the last one too", "clipping"]
+KINDS = [
+    "mlp",
+    "ignored tokens and tied weights",
+    "a layer unused in some steps, the last one too",
+    "clipping",
+]
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
@@ -73,7 +79,9 @@ def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None
 def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
     parts = (4 if way == "pp" else 1) * job.accumulate
-    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True, accumulate=parts)
+    here = train(
+        job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True, accumulate=parts
+    )
     there = train(job, strategy=way, devices=[Device(TYPE, 0)] * 2, folder=tmp_path, quiet=True)
     assert differences(job, there, here).worst < 1e-10
 
@@ -84,7 +92,9 @@ def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path)
 def test_stages_on_two_gpus_end_where_one_does(kind: str, way: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
     parts = (4 if way == "pp" else 1) * job.accumulate
-    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True, accumulate=parts)
+    here = train(
+        job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True, accumulate=parts
+    )
     there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
     assert differences(job, there, here).worst < 1e-9
 
@@ -94,7 +104,12 @@ def test_two_ranks_on_one_gpu_end_where_one_does(tmp_path) -> None:
     # NCCL wants a device for each rank; gloo takes CUDA tensors too.
     job = ZOO["ignored tokens and tied weights"].replace(precision="fp64")
     here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
-    twice: dict[str, Any] = {"devices": [Device(TYPE, 0)] * 2, "backend": "gloo", "folder": tmp_path, "quiet": True}
+    twice: dict[str, Any] = {
+        "devices": [Device(TYPE, 0)] * 2,
+        "backend": "gloo",
+        "folder": tmp_path,
+        "quiet": True,
+    }
     for way in (DDP(reduce="flat"), DDP(reduce="overlapped")):
         there = train(job, strategy=way, **twice)
         assert differences(job, there, here).worst < 1e-10
@@ -112,20 +127,31 @@ def test_a_loss_that_is_not_finite_is_named_by_its_step_some_steps_later(tmp_pat
 
     data = torch.utils.data.TensorDataset(drawn(200, 6), labels(200, 3))
     job = Job(
-        model=ZOO["mlp"].model, loss=loss, optimizer=ZOO["mlp"].optimizer, train_data=data, batch_size=4, epochs=3
+        model=ZOO["mlp"].model,
+        loss=loss,
+        optimizer=ZOO["mlp"].optimizer,
+        train_data=data,
+        batch_size=4,
+        epochs=3,
     )
     with pytest.raises(NonFiniteLoss, match="at step 7"):
         train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
 
 
 def small_net() -> nn.Module:
-    """With two batch norms: of one, PyTorch's replicas on one GPU share the count, and both add to it."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    """With two batch norms: of one, PyTorch's replicas on one GPU share the count, and both add
+    to it.
+    """
+    net = nn.Sequential(
+        nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    )
     return net.double().to(TYPE)
 
 
 @only_cuda
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in the threads of PyTorch's DataParallel
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # in the threads of PyTorch's DataParallel
 def test_data_parallel_on_one_gpu_does_what_pytorchs_does() -> None:
     net = small_net()
     theirs = nn.DataParallel(copy.deepcopy(net), device_ids=[0, 0])
@@ -139,7 +165,9 @@ def test_data_parallel_on_one_gpu_does_what_pytorchs_does() -> None:
             assert output.device == torch.device(TYPE, 0)
             output.square().sum().backward()
             optimizer.step()
-    for (name, one), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+    for (name, one), other in zip(
+        ours.state_dict().items(), theirs.state_dict().values(), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12, msg=name)
 
 
@@ -155,7 +183,11 @@ def test_data_parallel_on_one_gpu_has_the_gradients_of_the_plain_module() -> Non
         DataParallel(net, f"{TYPE}:0"),
     ):
         slope = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)[0]
-        both.append(torch.autograd.grad(slope.pow(3).sum() + call(x).sum(), [x, *net.parameters()], allow_unused=True))
+        both.append(
+            torch.autograd.grad(
+                slope.pow(3).sum() + call(x).sum(), [x, *net.parameters()], allow_unused=True
+            )
+        )
     for found in both[1:]:
         for one, other in zip(found, both[0], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -182,7 +214,9 @@ def test_a_map_over_processes_on_one_gpu_computes_there_and_gives_tensors_on_the
 
 
 def test_verify_switches_off_dropout_whose_masks_come_from_the_gpu() -> None:
-    job = ZOO["mlp"].replace(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)))
+    job = ZOO["mlp"].replace(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    )
     found = lockstep.verify(job, strategy="dp", devices=[Device(TYPE, 0)] * 2)
     assert found, str(found)
     assert any("dropout is switched off on both sides" in note for note in found.notes)
@@ -190,12 +224,18 @@ def test_verify_switches_off_dropout_whose_masks_come_from_the_gpu() -> None:
 
 @only_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"accumulate": 2, "clip_norm": 0.5}], ids=str)
-@pytest.mark.parametrize("way", [Single(), MP({"0": 0, "": 1}), PP({"0": 0, "": 1}, microbatches=2)], ids=type)
+@pytest.mark.parametrize(
+    "settings", [{}, {"precision": "bf16"}, {"accumulate": 2, "clip_norm": 0.5}], ids=str
+)
+@pytest.mark.parametrize(
+    "way", [Single(), MP({"0": 0, "": 1}), PP({"0": 0, "": 1}, microbatches=2)], ids=type
+)
 def test_the_host_waits_for_nothing_in_an_update(way: Strategy, settings: dict[str, Any]) -> None:
     world = World(devices=(Device(TYPE, 0),) * (1 if isinstance(way, Single) else 2))
     data = torch.utils.data.TensorDataset(drawn(400, 6), labels(400, 3))
-    job = dataclasses.replace(ZOO["momentum"], model=dropping, train_data=data, batch_size=16, **settings)
+    job = dataclasses.replace(
+        ZOO["momentum"], model=dropping, train_data=data, batch_size=16, **settings
+    )
     update_without_waiting(way, job, world)
 
 
@@ -213,7 +253,7 @@ def update_without_waiting(way: Strategy, job: Job, world: World) -> None:
     step.check()
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
+# ---- settings ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", pytest.param("tf32", marks=only_cuda)])
@@ -232,7 +272,8 @@ def test_narrow_formats_end_near_fp32(kind: str, precision: str, tmp_path) -> No
 def test_each_mode_of_the_compiler_ends_where_none_does(mode: bool | str, tmp_path) -> None:
     job = ZOO["mlp"].replace(precision="fp64")
     plain, compiled = (
-        train(job.replace(compile=wanted), devices=f"{TYPE}:0", folder=tmp_path, quiet=True) for wanted in (False, mode)
+        train(job.replace(compile=wanted), devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+        for wanted in (False, mode)
     )
     found = differences(job, compiled, plain)
     assert found.worst < 1e-9
@@ -266,7 +307,9 @@ class Labelled(torch.utils.data.Dataset[Any]):
 def test_what_a_graph_writes_over_is_kept_by_an_evaluation(kind: str, tmp_path) -> None:
     if kind == "a model's own loss":
         data: Any = Labelled()
-        job = dataclasses.replace(ZOO["mlp"], model=Judging, loss=lockstep.model_loss, train_data=data, metrics={})
+        job = dataclasses.replace(
+            ZOO["mlp"], model=Judging, loss=lockstep.model_loss, train_data=data, metrics={}
+        )
     else:
         metric = pytest.importorskip("torchmetrics.classification").MulticlassAUROC(3)
         data = torch.utils.data.TensorDataset(drawn(100, 6), labels(100, 3))
@@ -293,7 +336,7 @@ def test_nothing_is_noted_of_models_without_a_fault(tmp_path, capfd) -> None:
     assert "note:" not in capfd.readouterr().out
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("precision", ["fp64", "fp16"])
@@ -320,9 +363,13 @@ def test_a_resumed_run_draws_the_masks_of_one_that_was_never_stopped(tmp_path) -
 
 @only_cuda
 def test_a_profile_has_the_kernels(tmp_path) -> None:
-    run = train(ZOO["mlp"], devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=20, profile=True)
+    run = train(
+        ZOO["mlp"], devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=20, profile=True
+    )
     traces = list(Path(run.folder).rglob("*.json.gz"))
-    assert traces and all('"cat": "kernel"' in gzip.decompress(trace.read_bytes()).decode() for trace in traces)
+    assert traces and all(
+        '"cat": "kernel"' in gzip.decompress(trace.read_bytes()).decode() for trace in traces
+    )
 
 
 def test_free_memory_is_what_tensors_may_still_take() -> None:
@@ -338,7 +385,9 @@ def test_free_memory_is_what_tensors_may_still_take() -> None:
 def test_the_table_counts_within_the_devices_that_are_visible() -> None:
     def table(**more: str) -> list[str]:
         words = [sys.executable, "-m", "lockstep", "devices"]
-        done = subprocess.run(words, env={**os.environ, **more}, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            words, env={**os.environ, **more}, capture_output=True, text=True, check=True
+        )
         return [line for line in done.stdout.splitlines() if line.startswith("cuda")]
 
     last = torch.cuda.device_count() - 1
@@ -347,11 +396,13 @@ def test_the_table_counts_within_the_devices_that_are_visible() -> None:
     assert f"number 0 here, {last} of the machine" in line
 
 
-# ---- two devices ----------------------------------------------------------------------------------------------------
+# ---- two devices ---------------------------------------------------------------------------------
 
 
 @two_devices
-@pytest.mark.parametrize("way", ["dp", DDP(reduce="flat"), DDP(reduce="overlapped")], ids=["dp", "flat", "overlapped"])
+@pytest.mark.parametrize(
+    "way", ["dp", DDP(reduce="flat"), DDP(reduce="overlapped")], ids=["dp", "flat", "overlapped"]
+)
 @pytest.mark.parametrize("kind", KINDS[1:3])
 def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
@@ -363,12 +414,18 @@ def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> No
 
 
 class Layers(nn.Module):
-    """Layers are found as blocks. Of some parameters the second of two ranks has fewer rows, or none."""
+    """Layers are found as blocks. Of some parameters the second of two ranks has fewer rows, or
+    none.
+    """
 
     def __init__(self, width: int = 7, layers: int = 3) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Residual(width) for _ in range(layers))
-        self.first, self.out, self.scale = nn.Linear(6, width), nn.Linear(width, 3), nn.Parameter(torch.ones(1))
+        self.first, self.out, self.scale = (
+            nn.Linear(6, width),
+            nn.Linear(width, 3),
+            nn.Parameter(torch.ones(1)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
@@ -378,7 +435,11 @@ class Layers(nn.Module):
 
 
 SHARDED: dict[str, dict[str, Any]] = {
-    "uneven": {"optimizer": lambda named: torch.optim.AdamW(named, lr=0.01), "clip_norm": 0.5, "accumulate": 2},
+    "uneven": {
+        "optimizer": lambda named: torch.optim.AdamW(named, lr=0.01),
+        "clip_norm": 0.5,
+        "accumulate": 2,
+    },
     "momentum": {"optimizer": lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9)},
     "checkpointed": {"activation_checkpointing": "auto"},
     "smaller than the world": {"batch_size": 1},
@@ -394,7 +455,11 @@ SHARDED: dict[str, dict[str, Any]] = {
     ],
 )
 def test_shards_on_two_gpus_end_where_one_does(way: str, kind: str, tmp_path) -> None:
-    job = ZOO[kind] if kind in KINDS else dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED[kind])
+    job = (
+        ZOO[kind]
+        if kind in KINDS
+        else dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED[kind])
+    )
     job = job.replace(precision="fp64")
     here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
     there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
@@ -412,17 +477,28 @@ def test_the_host_waits_for_no_gpu_in_an_update_of_shards() -> None:
 
 def updates_of_shards(world: World) -> None:
     data = torch.utils.data.TensorDataset(drawn(800, 6), labels(800, 3))
-    job = dataclasses.replace(ZOO["mlp"], model=Layers, train_data=data, batch_size=32, **SHARDED["uneven"])
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Layers, train_data=data, batch_size=32, **SHARDED["uneven"]
+    )
     update_without_waiting(FSDP(), job, world)
 
 
 @two_devices
 def test_a_run_in_shards_goes_on_on_one_gpu_and_back(tmp_path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED["uneven"]).replace(precision="fp64")
+    job = dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED["uneven"]).replace(
+        precision="fp64"
+    )
     whole = train(job, devices=f"{TYPE}:0", folder=tmp_path, quiet=True, epochs=3)
     run = train(job, strategy="fsdp", devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True, epochs=1)
     for epochs, way, devices in ((2, "single", "0"), (3, "fsdp", "0,1")):
-        run = train(job, strategy=way, devices=f"{TYPE}:{devices}", resume=run.folder, quiet=True, epochs=epochs)
+        run = train(
+            job,
+            strategy=way,
+            devices=f"{TYPE}:{devices}",
+            resume=run.folder,
+            quiet=True,
+            epochs=epochs,
+        )
     assert differences(job, run, whole).worst < 1e-9
 
 
@@ -430,15 +506,21 @@ WIDE = lambda: Layers(512, 16)  # noqa: E731
 
 
 def bytes_of_shards(world: World, precision: str | None) -> dict[str, int]:
-    """What a rank's device has at most while 16 MiB of parameters are cut, keeps, and has at most in an update."""
+    """What a rank's device has at most while 16 MiB of parameters are cut, keeps, and has at
+    most in an update.
+    """
     device = world.device.torch
     torch.accelerator.reset_peak_memory_stats(device)
     before = torch.accelerator.memory_allocated(device)
-    job = ZOO["mlp"].replace(model=WIDE, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), precision=precision)
+    job = ZOO["mlp"].replace(
+        model=WIDE, optimizer=lambda named: torch.optim.AdamW(named, lr=0.01), precision=precision
+    )
     world.layout = FSDP().layout(world.size)
     step = FSDP().build(job, world)
     found = {"built": torch.accelerator.max_memory_allocated(device) - before}
-    for _ in range(5):  # before the fourth the model, which is small, was put together once more, to be inspected
+    for _ in range(
+        5
+    ):  # before the fourth the model, which is small, was put together once more, to be inspected
         torch.accelerator.synchronize(device)
         torch.accelerator.reset_peak_memory_stats(device)
         step(drawn(4, 6), labels(4, 3))
@@ -480,7 +562,9 @@ def test_the_hosts_of_two_ranks_wait_for_one_another_in_a_group_that_is_made_twi
 
 @two_devices
 @only_cuda
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # in the threads of PyTorch's DataParallel
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # in the threads of PyTorch's DataParallel
 def test_data_parallel_on_two_gpus_does_what_pytorchs_does() -> None:
     net, x = small_net(), torch.randn(9, 6, dtype=torch.float64, device=TYPE)
     theirs, ours = nn.DataParallel(copy.deepcopy(net), [0, 1]), DataParallel(net, [0, 1])

@@ -123,8 +123,16 @@ def job(lr: float, size=4, name: str = "a", deep: bool = False, steps: int | Non
         ),
         (HEAD + "job = make(0.1)", {"rate": "1"}, "takes no parameters"),
         (HEAD + "def job(rate): return make(rate)", {}, "has to be told rate: add --set rate=..."),
-        (HEAD + "def job(batch_size): return make(1)", {}, "has to be told batch_size: add --batch-size ..."),
-        (HEAD + "def job():\n    return make(1 / 0)", {}, r"job\(\) raised ZeroDivisionError.*line 9"),
+        (
+            HEAD + "def job(batch_size): return make(1)",
+            {},
+            "has to be told batch_size: add --batch-size ...",
+        ),
+        (
+            HEAD + "def job():\n    return make(1 / 0)",
+            {},
+            r"job\(\) raised ZeroDivisionError.*line 9",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_job_file_is_said_in_one_line(
@@ -146,14 +154,21 @@ def rate_of(job: Job) -> float:
 
 
 def test_a_setting_that_the_function_takes_by_its_name_is_given_to_it(tmp_path: Path) -> None:
-    body = "def job(epochs: int = 10, steps: int = 3, width: int = 4):\n    return make(epochs * 1.0, epochs=epochs)"
+    body = (
+        "def job(epochs: int = 10, steps: int = 3, width: int = 4):\n    return make(epochs * "
+        "1.0, epochs=epochs)"
+    )
     file = written(tmp_path, HEAD + body)
     assert JobFile(file.path).load().epochs == 10
     made = JobFile(file.path, {}, {"epochs": "5"}).load()
     assert made.epochs == 5 and rate_of(made) == 5.0
-    assert rate_of(JobFile(file.path, {"epochs": "7"}, {"epochs": "5"}).load()) == 5.0, "the setting wins"
+    assert rate_of(JobFile(file.path, {"epochs": "7"}, {"epochs": "5"}).load()) == 5.0, (
+        "the setting wins"
+    )
     kept = JobFile(file.path, {}, {}, {"epochs": 5}).load()
-    assert kept.epochs == 5 and rate_of(kept) == 10.0, "what a run ended up with isn't what it was asked for"
+    assert kept.epochs == 5 and rate_of(kept) == 10.0, (
+        "what a run ended up with isn't what it was asked for"
+    )
     with pytest.raises(JobError, match=r"^epochs: 0 is too small"):
         JobFile(file.path, {}, {"epochs": "0"}).load()
 
@@ -179,7 +194,9 @@ def on_a_rank(world, x): return Found(scaled(x) + world.rank)
 
 
 def test_a_file_that_was_edited_within_a_second_is_read_anew(tmp_path: Path, monkeypatch) -> None:
-    """Python's bytecode is of the second and the length of its source; both stay where ``lr=0.1`` becomes 0.2."""
+    """Python's bytecode is of the second and the length of its source; both stay where
+    ``lr=0.1`` becomes 0.2.
+    """
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "numbers.py"
     for number in (1, 2):

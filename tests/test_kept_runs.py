@@ -1,4 +1,6 @@
-"""Runs that were made by an earlier version, kept as data: what is read of them today is what they had."""
+"""Runs that were made by an earlier version, kept as data: what is read of them today is what
+they had.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,17 @@ import lockstep
 from lockstep.training.run_page import write_page
 
 DATA = Path(__file__).parent / "kept"
-HAVE = {"ddp": ({"loss": 0.910801, "accuracy": 0.65}, 14), "pp": ({"loss": 0.891302, "accuracy": 0.6}, 10)}
-"""Their evaluation, and their steps. (The one of ``pp`` was stopped within its second epoch, by ``steps``.)"""
-GO_ON = {"ddp": ({"epochs": 3}, 21, 1.0580884, 0.8929642), "pp": ({"steps": 20}, 14, 0.8224256, 0.8618521)}
+HAVE = {
+    "ddp": ({"loss": 0.910801, "accuracy": 0.65}, 14),
+    "pp": ({"loss": 0.891302, "accuracy": 0.6}, 10),
+}
+"""Their evaluation, and their steps. (The one of ``pp`` was stopped within its second epoch, by
+``steps``.)
+"""
+GO_ON = {
+    "ddp": ({"epochs": 3}, 21, 1.0580884, 0.8929642),
+    "pp": ({"steps": 20}, 14, 0.8224256, 0.8618521),
+}
 """With what they go on, to which step, and the losses that the version of then came to."""
 
 
@@ -43,11 +53,14 @@ def test_a_kept_run_is_evaluated_predicted_and_reported(run: Path) -> None:
 def test_a_kept_run_goes_on_with_the_numbers_that_it_had_then(run: Path) -> None:
     name = run.name.removeprefix("run-")
     settings, step, train_loss, eval_loss = GO_ON[name]
-    went_on = lockstep.train(lockstep.training.run.job_of(run, settings=settings), resume=run, quiet=True)
+    went_on = lockstep.train(
+        lockstep.training.run.job_of(run, settings=settings), resume=run, quiet=True
+    )
     assert went_on.summary["strategy"] == name and went_on.summary["steps"] == step
     last = went_on.history[-1]
     assert last["train_loss"] == pytest.approx(train_loss, abs=1e-5)
-    # The bias before BatchNorm has a gradient of rounding errors only, by whose sign AdamW moves it, and the running
-    # mean lags behind: kernels of different processors (ATEN_CPU_CAPABILITY) give evaluations that differ by 3.5e-4.
+    # The bias before BatchNorm has a gradient of rounding errors only, by whose sign AdamW moves
+    # it, and the running mean lags behind: kernels of different processors (ATEN_CPU_CAPABILITY)
+    # give evaluations that differ by 3.5e-4.
     assert last["eval_loss"] == pytest.approx(eval_loss, abs=1e-3)
     assert [record["step"] for record in went_on.history][-2:] == [HAVE[name][1], step]

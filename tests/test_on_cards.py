@@ -1,4 +1,6 @@
-"""Each file of tests/on_cards, and test_gpu.py, run by a process whose accelerators are simulated cards."""
+"""Each file of tests/on_cards, and test_gpu.py, run by a process whose accelerators are
+simulated cards.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ import pytest
 import simulated_card
 
 HERE = Path(__file__).parent
-FILES = ["test_gpu.py", *sorted(f"on_cards/{path.name}" for path in (HERE / "on_cards").glob("test_*.py"))]
+FILES = [
+    "test_gpu.py",
+    *sorted(f"on_cards/{path.name}" for path in (HERE / "on_cards").glob("test_*.py")),
+]
 
-LONG = {"test_gpu.py", *(f"on_cards/test_{name}.py" for name in ("own_updates", "card_draws", "host"))}
+LONG = {
+    "test_gpu.py",
+    *(f"on_cards/test_{name}.py" for name in ("own_updates", "card_draws", "host")),
+}
 """Not among the fast tests."""
 
 pytestmark = [
-    pytest.mark.skipif(simulated_card.compiler() is None, reason="simulated cards are compiled by g++: there is none"),
+    pytest.mark.skipif(
+        simulated_card.compiler() is None,
+        reason="simulated cards are compiled by g++: there is none",
+    ),
     pytest.mark.timeout(600),
 ]
 

@@ -1,4 +1,6 @@
-"""The public face: every name, method and option that a person may use, as a list. What is taken from it is missed."""
+"""The public face: every name, method and option that a person may use, as a list. What is taken
+from it is missed.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +18,28 @@ LIST = Path(__file__).parent / "kept" / "public_face.json"
 
 
 def members(thing: Any) -> list[str]:
-    """The public attributes and methods of a class, but for those that it has from others' classes."""
+    """The public attributes and methods of a class, but for those that it has from others'
+    classes.
+    """
     if not inspect.isclass(thing):
         return []
     fields = [f.name for f in dataclasses.fields(thing)] if dataclasses.is_dataclass(thing) else []
-    own = {name for kind in thing.__mro__ if kind.__module__.startswith("lockstep") for name in vars(kind)}
+    own = {
+        name
+        for kind in thing.__mro__
+        if kind.__module__.startswith("lockstep")
+        for name in vars(kind)
+    }
     return sorted({*fields, *(name for name in own if not name.startswith("_"))})
 
 
 def parameters(thing: Any) -> list[str]:
     try:
-        return [name for name in inspect.signature(thing).parameters if name not in ("self", "args", "kwargs")]
+        return [
+            name
+            for name in inspect.signature(thing).parameters
+            if name not in ("self", "args", "kwargs")
+        ]
     except (TypeError, ValueError):
         return []
 
@@ -38,16 +51,29 @@ def face() -> dict[str, Any]:
         for name in home.__all__:
             thing = getattr(home, name)
             if not inspect.ismodule(thing):
-                names[f"{module}.{name}".strip(".")] = {"members": members(thing), "parameters": parameters(thing)}
+                names[f"{module}.{name}".strip(".")] = {
+                    "members": members(thing),
+                    "parameters": parameters(thing),
+                }
     _, commands = cli._parser()
     options = {
-        name: sorted(option for action in parser._actions for option in (action.option_strings or [action.dest]))
+        name: sorted(
+            option
+            for action in parser._actions
+            for option in (action.option_strings or [action.dest])
+        )
         for name, parser in commands.items()
     }
-    settings = {f"--{setting.replace('_', '-')}" for kind in STRATEGIES.values() for setting in kind.settings()}
+    settings = {
+        f"--{setting.replace('_', '-')}"
+        for kind in STRATEGIES.values()
+        for setting in kind.settings()
+    }
     for name in ("train", "verify"):
         options[name] = sorted({*options[name], *settings})
-    strategies = {name: [f.name for f in dataclasses.fields(kind)] for name, kind in STRATEGIES.items()}
+    strategies = {
+        name: [f.name for f in dataclasses.fields(kind)] for name, kind in STRATEGIES.items()
+    }
     return {"names": names, "options": options, "strategies": strategies}
 
 

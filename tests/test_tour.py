@@ -1,4 +1,6 @@
-"""The tour, the pages on comparing, resuming and exporting, and the README: each block prints what is shown."""
+"""The tour, the pages on comparing, resuming and exporting, and the README: each block prints
+what is shown.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def each(*of: Piece) -> list[Any]:
 
 
 @pytest.mark.parametrize("piece", each(*pieces(ROOT / "README.md", ("console",))))
-def test_the_readme_prints_what_it_shows(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_prints_what_it_shows(
+    piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _holds(piece, tmp_path, monkeypatch)
 
 
@@ -40,7 +44,9 @@ def test_the_readme_prints_what_it_shows(piece: Piece, tmp_path: Path, monkeypat
         *pieces(ROOT / "docs" / "export.md"),
     ),
 )
-def test_the_pages_print_what_they_show(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages_print_what_they_show(
+    piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _holds(piece, tmp_path, monkeypatch)
 
 
@@ -50,7 +56,9 @@ def _holds(piece: Piece, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     found = printed(piece)
     shape = "shape" in piece.block.said
-    shown = [piece.shown] if piece.output is not None else [lines for _, lines in piece.block.commands]
+    shown = (
+        [piece.shown] if piece.output is not None else [lines for _, lines in piece.block.commands]
+    )
     for wanted, got in zip(shown, found, strict=True):
         assert not (said := difference(wanted, got, shape=shape)), said
 
@@ -67,12 +75,23 @@ def test_every_system_of_the_tour_has_a_picture_and_something_that_runs() -> Non
 
 
 SHOWN = ["epoch   1  loss 0.5012  accuracy 0.9000  1,234 samples/s", "...", "inputs 30 x 8", "done"]
-GOT = ["epoch 1  loss 0.5013  accuracy 0.9000  99 samples/s", "note: a", "note: b", "inputs 30 x 8", "done"]
+GOT = [
+    "epoch 1  loss 0.5013  accuracy 0.9000  99 samples/s",
+    "note: a",
+    "note: b",
+    "inputs 30 x 8",
+    "done",
+]
 
 
 def test_what_may_differ_is_not_held_against_a_page() -> None:
     assert difference(SHOWN, GOT) == ""
-    assert difference(["a 12 MiB", "Take ddp: 1.9", "times it"], ["a 1.5 GiB", "", "Take dp: 1"], shape=True) == ""
+    assert (
+        difference(
+            ["a 12 MiB", "Take ddp: 1.9", "times it"], ["a 1.5 GiB", "", "Take dp: 1"], shape=True
+        )
+        == ""
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +107,11 @@ def test_what_may_differ_is_not_held_against_a_page() -> None:
 def test_what_may_not_differ_is(before: str, after: str) -> None:
     got = [line.replace(before, after) for line in GOT]
     assert got != GOT and difference(SHOWN, got)
-    assert difference(SHOWN, GOT[:-1]) and difference(SHOWN[:1], GOT) and difference(SHOWN, [*GOT, "and more"])
+    assert (
+        difference(SHOWN, GOT[:-1])
+        and difference(SHOWN[:1], GOT)
+        and difference(SHOWN, [*GOT, "and more"])
+    )
 
 
 def test_a_shape_is_held_to_its_words_and_rows() -> None:
@@ -96,4 +119,6 @@ def test_a_shape_is_held_to_its_words_and_rows() -> None:
     assert difference(["dp 1", "ddp 2"], ["dp 1"], shape=True)
     assert difference(["...", "dp 1", "ddp 2", "..."], ["a", "dp 1", "mp 3", "b"], shape=True)
     assert not difference(["1,450, 1,700"], ["26.3, 12"], shape=True)
-    assert not difference(["...", "3 turns of 2 s", "each", "..."], ["a", "2 turns", "of 0.1 s each", "b"], shape=True)
+    assert not difference(
+        ["...", "3 turns of 2 s", "each", "..."], ["a", "2 turns", "of 0.1 s each", "b"], shape=True
+    )

@@ -1,4 +1,6 @@
-"""The wheel, installed into an empty environment without extras: what it requires is all that it needs."""
+"""The wheel, installed into an empty environment without extras: what it requires is all that it
+needs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ def job(lr: float = 0.1):
 
 
 def called(*command: str, folder: Path) -> str:
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV")
+    }
     out = subprocess.run(command, cwd=folder, env=own, capture_output=True, text=True, check=False)
     assert out.returncode == 0, f"{' '.join(command)}\n{out.stdout}\n{out.stderr}"
     return out.stdout
@@ -41,7 +47,17 @@ def test_a_plain_install_trains_evaluates_predicts_and_resumes(tmp_path: Path) -
     """safetensors once wanted numpy to save, which nothing required."""
     wheels, environment = tmp_path / "wheels", tmp_path / "environment"
     try:
-        called(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(wheels), str(ROOT), folder=tmp_path)
+        called(
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--no-deps",
+            "-w",
+            str(wheels),
+            str(ROOT),
+            folder=tmp_path,
+        )
     except AssertionError as error:
         if "Could not find a version" in str(error) or "No matching distribution" in str(error):
             pytest.skip("no package index is here to build with")
@@ -51,13 +67,20 @@ def test_a_plain_install_trains_evaluates_predicts_and_resumes(tmp_path: Path) -
     python = str(environment / "bin" / "python")
     constraints = ["--constraint", str(ROOT / "constraints.txt")]
     called(python, "-m", "pip", "install", "--quiet", *constraints, str(wheel), folder=tmp_path)
-    extras = "import importlib.util as u; print([n for n in ('sklearn', 'matplotlib', 'psutil') if u.find_spec(n)])"
+    extras = (
+        "import importlib.util as u; print([n for n in ('sklearn', 'matplotlib', 'psutil') "
+        "if u.find_spec(n)])"
+    )
     assert called(python, "-c", extras, folder=tmp_path).strip() == "[]"
 
     (tmp_path / "job.py").write_text(JOB)
     lockstep = str(environment / "bin" / "lockstep")
-    out = called(lockstep, "train", "job.py", "--strategy", "ddp", "--devices", "2xcpu", folder=tmp_path)
+    out = called(
+        lockstep, "train", "job.py", "--strategy", "ddp", "--devices", "2xcpu", folder=tmp_path
+    )
     run = out.splitlines()[-1].removeprefix("run: ")
     assert "loss" in called(lockstep, "evaluate", run, folder=tmp_path)
     assert "predictions" in called(lockstep, "predict", run, folder=tmp_path)
-    assert "resuming after epoch 2" in called(lockstep, "train", "--resume", run, "--epochs", "3", folder=tmp_path)
+    assert "resuming after epoch 2" in called(
+        lockstep, "train", "--resume", run, "--epochs", "3", folder=tmp_path
+    )

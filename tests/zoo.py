@@ -1,4 +1,5 @@
-"""The kinds of model that every strategy must train with one device's numbers: small jobs, each with one difficulty.
+"""The kinds of model that every strategy must train with one device's numbers: small jobs, each
+with one difficulty.
 
 Their data leave a smaller last batch in each epoch, and some leave a rank without a sample.
 """
@@ -55,10 +56,16 @@ def plain_sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def _job(model: Callable[[], nn.Module], inputs: Any = None, targets: Any = None, **settings: Any) -> Job:
+def _job(
+    model: Callable[[], nn.Module], inputs: Any = None, targets: Any = None, **settings: Any
+) -> Job:
     inputs = drawn(SAMPLES, 6) if inputs is None else inputs
     targets = labels(SAMPLES, 3) if targets is None else targets
-    data = TensorDataset(inputs, targets) if isinstance(inputs, torch.Tensor) else _Pairs(inputs, targets)
+    data = (
+        TensorDataset(inputs, targets)
+        if isinstance(inputs, torch.Tensor)
+        else _Pairs(inputs, targets)
+    )
     defaults: dict[str, Any] = {
         "loss": nn.CrossEntropyLoss(),
         "optimizer": plain_sgd,
@@ -131,7 +138,9 @@ class Conv(nn.Module):
 
 
 class Tagger(nn.Module):
-    """Tokens (batch, time) to logits (batch, classes, time); the embedding is tied to the output layer."""
+    """Tokens (batch, time) to logits (batch, classes, time); the embedding is tied to the output
+    layer.
+    """
 
     def __init__(self, words: int = 11) -> None:
         super().__init__()
@@ -213,7 +222,11 @@ def halved_weights(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         [
             {"params": [p for name, p in params if name.endswith("weight")], "weight_decay": 0.1},
-            {"params": [p for name, p in params if name.endswith("bias")], "lr": 0.003, "weight_decay": 0.0},
+            {
+                "params": [p for name, p in params if name.endswith("bias")],
+                "lr": 0.003,
+                "weight_decay": 0.0,
+            },
         ],
         lr=0.01,
     )
@@ -283,7 +296,9 @@ def generated() -> Iterator[Any]:
 
 
 def _streamed(count: int, **settings: Any) -> Job:
-    return dataclasses.replace(_job(mlp, **settings), train_data=Stream(count), eval_data=Stream(count))
+    return dataclasses.replace(
+        _job(mlp, **settings), train_data=Stream(count), eval_data=Stream(count)
+    )
 
 
 LENGTHS = torch.randint(1, 9, (25,), generator=torch.Generator().manual_seed(7))
@@ -304,7 +319,9 @@ def padded(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Slow(nn.Module):
-    """Makes an update so slow that a check of its loss takes a small part of it, also where the machine is busy."""
+    """Makes an update so slow that a check of its loss takes a small part of it, also where the
+    machine is busy.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         time.sleep(0.3 * torch.is_grad_enabled())
@@ -340,7 +357,9 @@ class _Titled(torch.utils.data.Dataset[Any]):
         return self.inputs[i], (self.targets[i], "easy" if i % 3 else "hard")
 
 
-def weighted_by_text(outputs: torch.Tensor, targets: tuple[torch.Tensor, tuple[str, ...]]) -> torch.Tensor:
+def weighted_by_text(
+    outputs: torch.Tensor, targets: tuple[torch.Tensor, tuple[str, ...]]
+) -> torch.Tensor:
     classes, texts = targets
     weights = outputs.new_tensor([2.0 if text == "hard" else 1.0 for text in texts])
     return (nn.functional.cross_entropy(outputs, classes, reduction="none") * weights).mean()
@@ -381,7 +400,9 @@ def parametrized() -> nn.Module:
 
 
 class PartlyFixed(nn.Module):
-    """A trunk that stays in eval mode, as pretrained ones are kept; its batch norm has statistics of its own."""
+    """A trunk that stays in eval mode, as pretrained ones are kept; its batch norm has
+    statistics of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -469,7 +490,10 @@ class TwoHeads(nn.Module):
 def in_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
     """What is wrong with the samples of each class; many a local batch has none of class 2."""
     each = nn.functional.cross_entropy(outputs, targets, reduction="none")
-    parts = {f"of {kind}": (each[targets == kind].sum(), (targets == kind).sum()) for kind in targets.unique().tolist()}
+    parts = {
+        f"of {kind}": (each[targets == kind].sum(), (targets == kind).sum())
+        for kind in targets.unique().tolist()
+    }
     return Loss(each.sum(), len(targets), parts)
 
 
@@ -486,7 +510,9 @@ def zero_for_none(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.T
 
 
 def halves_ignored() -> torch.Tensor:
-    """The second half of batch 0 counts nothing, the first of batch 2, and the begin of the smaller last one."""
+    """The second half of batch 0 counts nothing, the first of batch 2, and the begin of the
+    smaller last one.
+    """
     targets = labels(SAMPLES, 3)
     for begin, end in ((4, 8), (16, 20), (24, 27)):
         targets[begin:end] = NOTHING
@@ -507,7 +533,9 @@ ZOO: dict[str, Job] = {
         Conv, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, channels_last=True, optimizer=sgd
     ),
     "ignored tokens and tied weights": _job(Tagger, _tokens, _next, metrics={}),
-    "class weights": _job(mlp, loss=nn.CrossEntropyLoss(weight=class_weights(), label_smoothing=0.1)),
+    "class weights": _job(
+        mlp, loss=nn.CrossEntropyLoss(weight=class_weights(), label_smoothing=0.1)
+    ),
     "total and count": _job(mlp, loss=squares),
     "a mean that is probed": _job(mlp, loss=lambda out, y: ((out.sum(dim=1) - y) ** 2).mean()),
     "a frozen layer": _job(Frozen, optimizer=sgd),
@@ -518,7 +546,11 @@ ZOO: dict[str, Job] = {
         Sometimes, (drawn(SAMPLES, 6), wants(7, 15, 23, 28)), order=in_place_order, optimizer=sgd
     ),
     "a layer unused after a step that left a rank empty": _job(
-        Sometimes, (drawn(25, 6), wants(24)[:25]), labels(25, 3), order=lambda epoch: torch.arange(25), optimizer=sgd
+        Sometimes,
+        (drawn(25, 6), wants(24)[:25]),
+        labels(25, 3),
+        order=lambda epoch: torch.arange(25),
+        optimizer=sgd,
     ),
     "a layer unused in some micro-batches": _job(
         Sometimes,
@@ -528,8 +560,12 @@ ZOO: dict[str, Job] = {
         accumulate=2,
         clip_norm=0.5,
     ),
-    "a dataset smaller than the batch": _job(mlp, drawn(5, 6), labels(5, 3), epochs=3, optimizer=sgd),
-    "batches smaller than the world": _job(mlp, drawn(5, 6), labels(5, 3), batch_size=2, optimizer=sgd),
+    "a dataset smaller than the batch": _job(
+        mlp, drawn(5, 6), labels(5, 3), epochs=3, optimizer=sgd
+    ),
+    "batches smaller than the world": _job(
+        mlp, drawn(5, 6), labels(5, 3), batch_size=2, optimizer=sgd
+    ),
     "sparse gradients, and an empty rank": _job(
         Words, torch.randint(40, (25, 4), generator=torch.Generator().manual_seed(6)), labels(25, 3)
     ),
@@ -539,12 +575,16 @@ ZOO: dict[str, Job] = {
         accumulate=2,
         clip_norm=0.05,
     ),
-    "targets as a tuple of the samples'": _job(mlp, collate=with_tuples, loss=over_tuples, metrics={}),
+    "targets as a tuple of the samples'": _job(
+        mlp, collate=with_tuples, loss=over_tuples, metrics={}
+    ),
     "a stream that draws": _streamed(SAMPLES, optimizer=sgd, epochs=3),
     "a stream whose last batch leaves a rank empty": _streamed(25, optimizer=sgd),
     "a stream under accumulation that leaves a rank empty": _streamed(27, accumulate=3),
     "a stream smaller than the batch": _streamed(5, epochs=3),
-    "a generator function": dataclasses.replace(_job(mlp, optimizer=sgd), train_data=generated, eval_data=generated),
+    "a generator function": dataclasses.replace(
+        _job(mlp, optimizer=sgd), train_data=generated, eval_data=generated
+    ),
     "a weighted order": _job(mlp, order=weighted, optimizer=sgd),
     "lengths that vary, padded by collate, in groups": Job(
         model=Tagger,
@@ -563,17 +603,27 @@ ZOO: dict[str, Job] = {
     ),
     "dict inputs": _job(Named, {"left": drawn(SAMPLES, 4), "right": drawn(SAMPLES, 2, seed=5)}),
     "accumulation": _job(mlp, accumulate=3),
-    "accumulation of unequal counts": _job(Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd),
+    "accumulation of unequal counts": _job(
+        Tagger, _tokens, _next, accumulate=2, metrics={}, optimizer=sgd
+    ),
     "clipping": _job(mlp, clip_norm=0.05),
     "clipping with accumulation": _job(mlp, clip_norm=0.05, accumulate=2, optimizer=sgd),
     "a schedule by step": _job(
-        mlp, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8), lr_scheduler_every="step"
+        mlp,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8),
+        lr_scheduler_every="step",
     ),
-    "a schedule by epoch": _job(mlp, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), epochs=3),
+    "a schedule by epoch": _job(
+        mlp, lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5), epochs=3
+    ),
     "a last batch that leaves a rank empty": _job(mlp, drawn(25, 6), labels(25, 3), optimizer=sgd),
-    "an empty rank under sync_batchnorm": _job(Conv, drawn(25, 2, 7, 7), labels(25, 3), sync_batchnorm=True),
+    "an empty rank under sync_batchnorm": _job(
+        Conv, drawn(25, 2, 7, 7), labels(25, 3), sync_batchnorm=True
+    ),
     "accumulation that leaves a rank empty": _job(mlp, drawn(27, 6), labels(27, 3), accumulate=3),
-    "lazy layers": _job(lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), optimizer=sgd),
+    "lazy layers": _job(
+        lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), optimizer=sgd
+    ),
     "complex parameters": _job(Turning, optimizer=sgd),
     "parametrized weights": _job(parametrized, optimizer=sgd),
     "a part in eval mode": _job(PartlyFixed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd),
@@ -582,24 +632,43 @@ ZOO: dict[str, Job] = {
     ),
     "a buffer that counts and extra state": _job(Counting, optimizer=sgd),
     "a model that gives its own loss": _job(
-        Judging, (drawn(SAMPLES, 6), labels(SAMPLES, 3)), labels(SAMPLES, 3), loss=its_own_loss, metrics={}
+        Judging,
+        (drawn(SAMPLES, 6), labels(SAMPLES, 3)),
+        labels(SAMPLES, 3),
+        loss=its_own_loss,
+        metrics={},
     ),
     "a head that the loss leaves alone": _job(
-        TwoHeads, loss=lambda out, y: nn.functional.cross_entropy(out["used"], y), metrics={}, optimizer=sgd
+        TwoHeads,
+        loss=lambda out, y: nn.functional.cross_entropy(out["used"], y),
+        metrics={},
+        optimizer=sgd,
     ),
     "a loss in parts": _job(mlp, loss=in_parts, accumulate=2, optimizer=sgd),
     "layers that are frozen for some steps": _job(
         mlp, callbacks=[Freeze("0", until=3), Freeze("2.b*", start=5)], optimizer=sgd
     ),
     "moving averages that are evaluated": _job(
-        Conv, drawn(SAMPLES, 2, 7, 7), callbacks=[SWA(), EMA(0.9)], sync_batchnorm=True, optimizer=sgd
+        Conv,
+        drawn(SAMPLES, 2, 7, 7),
+        callbacks=[SWA(), EMA(0.9)],
+        sync_batchnorm=True,
+        optimizer=sgd,
     ),
     "sparse inputs": _job(OfSparse, collate=made_sparse, optimizer=sgd),
     "texts beside targets": dataclasses.replace(
-        _job(mlp, loss=weighted_by_text, metrics={}, optimizer=sgd), train_data=_Titled(), eval_data=_Titled()
+        _job(mlp, loss=weighted_by_text, metrics={}, optimizer=sgd),
+        train_data=_Titled(),
+        eval_data=_Titled(),
     ),
     "local batches in which nothing counts": _job(
-        mlp, None, halves_ignored(), loss=zero_for_none, order=in_place_order, optimizer=sgd, metrics={}
+        mlp,
+        None,
+        halves_ignored(),
+        loss=zero_for_none,
+        order=in_place_order,
+        optimizer=sgd,
+        metrics={},
     ),
     "local batches in which nothing counts under sync_batchnorm": _job(
         Conv,

@@ -1,1 +1,3 @@
-"""What a person writes without Lockstep: scripts for torchrun, which print their rate as the last line."""
+"""What a person writes without Lockstep: scripts for torchrun, which print their rate as the
+last line.
+"""

@@ -1,4 +1,6 @@
-"""What the hand-written loops share: the model, the data, and how a rate is taken (the median epoch)."""
+"""What the hand-written loops share: the model, the data, and how a rate is taken (the median
+epoch).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The loop that a person writes first for the experiment: all cores, fp32, the default layout, DataLoader."""
+"""The loop that a person writes first for the experiment: all cores, fp32, the default layout,
+DataLoader.
+"""
 
 import time
 

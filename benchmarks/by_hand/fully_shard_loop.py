@@ -1,4 +1,6 @@
-"""A hand-written loop of PyTorch's fully_shard: over each block, then the model. JOB names what is trained."""
+"""A hand-written loop of PyTorch's fully_shard: over each block, then the model. JOB names what
+is trained.
+"""
 
 import os
 import statistics
@@ -20,7 +22,10 @@ job = JOBS[os.environ["JOB"]]()
 data: Any = job.train_data
 rows = [data[i] for i in range(len(data))]
 collate = job.collate or torch.utils.data.default_collate
-batches = [collate(rows[start : start + job.batch_size][rank::world]) for start in range(0, len(rows), job.batch_size)]
+batches = [
+    collate(rows[start : start + job.batch_size][rank::world])
+    for start in range(0, len(rows), job.batch_size)
+]
 torch.manual_seed(0)
 model: Any = job.model()
 for block in getattr(model, "blocks", None) or model.layers:

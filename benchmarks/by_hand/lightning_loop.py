@@ -1,4 +1,6 @@
-"""The small step with Lightning's Trainer, one process, with all that it does besides switched off."""
+"""The small step with Lightning's Trainer, one process, with all that it does besides switched
+off.
+"""
 
 import logging
 import statistics

@@ -1,4 +1,6 @@
-"""GPT: blocks of causal attention and of neurons, each normalised first (GPT-2, Radford et al. 2019)."""
+"""GPT: blocks of causal attention and of neurons, each normalised first (GPT-2, Radford et al.
+2019).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two linear layers, each added to its input: (batch, time, width) to that."""
+    """Attention to what came before, then two linear layers, each added to its input: (batch,
+    time, width) to that.
+    """
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -24,7 +28,9 @@ class Block(nn.Module):
         """Each place looks at itself and at those before it."""
         batch, time, width = x.shape
         # (batch, time, 3 x width) to three of (batch, heads, time, width of a head)
-        q, k, v = self.queries_keys_values(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.queries_keys_values(x).view(batch, time, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        )
         found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.attended(found.transpose(1, 2).reshape(batch, time, width))
 
@@ -37,8 +43,8 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (batch, time) to the logits of each next token (batch, time, vocabulary).
 
-    No place looks ahead, so padding at the end changes nothing of what comes before it, and needs no mask. The output
-    layer is the embedding itself.
+    No place looks ahead, so padding at the end changes nothing of what comes before it, and needs
+    no mask. The output layer is the embedding itself.
 
     Args:
         vocabulary: how many tokens there are.
@@ -58,7 +64,8 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # What a block adds is begun smaller the more blocks there are, so that their sum is not.
+                # What a block adds is begun smaller the more blocks there are, so that their sum is
+                # not.
                 adds = name.endswith(("attended.weight", "neurons.3.weight"))
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if adds else 0.02)
             elif name.endswith("bias"):

@@ -1,7 +1,8 @@
-"""ResNet-50: deep residual learning (He et al. 2015, https://arxiv.org/abs/1512.03385), stride in the 3x3 convolution.
+"""ResNet-50: deep residual learning (He et al. 2015, https://arxiv.org/abs/1512.03385), stride in
+the 3x3 convolution.
 
-The names are those that weights of this network usually have (``conv1``, ``layer3.0.downsample.1``, ``fc``), so they
-can be loaded into it.
+The names are those that weights of this network usually have (``conv1``, ``layer3.0.downsample.1``,
+``fc``), so they can be loaded into it.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ import torch
 from torch import nn
 
 GROUPS = [(64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)]
-"""Inner channels, blocks, stride of the first block (table 1 of the paper); a block puts out four times as many."""
+"""Inner channels, blocks, stride of the first block (table 1 of the paper); a block puts out
+four times as many.
+"""
 
 
 class Bottleneck(nn.Module):
-    """Reduce by 1x1, filter by 3x3, expand by 1x1: (batch, ins, h, w) to (batch, 4 * inner, h / stride, w / stride)."""
+    """Reduce by 1x1, filter by 3x3, expand by 1x1: (batch, ins, h, w) to (batch, 4 * inner, h /
+    stride, w / stride).
+    """
 
     def __init__(self, ins: int, inner: int, stride: int) -> None:
         super().__init__()
@@ -28,7 +33,9 @@ class Bottleneck(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride > 1 or ins != outs:
-            self.downsample = nn.Sequential(nn.Conv2d(ins, outs, 1, stride, bias=False), nn.BatchNorm2d(outs))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(ins, outs, 1, stride, bias=False), nn.BatchNorm2d(outs)
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The block, with its input added, brought to the same shape where that is another."""

@@ -1,4 +1,6 @@
-"""Transformer: an encoder of what is said and a decoder that says it again (Vaswani et al. 2017)."""
+"""Transformer: an encoder of what is said and a decoder that says it again (Vaswani et al.
+2017).
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,12 @@ from torch import nn
 
 
 def places(longest: int, width: int) -> torch.Tensor:
-    """Sines and cosines of each place, with wavelengths from 2 pi to 20,000 pi: (longest, width)."""
-    rates = torch.exp(torch.arange(0, width, 2, dtype=torch.get_default_dtype()) * (-math.log(10_000) / width))
+    """Sines and cosines of each place, with wavelengths from 2 pi to 20,000 pi: (longest,
+    width).
+    """
+    rates = torch.exp(
+        torch.arange(0, width, 2, dtype=torch.get_default_dtype()) * (-math.log(10_000) / width)
+    )
     angles = torch.arange(longest)[:, None] * rates
     return torch.stack([angles.sin(), angles.cos()], dim=2).flatten(1)
 
@@ -18,8 +24,9 @@ def places(longest: int, width: int) -> torch.Tensor:
 class Transformer(nn.Module):
     """Source and target tokens (batch, time) to hidden states (batch, target time, width).
 
-    One embedding serves the source, the target and the output layer, ``generator``, which makes logits
-    (batch, time, vocabulary) of the hidden states. It is not called here: a loss may do so in chunks.
+    One embedding serves the source, the target and the output layer, ``generator``, which makes
+    logits (batch, time, vocabulary) of the hidden states. It is not called here: a loss may do so
+    in chunks.
 
     Args:
         vocabulary: tokens of both sides together.
@@ -32,7 +39,14 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self, vocabulary: int, padding: int, width: int, layers: int, heads: int, dropout: float, longest: int
+        self,
+        vocabulary: int,
+        padding: int,
+        width: int,
+        layers: int,
+        heads: int,
+        dropout: float,
+        longest: int,
     ) -> None:
         super().__init__()
         self.padding = padding
@@ -42,7 +56,12 @@ class Transformer(nn.Module):
         self.generator.weight = self.embedding.weight
         self.register_buffer("places", places(longest, width), persistent=False)
         self.dropout = nn.Dropout(dropout)
-        settings = {"dim_feedforward": 4 * width, "dropout": dropout, "batch_first": True, "norm_first": True}
+        settings = {
+            "dim_feedforward": 4 * width,
+            "dropout": dropout,
+            "batch_first": True,
+            "norm_first": True,
+        }
         self.encoder = nn.TransformerEncoder(
             nn.TransformerEncoderLayer(width, heads, **settings),
             layers,
@@ -52,7 +71,10 @@ class Transformer(nn.Module):
         self.decoder = nn.TransformerDecoder(
             nn.TransformerDecoderLayer(width, heads, **settings), layers, norm=nn.LayerNorm(width)
         )
-        for part in (self.encoder, self.decoder):  # its layers are copies of one: let each begin by itself
+        for part in (
+            self.encoder,
+            self.decoder,
+        ):  # its layers are copies of one: let each begin by itself
             for parameter in part.parameters():
                 if parameter.dim() > 1:
                     nn.init.xavier_uniform_(parameter)
@@ -66,7 +88,9 @@ class Transformer(nn.Module):
         """What the decoder looks at: (batch, source time, width)."""
         return self.encoder(self.embedded(source), src_key_padding_mask=source == self.padding)
 
-    def decode(self, target: torch.Tensor, source: torch.Tensor, encoded: torch.Tensor) -> torch.Tensor:
+    def decode(
+        self, target: torch.Tensor, source: torch.Tensor, encoded: torch.Tensor
+    ) -> torch.Tensor:
         """Hidden states (batch, target time, width); each place sees the target up to itself."""
         time = target.shape[1]
         ahead = torch.ones(time, time, dtype=torch.bool, device=target.device).triu(1)

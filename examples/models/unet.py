@@ -1,4 +1,5 @@
-"""A U-Net: convolutions down and up again, with skips between equal sizes (Ronneberger et al. 2015).
+"""A U-Net: convolutions down and up again, with skips between equal sizes (Ronneberger et al.
+2015).
 
 https://arxiv.org/abs/1505.04597
 """
@@ -15,7 +16,11 @@ class Double(nn.Sequential):
     def __init__(self, ins: int, outs: int) -> None:
         layers: list[nn.Module] = []
         for first in (ins, outs):
-            layers += [nn.Conv2d(first, outs, 3, 1, 1, bias=False), nn.BatchNorm2d(outs), nn.ReLU(inplace=True)]
+            layers += [
+                nn.Conv2d(first, outs, 3, 1, 1, bias=False),
+                nn.BatchNorm2d(outs),
+                nn.ReLU(inplace=True),
+            ]
         super().__init__(*layers)
 
 
@@ -38,11 +43,15 @@ class UNet(nn.Module):
     def __init__(self, ins: int, outs: int, width: int = 32, depth: int = 3) -> None:
         super().__init__()
         widths = [width * 2**i for i in range(depth + 1)]
-        self.down = nn.ModuleList(Double(a, b) for a, b in zip([ins, *widths], widths[:-1], strict=False))
+        self.down = nn.ModuleList(
+            Double(a, b) for a, b in zip([ins, *widths], widths[:-1], strict=False)
+        )
         self.pool = nn.MaxPool2d(2)
         self.bottom = Double(widths[-2], widths[-1])
         levels = list(reversed(range(depth)))
-        self.enlarge = nn.ModuleList(nn.ConvTranspose2d(widths[i + 1], widths[i], 2, 2) for i in levels)
+        self.enlarge = nn.ModuleList(
+            nn.ConvTranspose2d(widths[i + 1], widths[i], 2, 2) for i in levels
+        )
         self.up = nn.ModuleList(Double(2 * widths[i], widths[i]) for i in levels)
         self.head = nn.Conv2d(width, outs, 1)
 

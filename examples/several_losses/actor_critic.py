@@ -1,9 +1,10 @@
-"""Actor and critic (as in DDPG, Lillicrap et al. 2015) from a log of transitions, without exploring.
+"""Actor and critic (as in DDPG, Lillicrap et al. 2015) from a log of transitions, without
+exploring.
 
 lockstep train examples/several_losses/actor_critic.py --strategy dp --devices 2
 
-A point moves on a line and is pushed by actions; the reward is greatest where it rests at 0. The critic learns what a
-push is worth, the actor the push that the critic values most.
+A point moves on a line and is pushed by actions; the reward is greatest where it rests at 0. The
+critic learns what a push is worth, the actor the push that the critic values most.
 """
 
 from typing import Any
@@ -18,7 +19,9 @@ DISCOUNT = 0.9
 
 
 def transitions(count: int) -> TensorDataset:
-    """States (count, 2), place and speed; and actions, rewards and next states: (count, 1 + 1 + 2)."""
+    """States (count, 2), place and speed; and actions, rewards and next states: (count, 1 + 1 +
+    2).
+    """
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(count, 2, generator=generator)
     actions = torch.empty(count, 1).uniform_(-1, 1, generator=generator)

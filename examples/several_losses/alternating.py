@@ -1,9 +1,10 @@
-"""Alternating updates: ratings as products of what is known of a reader and of a book, learned in turns.
+"""Alternating updates: ratings as products of what is known of a reader and of a book, learned in
+turns.
 
 lockstep train examples/several_losses/alternating.py --strategy ddp --devices 2
 
-In odd steps readers move while books stay, in even steps books. The number of the step is ``update.step``, which is the
-same on every device; a counter of the function's own isn't.
+In odd steps readers move while books stay, in even steps books. The number of the step is
+``update.step``, which is the same on every device; a counter of the function's own isn't.
 """
 
 from typing import Any
@@ -21,7 +22,9 @@ def ratings(count: int) -> TensorDataset:
     """Pairs of a reader and a book, (count, 2), and what the one gave the other, (count,)."""
     generator = torch.Generator().manual_seed(0)
     readers, books = (torch.randn(number, 3, generator=generator) for number in (READERS, BOOKS))
-    pairs = torch.stack([torch.randint(number, (count,), generator=generator) for number in (READERS, BOOKS)], dim=1)
+    pairs = torch.stack(
+        [torch.randint(number, (count,), generator=generator) for number in (READERS, BOOKS)], dim=1
+    )
     given = (readers[pairs[:, 0]] * books[pairs[:, 1]]).sum(dim=1)
     return TensorDataset(pairs, given + 0.1 * torch.randn(count, generator=generator))
 
@@ -41,7 +44,10 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 def job(epochs: int = 20, width: int = 4, samples: int = 2000) -> lockstep.Job:
     """The job; its parameters are given as `--set width=8`."""
     return lockstep.Job(
-        model=lambda: {"readers": nn.Embedding(READERS, width), "books": nn.Embedding(BOOKS, width)},
+        model=lambda: {
+            "readers": nn.Embedding(READERS, width),
+            "books": nn.Embedding(BOOKS, width),
+        },
         optimizer={"readers": sgd, "books": sgd},
         lr_scheduler={
             name: lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)

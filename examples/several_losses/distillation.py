@@ -1,9 +1,10 @@
-"""Distillation (Hinton et al. 2015): a small network learns digits from a frozen teacher, and from the labels.
+"""Distillation (Hinton et al. 2015): a small network learns digits from a frozen teacher, and from
+the labels.
 
 lockstep train examples/several_losses/distillation.py --strategy ddp --devices 2
 
-The teacher has no optimizer and no parameter that requires a gradient. The model has a forward and the job a loss, so
-it is evaluated as any other is.
+The teacher has no optimizer and no parameter that requires a gradient. The model has a forward and
+the job a loss, so it is evaluated as any other is.
 """
 
 from typing import Any
@@ -30,7 +31,9 @@ def digits(held_out: bool) -> TensorDataset:
 
 
 class Pair(nn.Module):
-    """The student, whose outputs these are, beside its teacher: one that knows the mean picture of each digit."""
+    """The student, whose outputs these are, beside its teacher: one that knows the mean picture
+    of each digit.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -51,8 +54,15 @@ def step(models: Pair, batch: Any, update: Any) -> None:
     """One update of the student, by both losses."""
     images, labels = batch
     logits, taught = models.student(images), models.teacher(images)
-    soft = F.kl_div((logits / WARM).log_softmax(1), (taught / WARM).log_softmax(1), reduction="sum", log_target=True)
-    update("student", F.cross_entropy(logits, labels, reduction="sum") + WARM**2 * soft, len(images))
+    soft = F.kl_div(
+        (logits / WARM).log_softmax(1),
+        (taught / WARM).log_softmax(1),
+        reduction="sum",
+        log_target=True,
+    )
+    update(
+        "student", F.cross_entropy(logits, labels, reduction="sum") + WARM**2 * soft, len(images)
+    )
 
 
 def accuracy(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:

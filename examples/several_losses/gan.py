@@ -1,9 +1,10 @@
-"""A GAN (Goodfellow et al. 2014) that draws handwritten digits: two networks, two losses, two optimizers in one job.
+"""A GAN (Goodfellow et al. 2014) that draws handwritten digits: two networks, two losses, two
+optimizers in one job.
 
 lockstep train examples/several_losses/gan.py --strategy ddp --devices 2
 
-The noise that a picture is drawn from comes with a sample, and what a dataset draws for a sample is the same on any
-number of devices; so both networks learn the same too.
+The noise that a picture is drawn from comes with a sample, and what a dataset draws for a sample is
+the same on any number of devices; so both networks learn the same too.
 """
 
 from typing import Any
@@ -20,7 +21,9 @@ NOISE = 16
 
 
 class Digits(Dataset[tuple[Any, None]]):
-    """The digits that come with scikit-learn, each with noise that is new in every epoch: inputs (64,) and (16,)."""
+    """The digits that come with scikit-learn, each with noise that is new in every epoch: inputs
+    (64,) and (16,).
+    """
 
     def __init__(self, count: int) -> None:
         from sklearn.datasets import load_digits
@@ -37,13 +40,19 @@ class Digits(Dataset[tuple[Any, None]]):
 def networks(width: int) -> dict[str, nn.Module]:
     """Both, by the names of their optimizers."""
     return {
-        "generator": nn.Sequential(nn.Linear(NOISE, width), nn.LeakyReLU(0.2), nn.Linear(width, 64), nn.Tanh()),
-        "discriminator": nn.Sequential(nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)),
+        "generator": nn.Sequential(
+            nn.Linear(NOISE, width), nn.LeakyReLU(0.2), nn.Linear(width, 64), nn.Tanh()
+        ),
+        "discriminator": nn.Sequential(
+            nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+        ),
     }
 
 
 def step(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """One step of each: the generator is judged by the discriminator as it is after its own step."""
+    """One step of each: the generator is judged by the discriminator as it is after its own
+    step.
+    """
     real, noise = batch
     drawn = models["generator"](noise)
     of_real, of_drawn = models["discriminator"](real), models["discriminator"](drawn.detach())

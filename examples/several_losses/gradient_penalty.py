@@ -1,9 +1,11 @@
-"""A Wasserstein GAN with gradient penalty (Gulrajani et al. 2017) that learns to put points on a ring.
+"""A Wasserstein GAN with gradient penalty (Gulrajani et al. 2017) that learns to put points on a
+ring.
 
 lockstep train examples/several_losses/gradient_penalty.py --strategy dp --devices 2
 
-The critic makes several updates a step. Its penalty is a gradient of its own outputs, of each sample by itself, so that
-it is a sum over samples; noise and places in between come with the samples.
+The critic makes several updates a step. Its penalty is a gradient of its own outputs, of each
+sample by itself, so that it is a sum over samples; noise and places in between come with the
+samples.
 """
 
 from typing import Any
@@ -20,7 +22,9 @@ TURNS = 3
 
 
 class Ring(Dataset[Any]):
-    """Points (2,) on a circle; with them noise (TURNS, 4), and places between the real and the drawn (TURNS, 1)."""
+    """Points (2,) on a circle; with them noise (TURNS, 4), and places between the real and the
+    drawn (TURNS, 1).
+    """
 
     def __init__(self, count: int) -> None:
         angles = torch.rand(count, generator=torch.Generator().manual_seed(0)) * 2 * torch.pi

@@ -1,7 +1,7 @@
 """Lockstep trains an ordinary PyTorch model on many devices, with the results of one.
 
-The public names are those of ``__all__``. They are loaded when first used: the command starts its server of ranks
-before it imports torch, so importing this package must not import torch.
+The public names are those of ``__all__``. They are loaded when first used: the command starts its
+server of ranks before it imports torch, so importing this package must not import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ __all__ = [*sorted(_HOME), "__version__"]
 
 
 class _Package(types.ModuleType):
-    """The package itself: where a function and its module share a name (``train``), the function is public."""
+    """The package itself: where a function and its module share a name (``train``), the function
+    is public.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _HOME and name not in _MODULES and isinstance(value, types.ModuleType):
@@ -86,7 +88,8 @@ class _Package(types.ModuleType):
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Functions that are sent to ranks may refer to this package; it goes by name, as any module.
+        # Functions that are sent to ranks may refer to this package; it goes by name, as any
+        # module.
         return importlib.import_module, (self.__name__,)
 
     def __dir__(self) -> list[str]:

@@ -13,9 +13,12 @@ def run() -> int:
         sys.stderr.write("lockstep: stopped by Ctrl-C\n")
         return 130
     code = main()
-    if code == 130:  # it has been said: the same key pressed again ends the process, without a traceback
+    if (
+        code == 130
+    ):  # it has been said: the same key pressed again ends the process, without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Else the person waits for most of a second after the last line, while Python looks through all that torch made.
+    # Else the person waits for most of a second after the last line, while Python looks through all
+    # that torch made.
     gc.freeze()
     return code
 

@@ -1,4 +1,5 @@
-"""Callbacks that come with Lockstep, by their public names: ``Job(callbacks=[lockstep.callbacks.EMA(0.999)])``.
+"""Callbacks that come with Lockstep, by their public names:
+``Job(callbacks=[lockstep.callbacks.EMA(0.999)])``.
 
 One's own derive from ``lockstep.Callback``.
 """

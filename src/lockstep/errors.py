@@ -20,8 +20,9 @@
         ├── OutOfMemory       device, step, share, and the setting that helps
         └── SaveError         the state could not be written (a full disk, say)
 
-The message of each is one line: what was wrong, and what to do. What a program acts upon is in attributes (``kind``,
-``fix``), never in the words of a message. `lockstep.launch.events.Caveat` is a fact of the same form that is no error.
+The message of each is one line: what was wrong, and what to do. What a program acts upon is in
+attributes (``kind``, ``fix``), never in the words of a message. `lockstep.launch.events.Caveat` is
+a fact of the same form that is no error.
 
 The command imports this before all else, so it imports next to nothing.
 """
@@ -57,7 +58,9 @@ class InputError(LockstepError):
 
 
 class JobError(InputError):
-    """A field of the job, or a setting given for it, is wrong. The message begins with the field's name."""
+    """A field of the job, or a setting given for it, is wrong. The message begins with the
+    field's name.
+    """
 
 
 class DeviceError(InputError):
@@ -65,7 +68,9 @@ class DeviceError(InputError):
 
 
 class StrategyError(InputError):
-    """An unknown strategy, or a combination that can't keep the results of single-device training."""
+    """An unknown strategy, or a combination that can't keep the results of single-device
+    training.
+    """
 
 
 class TooFewLayers(StrategyError):
@@ -93,7 +98,9 @@ class RunError(LockstepError):
 
 
 class Lost(RunError):
-    """A process of the training was killed, or failed; the training can go on from its last checkpoint."""
+    """A process of the training was killed, or failed; the training can go on from its last
+    checkpoint.
+    """
 
 
 class RankFailed(Lost):
@@ -105,7 +112,9 @@ class RankFailed(Lost):
         traceback: that rank's own traceback as text, or "" where it died without one.
     """
 
-    def __init__(self, message: str, rank: int = 0, step: int | None = None, traceback: str = "") -> None:
+    def __init__(
+        self, message: str, rank: int = 0, step: int | None = None, traceback: str = ""
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.step = step
@@ -143,7 +152,9 @@ class SaveError(RunError):
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally near), or what there is."""
+    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally
+    near), or what there is.
+    """
     if not (near := near_names(name, names)):
         more = f" and {len(names) - 20} more" if len(names) > 20 else ""
         return f"there are: {', '.join(names[:20])}{more}"
@@ -152,12 +163,16 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def near_names(name: str, names: list[str]) -> list[str]:
-    """The name that a person may have meant, or two that are equally near; none where none is near."""
+    """The name that a person may have meant, or two that are equally near; none where none is
+    near.
+    """
     import difflib
 
     def likeness(one: str) -> float:
         a, b = one.strip("-"), name.strip("-")
-        if abs(len(a) - len(b)) > 1 + min(len(a), len(b)) // 3 and not (a.startswith(b) or b.startswith(a)):
+        if abs(len(a) - len(b)) > 1 + min(len(a), len(b)) // 3 and not (
+            a.startswith(b) or b.startswith(a)
+        ):
             return 0.0  # "dp" is not what is meant by "fsdp"
         return difflib.SequenceMatcher(None, a, b).ratio()
 
@@ -166,7 +181,9 @@ def near_names(name: str, names: list[str]) -> list[str]:
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:
-    """``1 device``, ``2,000 samples``, ``3 micro-batches``: a number of things, of which there may be one."""
+    """``1 device``, ``2,000 samples``, ``3 micro-batches``: a number of things, of which there
+    may be one.
+    """
     return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
@@ -179,8 +196,9 @@ def first_line(error: BaseException) -> str:
 def own_traceback(error: BaseException) -> str:
     """An exception's traceback as text, from the person's own code on where that is in it.
 
-    What called it (this package, PyTorch) tells them nothing. Where none of the frames is theirs, only those of the
-    launch are left out: then it may be a fault of ours, or of PyTorch's, to be reported.
+    What called it (this package, PyTorch) tells them nothing. Where none of the frames is theirs,
+    only those of the launch are left out: then it may be a fault of ours, or of PyTorch's, to be
+    reported.
     """
     import traceback
     from pathlib import Path
@@ -198,18 +216,24 @@ def own_traceback(error: BaseException) -> str:
 
 @functools.cache
 def is_own_code(file: str) -> bool:
-    """Whether a file is of the person's own code: neither installed (the command too is), nor of this package."""
+    """Whether a file is of the person's own code: neither installed (the command too is), nor of
+    this package.
+    """
     import sysconfig
     from pathlib import Path
 
-    if "site-packages" in file or "dist-packages" in file:  # of the system too, which a virtual environment may see
+    if (
+        "site-packages" in file or "dist-packages" in file
+    ):  # of the system too, which a virtual environment may see
         return False
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "scripts")]
     return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
 def told(error: BaseException) -> str:
-    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own code raised it."""
+    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own
+    code raised it.
+    """
     import traceback
     from pathlib import Path
 
@@ -224,8 +248,15 @@ def _hint(error: BaseException) -> str:
     """What to do, where that is known."""
     import os
 
-    if isinstance(error, FileNotFoundError) and isinstance(error.filename, str) and not os.path.isabs(error.filename):
+    if (
+        isinstance(error, FileNotFoundError)
+        and isinstance(error.filename, str)
+        and not os.path.isabs(error.filename)
+    ):
         return f"; relative paths are taken from {os.getcwd()}, where the command was started"
     if "not compiled with CUDA" in str(error) or "No CUDA GPUs are available" in str(error):
-        return "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves them to the devices"
+        return (
+            "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves "
+            "them to the devices"
+        )
     return ""

@@ -1,8 +1,9 @@
 """A job file: a Python file with a ``job``, which is a Job or a function that returns one.
 
-The function's keyword arguments are parameters of the job, given as ``--set lr=0.05`` and typed by their annotations.
-One that has the name of a setting (``epochs``) is also given what ``--epochs 5`` says, for what depends on it.
-Each rank loads the file from its path, so nothing in it needs to be picklable.
+The function's keyword arguments are parameters of the job, given as ``--set lr=0.05`` and typed by
+their annotations. One that has the name of a setting (``epochs``) is also given what ``--epochs 5``
+says, for what depends on it. Each rank loads the file from its path, so nothing in it needs to be
+picklable.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class JobFile:
     Attributes:
         path: of the Python file.
         parameters: keyword arguments of its ``job`` function, as words or values.
-        settings: fields of the Job to replace. A keyword argument of the function that has the name of one of them is
-            given it too, before what ``parameters`` say.
+        settings: fields of the Job to replace. A keyword argument of the function that has the name
+            of one of them is given it too, before what ``parameters`` say.
         kept: fields of the Job that a run was made with; the function isn't told of them.
         unfollowed: after ``load``, what the file says of those that it has otherwise.
     """
@@ -58,20 +59,25 @@ class JobFile:
         """Run the file and give its job.
 
         Raises:
-            JobError: the file is missing, raises, has no ``job``, or a parameter or setting doesn't exist.
+            JobError: the file is missing, raises, has no ``job``, or a parameter or setting doesn't
+                exist.
         """
-        # Layers or data that are made outside of the functions of the job are the same on every rank, and in each run.
+        # Layers or data that are made outside of the functions of the job are the same on every
+        # rank, and in each run.
         with seeded(0):
             return self._load()
 
     def _load(self) -> Job:
         found = getattr(_run(Path(self.path)), "job", None)
         if found is None:
-            raise JobError(f"{self.path}: there is no `job` in it; write `def job(): return lockstep.Job(...)`")
+            raise JobError(
+                f"{self.path}: there is no `job` in it; write `def job(): return lockstep.Job(...)`"
+            )
         if isinstance(found, Job):
             if self.parameters:
                 raise JobError(
-                    f"--set {next(iter(self.parameters))}: the job in {self.path} takes no parameters; "
+                    f"--set {next(iter(self.parameters))}: the job in {self.path} takes no "
+                    "parameters; "
                     "make it a function with keyword arguments"
                 )
             job = found
@@ -79,10 +85,17 @@ class JobFile:
             job = self._call(found)
         else:
             raise JobError(
-                f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function that returns one"
+                f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function "
+                "that returns one"
             )
-        own = {name: value for name, value in job.settings.items() if name in self.kept and name not in self.settings}
-        self.unfollowed.update((name, value) for name, value in own.items() if value != self.kept[name])
+        own = {
+            name: value
+            for name, value in job.settings.items()
+            if name in self.kept and name not in self.settings
+        }
+        self.unfollowed.update(
+            (name, value) for name, value in own.items() if value != self.kept[name]
+        )
         replaced = {**self.kept, **self.settings}
         return job.replace(**replaced) if replaced else job
 
@@ -91,7 +104,9 @@ class JobFile:
         for name, parameter in inspect.signature(function).parameters.items():
             alone = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not alone and parameter.default is parameter.empty and name not in parameters:
-                option = f"--{name.replace('_', '-')} ..." if name in SETTINGS else f"--set {name}=..."
+                option = (
+                    f"--{name.replace('_', '-')} ..." if name in SETTINGS else f"--set {name}=..."
+                )
                 raise JobError(f"{self.path}: its job has to be told {name}: add {option}")
         try:
             job = function(**parameters)
@@ -100,18 +115,30 @@ class JobFile:
         except Exception as error:
             raise JobError(f"{self.path}: job() raised {told(error)}") from error
         if not isinstance(job, Job):
-            raise JobError(f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job")
+            raise JobError(
+                f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job"
+            )
         return job
 
     def _settings_asked_for(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Settings that the function takes by their own names, the length of a schedule say."""
-        wanted = [n for n in inspect.signature(function).parameters if n in SETTINGS and n in self.settings]
+        wanted = [
+            n
+            for n in inspect.signature(function).parameters
+            if n in SETTINGS and n in self.settings
+        ]
         asked = {name: checked_setting(name, self.settings[name]) for name in wanted}
-        return _typed(function, {name: value for name, value in asked.items() if value is not None}, label="{}")
+        return _typed(
+            function,
+            {name: value for name, value in asked.items() if value is not None},
+            label="{}",
+        )
 
 
 def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
-    """What a person may give for a job: a Job, a function that returns one, or the path of a file."""
+    """What a person may give for a job: a Job, a function that returns one, or the path of a
+    file.
+    """
     if isinstance(job, str | Path):
         return JobFile(str(job))
     if isinstance(job, Job | JobFile):
@@ -119,7 +146,10 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
     makes_job = callable(job) and not isinstance(job, nn.Module | type)
     made = job() if makes_job else job
     if not isinstance(made, Job):
-        raise JobError(f"job: a Job, a function that returns one, or a job file is expected, not {type(made).__name__}")
+        raise JobError(
+            "job: a Job, a function that returns one, or a job file is expected, not "
+            f"{type(made).__name__}"
+        )
     return made
 
 
@@ -136,7 +166,8 @@ def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobF
     """The same job with some settings replaced.
 
     Raises:
-        JobError: one doesn't exist, or its value is wrong; a file's are looked at when it is loaded.
+        JobError: one doesn't exist, or its value is wrong; a file's are looked at when it is
+            loaded.
     """
     if not settings:
         return job
@@ -152,7 +183,9 @@ HIDDEN = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a parameter's name is a secret's: ``api_key``, ``hfToken``, ``db_password``; not ``token_count``."""
+    """Whether a parameter's name is a secret's: ``api_key``, ``hfToken``, ``db_password``; not
+    ``token_count``.
+    """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
     return not _SECRETS.isdisjoint(words) or words[-1:] in (["key"], ["apikey"], ["token"])
 
@@ -173,7 +206,9 @@ def loaded(path: str) -> ModuleType:
 
 
 class _Uncached(importlib.machinery.SourceFileLoader):
-    """Compiles a file each time: Python takes bytecode of the same second and length for that of an edited file."""
+    """Compiles a file each time: Python takes bytecode of the same second and length for that of
+    an edited file.
+    """
 
     def get_code(self, fullname: str) -> CodeType:
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
@@ -182,10 +217,17 @@ class _Uncached(importlib.machinery.SourceFileLoader):
 
 def _run(path: Path) -> ModuleType:
     if os.path.isdir(path):
-        what = "the folder of a run: --resume it, or evaluate it" if (path / "config.json").is_file() else "a folder"
+        what = (
+            "the folder of a run: --resume it, or evaluate it"
+            if (path / "config.json").is_file()
+            else "a folder"
+        )
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
     if not os.path.isfile(path):
-        raise JobError(f"{path}: there is no such file (a run whose job file has moved: train FILE --resume RUN)")
+        raise JobError(
+            f"{path}: there is no such file (a run whose job file has moved: train FILE --resume "
+            "RUN)"
+        )
     name = f"lockstep_job_{path.stem}"
     if path.suffix != ".py":
         raise JobError(f"{path}: a job is a Python file, ending in .py")
@@ -206,7 +248,8 @@ def _run(path: Path) -> ModuleType:
         raise
     except SystemExit as error:
         raise JobError(
-            f"{path}: it called sys.exit while it was read ({told(error)}): put that below if __name__ == "
+            f"{path}: it called sys.exit while it was read ({told(error)}): put that below if "
+            "__name__ == "
             '"__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
         ) from error
     except SyntaxError as error:
@@ -216,8 +259,12 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
-def _typed(function: Callable[..., Any], given: Mapping[str, Any], label: str = "--set {}") -> dict[str, Any]:
-    """What was given, in the types that the function's annotations or defaults say; ``label`` names one in messages."""
+def _typed(
+    function: Callable[..., Any], given: Mapping[str, Any], label: str = "--set {}"
+) -> dict[str, Any]:
+    """What was given, in the types that the function's annotations or defaults say; ``label``
+    names one in messages.
+    """
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:
@@ -230,15 +277,20 @@ def _typed(function: Callable[..., Any], given: Mapping[str, Any], label: str = 
             known = list(parameters)
             if name in SETTINGS:
                 option = "--" + name.replace("_", "-")
-                raise JobError(f"--set {name}: this is a setting of every job: give {option} {value}")
+                raise JobError(
+                    f"--set {name}: this is a setting of every job: give {option} {value}"
+                )
             raise JobError(
-                f"--set {name}: the job has no such parameter; {nearest(name, known) if known else 'it has none'}"
+                f"--set {name}: the job has no such parameter; "
+                f"{nearest(name, known) if known else 'it has none'}"
             )
         typed[name] = convert(value, _hint(name, hints, parameters, value), label.format(name))
     return typed
 
 
-def _hint(name: str, hints: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], value: Any) -> Any:
+def _hint(
+    name: str, hints: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter], value: Any
+) -> Any:
     if name in hints:
         return hints[name]
     default = parameters[name].default if name in parameters else None

@@ -42,23 +42,28 @@ def parallelize(
         for inputs, targets in lockstep.batches(dataset, batch_size=256):
             print(step(inputs, targets).loss)
 
-    ``step.backward(inputs, targets)``, as often as you like, and then ``step.update()`` do the same in parts.
+    ``step.backward(inputs, targets)``, as often as you like, and then ``step.update()`` do the same
+    in parts.
 
     Where its numbers will not be those of one device, that is said by Python's ``warnings``.
 
-    Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``); elsewhere one process
-    drives all devices (by ``dp`` or ``single``).
+    Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``);
+    elsewhere one process drives all devices (by ``dp`` or ``single``).
 
     Args:
-        model: the model itself; it is trained in place, and moved to the first device. One in evaluation mode is put in
-            training mode, which is said; ``model.eval()`` afterwards stays.
+        model: the model itself; it is trained in place, and moved to the first device. One in
+            evaluation mode is put in training mode, which is said; ``model.eval()`` afterwards
+            stays.
         loss: as in a Job; None where ``step=`` is among the settings.
-        optimizer: over the model's parameters, or a function that makes one from ``(name, parameter)`` pairs; with
-            ``step=`` a dict of such functions.
-        strategy: by name; None takes ``ddp`` where there are several ranks, ``dp`` on several devices, else ``single``.
-        devices: those of this process, where it isn't a rank of a launch. (The replicas of ``ddp=2xpp=2`` are ranks of
-            ``lockstep.launch(..., devices=4, devices_per_rank=2)``, or of torchrun.)
-        settings: as the Job's: ``step``, ``accumulate``, ``clip_norm``, ``sync_batchnorm``, ``precision``, ...
+        optimizer: over the model's parameters, or a function that makes one from ``(name,
+            parameter)`` pairs; with ``step=`` a dict of such functions.
+        strategy: by name; None takes ``ddp`` where there are several ranks, ``dp`` on several
+            devices, else ``single``.
+        devices: those of this process, where it isn't a rank of a launch. (The replicas of
+            ``ddp=2xpp=2`` are ranks of ``lockstep.launch(..., devices=4, devices_per_rank=2)``, or
+            of torchrun.)
+        settings: as the Job's: ``step``, ``accumulate``, ``clip_norm``, ``sync_batchnorm``,
+            ``precision``, ...
 
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.
@@ -74,14 +79,21 @@ def parallelize(
     job = Job(
         model=lambda: model,
         loss=loss,  # type: ignore[arg-type]
-        optimizer=(lambda named: optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer,
+        optimizer=(lambda named: optimizer)
+        if isinstance(optimizer, torch.optim.Optimizer)
+        else optimizer,
         train_data=(),
         batch_size=2**31,
         **settings,
     )
-    if (shard := next((name for name, p in model.named_parameters() if hasattr(p, "placements")), None)) is not None:
+    if (
+        shard := next(
+            (name for name, p in model.named_parameters() if hasattr(p, "placements")), None
+        )
+    ) is not None:
         raise InputError(
-            f'"{shard}" of the model is a shard (DTensor) already, of another step or of your own: give each step of '
+            f'"{shard}" of the model is a shard (DTensor) already, of another step or of your '
+            "own: give each step of "
             "fsdp a model of its own, or take ddp"
         )
     if job.keep_memory:
@@ -89,8 +101,10 @@ def parallelize(
     chosen = choose(strategy, world.devices)
     if world.size > 1 and len(world.devices) != (each := chosen.devices_per_rank):
         raise StrategyError(
-            f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has {len(world.devices)}: "
-            f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize before lockstep.batches"
+            f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has "
+            f"{len(world.devices)}: "
+            f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize "
+            "before lockstep.batches"
         )
     evaluates = not model.training
     step = chosen.prepare(job, world)
@@ -109,7 +123,8 @@ def parallelize(
 
 
 _PUT_IN_TRAINING = (
-    "the model was in evaluation mode, and is in training mode now: call model.train() before, or, if it is to be "
+    "the model was in evaluation mode, and is in training mode now: call model.train() before, "
+    "or, if it is to be "
     "trained in evaluation mode, model.eval() after lockstep.parallelize"
 )
 
@@ -117,16 +132,24 @@ _PUT_IN_TRAINING = (
 def _in_parts(
     strategy: Strategy, job: Job, model: nn.Module, replicas: int, microbatches: int | None = None
 ) -> list[Caveat]:
-    """The caveats of batches that are cut in so many micro-batches; None: that are given to ``step.backward``."""
-    every = strategy.caveats(job.replace(accumulate=microbatches or max(2, job.accumulate)), model, replicas)
+    """The caveats of batches that are cut in so many micro-batches; None: that are given to
+    ``step.backward``.
+    """
+    every = strategy.caveats(
+        job.replace(accumulate=microbatches or max(2, job.accumulate)), model, replicas
+    )
     if microbatches is not None:
         return every
     text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
-    return [replace(one, text=text) if one.kind == "batchnorm" and not one.fix else one for one in every]
+    return [
+        replace(one, text=text) if one.kind == "batchnorm" and not one.fix else one for one in every
+    ]
 
 
 class _Warns:
-    """Gives what a step has to say to Python's warnings, since a person's own loop has no display."""
+    """Gives what a step has to say to Python's warnings, since a person's own loop has no
+    display.
+    """
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
         self._tell = tell
@@ -140,6 +163,9 @@ class _Warns:
 def _frames_of_libraries() -> int:
     """How many frames up from the caller the person's own code is, as ``warnings`` counts."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lockstep", "torch"):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
+        "lockstep",
+        "torch",
+    ):
         frame, level = frame.f_back, level + 1
     return level

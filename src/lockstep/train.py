@@ -12,7 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.data import eval_loaders, is_stream, resolve_sets
-from lockstep.errors import FolderError, InputError, JobError, LockstepError, Lost, StrategyError, told
+from lockstep.errors import (
+    FolderError,
+    InputError,
+    JobError,
+    LockstepError,
+    Lost,
+    StrategyError,
+    told,
+)
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -57,38 +65,53 @@ def train(
     Args:
         job: a Job, a function that returns one, or the path of a job file.
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
-        devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None is ``"auto"``.
-        resume: the folder of a run to go on with, under any strategy and number of devices. Where these are None it
-            goes on under its own strategy, with that one's settings, and on its devices as far as they are here.
-            ``"auto"`` is the newest run of this job under ``folder`` that isn't at its end, or a new one. Ranks that
-            torchrun has started again go on with their run by themselves.
+        devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None
+            is ``"auto"``.
+        resume: the folder of a run to go on with, under any strategy and number of devices. Where
+            these are None it goes on under its own strategy, with that one's settings, and on its
+            devices as far as they are here. ``"auto"`` is the newest run of this job under
+            ``folder`` that isn't at its end, or a new one. Ranks that torchrun has started again go
+            on with their run by themselves.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
-        profile: profile a few steps: a trace for each rank, and a table of where the time goes (docs/profile.md).
+        profile: profile a few steps: a trace for each rank, and a table of where the time goes
+            (docs/profile.md).
         quiet: print nothing.
-        audit: write down the samples of each step, for ``lockstep audit`` (see lockstep.training.audit).
-        grace: seconds that the step may take to end after Ctrl-C or SIGTERM, before the process stops all the same.
-        restarts: how many times ranks of this machine that were lost are started again, from the last checkpoint.
-        min_devices: go on with fewer devices, at least so many, where a rank is lost twice without coming further.
-        timeout: seconds without progress after which the run ends; 0 is never. Which rank the others wait for is said
-            after 30 s, or ten usual steps (see lockstep.launch.hang_report).
-        batch_size_per_device: samples that each replica of the model computes at once; ``batch_size`` is that times the
-            replicas, times ``accumulate``.
+        audit: write down the samples of each step, for ``lockstep audit`` (see
+            lockstep.training.audit).
+        grace: seconds that the step may take to end after Ctrl-C or SIGTERM, before the process
+            stops all the same.
+        restarts: how many times ranks of this machine that were lost are started again, from the
+            last checkpoint.
+        min_devices: go on with fewer devices, at least so many, where a rank is lost twice without
+            coming further.
+        timeout: seconds without progress after which the run ends; 0 is never. Which rank the
+            others wait for is said after 30 s, or ten usual steps (see
+            lockstep.launch.hang_report).
+        batch_size_per_device: samples that each replica of the model computes at once;
+            ``batch_size`` is that times the replicas, times ``accumulate``.
         settings: fields of the job to replace.
 
     Raises:
         InputError: something asked for can't be done; nothing was made.
-        RunError: the run failed; its folder is kept. What the job's own code raises in another process comes as a
-            RankFailed with that as its cause; in this process, as itself.
-        KeyboardInterrupt: Ctrl-C; the run is saved as it was at the end of that step, and can be resumed.
+        RunError: the run failed; its folder is kept. What the job's own code raises in another
+            process comes as a RankFailed with that as its cause; in this process, as itself.
+        KeyboardInterrupt: Ctrl-C; the run is saved as it was at the end of that step, and can be
+            resumed.
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     _world.not_within_a_rank()
     job = with_settings(as_job(job), settings)
     given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
     if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in given):
-        both = f"{batch_size_per_device} and batch_size {given['batch_size']}" if "batch_size" in given else ""
-        raise InputError(f"batch_size_per_device: {both or batch_size_per_device}: give one of them, from 1")
+        both = (
+            f"{batch_size_per_device} and batch_size {given['batch_size']}"
+            if "batch_size" in given
+            else ""
+        )
+        raise InputError(
+            f"batch_size_per_device: {both or batch_size_per_device}: give one of them, from 1"
+        )
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
@@ -103,15 +126,25 @@ def train(
         way = choose(strategy, () if torchrun else chosen)
         if torchrun and way.in_one_process:
             raise StrategyError(
-                f"{way.name} is one process for all devices, and torchrun starts one for each: take ddp"
+                f"{way.name} is one process for all devices, and torchrun starts one for each: "
+                "take ddp"
             )
         if min_devices is not None and way.devices_needed is not None:
-            raise InputError(f"min_devices: {way.name} is for {way.devices_needed} devices, and no fewer: leave it out")
+            raise InputError(
+                f"min_devices: {way.name} is for {way.devices_needed} devices, and no fewer: "
+                "leave it out"
+            )
         lost = LostRanks(restarts, min_devices, chosen)
         if restarts and (torchrun or needs_one_process(way, chosen)):
             one = f"{way.name} is one process here: start the command again, with --resume auto"
             raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
-        run = RunFolder(begun) if begun is not None else RunFolder.new(folder, f"{name}-{way.name}") if first else None
+        run = (
+            RunFolder(begun)
+            if begun is not None
+            else RunFolder.new(folder, f"{name}-{way.name}")
+            if first
+            else None
+        )
         path = None if run is None else str(run.path.resolve())
         plan = Plan(job, way, name, path, config is not None, profile, audit, timeout)
         plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
@@ -119,7 +152,9 @@ def train(
             display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
         try:
             with StopRequest(_has_begun, grace) as request:
-                summary, path = _with_restarts(plan, chosen, backend, display, None if torchrun else run, lost)
+                summary, path = _with_restarts(
+                    plan, chosen, backend, display, None if torchrun else run, lost
+                )
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:
@@ -165,7 +200,8 @@ def _with_restarts(
 def _to_resume(
     resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
 ) -> tuple[str | None, dict[str, Any] | None, bool]:
-    """The folder of the run to go on with, its config, and whether torchrun has started the ranks again.
+    """The folder of the run to go on with, its config, and whether torchrun has started the ranks
+    again.
 
     Without config the run has to begin anew in its folder.
     """
@@ -189,7 +225,8 @@ def _has_begun() -> bool:
 
 
 def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
-    """Take away the folder of a run that was refused, or was stopped before it had anything; else say where it is.
+    """Take away the folder of a run that was refused, or was stopped before it had anything; else
+    say where it is.
 
     What failed is written there, for its report.
     """
@@ -201,7 +238,11 @@ def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resu
     elif not isinstance(error, InputError) or (run.is_resumable and not resumed):
         if not stopped:
             with contextlib.suppress(FolderError):  # a full disk, say: that is said already
-                said = str(error).partition("\n")[0] if isinstance(error, LockstepError) else told(error)
+                said = (
+                    str(error).partition("\n")[0]
+                    if isinstance(error, LockstepError)
+                    else told(error)
+                )
                 run.write_json(run.failure, {"error": said})
         go_on = f"; resume it with --resume {run.path}" if run.is_resumable else ""
         display.line(f"run: {run.path}{go_on}")
@@ -237,28 +278,41 @@ def evaluate(
         devices: as in ``train``.
         backend: as in ``train``.
         best: take the weights of the best evaluation.
-        weights: take another safetensors file of a run: in its folder (``"ema.safetensors"``), or else by its path.
+        weights: take another safetensors file of a run: in its folder (``"ema.safetensors"``), or
+            else by its path.
         job_parameters: keyword arguments for the function of a job file.
         job: of a run, instead of the job file that its folder names.
-        trust_job: take the job file that a run's folder names, though it isn't the one that was trained.
+        trust_job: take the job file that a run's folder names, though it isn't the one that was
+            trained.
         settings: fields of the job to replace.
 
     Returns:
-        ``"loss"`` and each metric, each sample counted once. Evaluation sets by name give ``"clean/loss"`` and so on;
-        ``"loss"`` is then that of the first.
+        ``"loss"`` and each metric, each sample counted once. Evaluation sets by name give
+        ``"clean/loss"`` and so on; ``"loss"`` is then that of the first.
     """
     file: Path | None = None
     its: Job | JobFile
     if isinstance(what, Run) or (isinstance(what, str | Path) and os.path.isdir(what)):
         its, file = trained_of(
-            what, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+            what,
+            best=best,
+            weights=weights,
+            job_parameters=job_parameters,
+            job=job,
+            trust=trust_job,
         )
     else:
-        its = JobFile(str(what), job_parameters or {}) if isinstance(what, str | Path) else as_job(what)
+        its = (
+            JobFile(str(what), job_parameters or {})
+            if isinstance(what, str | Path)
+            else as_job(what)
+        )
         if best or job is not None or weights is not None:
             option = "best" if best else "weights" if weights is not None else "job"
             instead = f": --init {weights} gives it these" if option == "weights" else ""
-            raise InputError(f"{what}: --{option} is for a run, and this is a job that was not trained{instead}")
+            raise InputError(
+                f"{what}: --{option} is for a run, and this is a job that was not trained{instead}"
+            )
     its = with_settings(its, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)

@@ -1,4 +1,6 @@
-"""Checkpoints: any strategy reads any other's, damaged ones are named, what is resumed ends as if never stopped."""
+"""Checkpoints: any strategy reads any other's, damaged ones are named, what is resumed ends as
+if never stopped.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +32,29 @@ ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "mp": "2x
 
 
 def job_of(**settings: Any) -> Job:
-    return ZOO["momentum"].replace(**{"precision": "fp64", "epochs": 2, "save_every": 3, **settings})
+    return ZOO["momentum"].replace(
+        **{"precision": "fp64", "epochs": 2, "save_every": 3, **settings}
+    )
 
 
-# ---- the format ------------------------------------------------------------------------------------------------------
+# ---- the format ----------------------------------------------------------------------------------
 
 
 def test_ranks_share_out_all_rows_once_and_about_evenly() -> None:
-    tensors = {"a": torch.zeros(1000, 8), "b": torch.zeros(7), "c": torch.tensor(1.0), "d": torch.zeros(301, 3)}
+    tensors = {
+        "a": torch.zeros(1000, 8),
+        "b": torch.zeros(7),
+        "c": torch.tensor(1.0),
+        "d": torch.zeros(301, 3),
+    }
     for parts in (1, 2, 3, 8):
         rows = shared_out(tensors, parts)
         loads = [0] * parts
         for name, tensor in tensors.items():
             pieces = [one.of(tensor) for one in rows[name]]
-            assert sum(len(piece) if piece.dim() else 1 for piece in pieces) == (len(tensor) if tensor.dim() else 1)
+            assert sum(len(piece) if piece.dim() else 1 for piece in pieces) == (
+                len(tensor) if tensor.dim() else 1
+            )
             for one, piece in zip(rows[name], pieces, strict=True):
                 loads[one.part] += piece.nbytes
         assert max(loads) <= 1.05 * sum(loads) / parts + 200
@@ -75,19 +86,25 @@ def test_a_checkpoint_holds_one_device_names_and_says_what_it_has(tmp_path: Path
     assert [newest[0].name, before[0].name] == ["step-8", "step-6"], "two are kept"
     path, index = before
     assert index.about == {"step": 6, "epoch": 1, "position": 2}
-    assert sorted(os.listdir(path)) == ["index.json", "rank-0-of-2.safetensors", "rank-1-of-2.safetensors"]
+    assert sorted(os.listdir(path)) == [
+        "index.json",
+        "rank-0-of-2.safetensors",
+        "rank-1-of-2.safetensors",
+    ]
     assert set(index.state(path)["model"]) == set(mlp().state_dict())
     assert b"pickle" not in (path / "index.json").read_bytes()
 
 
-# ---- resuming is not stopping ----------------------------------------------------------------------------------------
+# ---- resuming is not stopping --------------------------------------------------------------------
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_the_same_bits_from_every_checkpoint(strategy: str, tmp_path: Path) -> None:
     """Each of the steps of two epochs, the last one of an epoch among them."""
-    job = job_of(save_every=1, keep=99, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5))
+    job = job_of(
+        save_every=1, keep=99, lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5)
+    )
     job = job.replace(lr_scheduler_every="step")
     whole = train(job, strategy=strategy, devices=ON[strategy], folder=tmp_path, quiet=True)
     steps = CheckpointFolder(whole.folder / "checkpoints").steps()
@@ -100,11 +117,17 @@ def test_the_same_bits_from_every_checkpoint(strategy: str, tmp_path: Path) -> N
             shutil.rmtree(left / "checkpoints" / f"step-{later}")
         run = train(job, resume=left, quiet=True)
         assert same_bits(run.model(), whole.model())
-        assert [_without_times(r) for r in run.history] == [_without_times(r) for r in whole.history]
+        assert [_without_times(r) for r in run.history] == [
+            _without_times(r) for r in whole.history
+        ]
 
 
 def _without_times(record: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in ("seconds", "samples_per_second")}
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in ("seconds", "samples_per_second")
+    }
 
 
 @pytest.mark.sweep
@@ -118,12 +141,16 @@ def test_any_strategy_goes_on_from_any_other_s(was: str, tmp_path: Path) -> None
         shutil.copytree(half.folder, copy)
         run = train(job, strategy=now, devices=ON[now], resume=copy, quiet=True)
         for name, value in run.model().state_dict().items():
-            torch.testing.assert_close(value, whole.model().state_dict()[name], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                value, whole.model().state_dict()[name], rtol=1e-10, atol=1e-10
+            )
 
 
 @pytest.mark.slow
 def test_synchronised_batch_norm_goes_on_too(tmp_path: Path) -> None:
-    job = ZOO["an empty rank under sync_batchnorm"].replace(precision="fp64", epochs=2, save_every=1)
+    job = ZOO["an empty rank under sync_batchnorm"].replace(
+        precision="fp64", epochs=2, save_every=1
+    )
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     half = train(job, strategy="ddp", devices="3xcpu", folder=tmp_path, quiet=True, steps=5)
     run = train(job, strategy="dp", devices="2xcpu", resume=half.folder, quiet=True)
@@ -168,7 +195,14 @@ def test_states_of_data_and_of_functions_are_in_it(tmp_path: Path) -> None:
     def made(**settings: Any) -> tuple[Job, Counts]:
         counts = Counts()
         data = Remembering(drawn(29, 6), labels(29, 3))
-        job = job_of(train_data=data, loader_workers=0, on_event=[counts], epochs=3, eval_data=None, metrics={})
+        job = job_of(
+            train_data=data,
+            loader_workers=0,
+            on_event=[counts],
+            epochs=3,
+            eval_data=None,
+            metrics={},
+        )
         return job.replace(**settings), counts
 
     whole = train(made()[0], strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -182,7 +216,8 @@ def test_a_data_set_s_state_that_workers_would_change_is_said(tmp_path: Path, ca
     job = job_of(train_data=Remembering(drawn(29, 6), labels(29, 3)), loader_workers=1)
     train(job, devices="1xcpu", folder=tmp_path)
     assert (
-        "note: train_data has a state, which loader workers would change: loader_workers=0" in capsys.readouterr().out
+        "note: train_data has a state, which loader workers would change: loader_workers=0"
+        in capsys.readouterr().out
     )
 
 
@@ -197,7 +232,10 @@ class Holding(nn.Linear):
 
 
 def test_what_can_not_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r'saving: "model/_extra_state/thing" is a builtins.object, which no checkpoint'):
+    with pytest.raises(
+        JobError,
+        match=r'saving: "model/_extra_state/thing" is a builtins.object, which no checkpoint',
+    ):
         train(job_of(model=lambda: Holding(6, 3)), folder=tmp_path, devices="1xcpu", quiet=True)
     assert not list(tmp_path.iterdir())
 
@@ -209,31 +247,52 @@ def test_times_and_steps_are_understood(every: Any) -> None:
 
 @pytest.mark.parametrize("every", [0, "0 s", "soon", -1, "1.5", "3 days"])
 def test_others_are_refused(every: Any) -> None:
-    with pytest.raises(JobError, match=r"save_every: .* is neither a number of steps above 0 nor a time, as 10min"):
+    with pytest.raises(
+        JobError, match=r"save_every: .* is neither a number of steps above 0 nor a time, as 10min"
+    ):
         job_of(save_every=every)
 
 
 def test_a_time_is_agreed_upon_by_all_ranks(tmp_path: Path) -> None:
-    run = train(job_of(save_every="0.001s", keep=99), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job_of(save_every="0.001s", keep=99),
+        strategy="ddp",
+        devices="2xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     assert len(CheckpointFolder(run.folder / "checkpoints").steps()) > 3
-    run = train(job_of(save_every="1h", keep=99), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job_of(save_every="1h", keep=99),
+        strategy="ddp",
+        devices="2xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     assert CheckpointFolder(run.folder / "checkpoints").steps() == [8, 4]
 
 
 def test_hogwild_saves_where_its_ranks_meet_and_says_so(tmp_path: Path, capsys: Any) -> None:
     run = train(job_of(save_every=1, keep=9), strategy="hogwild", devices="2xcpu", folder=tmp_path)
     assert CheckpointFolder(run.folder / "checkpoints").steps() == [8, 4]
-    assert "note: save_every: these ranks meet at the end of an epoch only, and save there" in capsys.readouterr().out
+    assert (
+        "note: save_every: these ranks meet at the end of an epoch only, and save there"
+        in capsys.readouterr().out
+    )
 
 
-# ---- what is damaged -------------------------------------------------------------------------------------------------
+# ---- what is damaged -----------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of ``ddp`` that was ended by steps, with two checkpoints."""
     return train(
-        job_of(steps=6), strategy="ddp", devices="2xcpu", folder=tmp_path_factory.mktemp("runs"), quiet=True
+        job_of(steps=6),
+        strategy="ddp",
+        devices="2xcpu",
+        folder=tmp_path_factory.mktemp("runs"),
+        quiet=True,
     ).folder
 
 
@@ -244,7 +303,9 @@ def copied(finished: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing", "empty"])
-@pytest.mark.parametrize("name", ["index.json", slow("rank-0-of-2.safetensors"), "rank-1-of-2.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["index.json", slow("rank-0-of-2.safetensors"), "rank-1-of-2.safetensors"]
+)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     how: str, name: str, finished: Path, tmp_path: Path, capsys: Any
 ) -> None:
@@ -262,7 +323,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert "resuming after epoch 1, step 4" in said or "resuming after epoch 1, step 3" in said
     assert (run / "checkpoints" / "step-6.damaged").is_dir()
     whole = train(job_of(), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    torch.testing.assert_close(went_on.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        went_on.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -300,7 +363,9 @@ def test_no_flipped_bit_of_any_file_goes_unnoticed_or_changes_a_number(
             except FolderError:
                 pass
             else:
-                assert now.keys() == weights.keys() and all(torch.equal(now[n], weights[n]) for n in now)
+                assert now.keys() == weights.keys() and all(
+                    torch.equal(now[n], weights[n]) for n in now
+                )
             body[place] ^= bit
 
 
@@ -310,7 +375,9 @@ def test_evaluate_refuses_damaged_weights(finished: Path, tmp_path: Path) -> Non
     body = bytearray(file.read_bytes())
     body[-3] ^= 1
     file.write_bytes(body)
-    with pytest.raises(FolderError, match=r"model\.safetensors: the file is damaged: its numbers aren't those"):
+    with pytest.raises(
+        FolderError, match=r"model\.safetensors: the file is damaged: its numbers aren't those"
+    ):
         lockstep.evaluate(Run.open(run, job_of()))
     with pytest.raises(FolderError, match=r"model\.safetensors: the file is damaged"):
         lockstep.predict(Run.open(run, job_of()))
@@ -328,11 +395,13 @@ def test_a_death_between_two_renames_loses_nothing(finished: Path, tmp_path: Pat
     assert not list(kept.glob(".*"))
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -------------------------------------------------------------------------------------
 
 
 def test_training_waits_for_the_copy_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is changed after ``save`` is in the checkpoint, though it is written afterwards."""
+    """Nothing that is changed after ``save`` is in the checkpoint, though it is written
+    afterwards.
+    """
     may_write = threading.Event()
     real = writers.write_tensors
 
@@ -351,7 +420,8 @@ def test_training_waits_for_the_copy_only(tmp_path: Path, monkeypatch: pytest.Mo
         writer.finish()
         may_write.clear()
     kept = [
-        index.state(path)["model"]["w"][0, 0].item() for path, index in CheckpointFolder(tmp_path).whole(pytest.fail)
+        index.state(path)["model"]["w"][0, 0].item()
+        for path, index in CheckpointFolder(tmp_path).whole(pytest.fail)
     ]
     assert kept == [2.0, 1.0]
 
@@ -388,7 +458,10 @@ def test_a_rank_whose_disk_is_full_is_said_by_rank_0_and_leaves_nothing(tmp_path
         return ""
 
     first, second = lockstep.launch(save, devices="2xcpu", args=(str(tmp_path / "kept"),))
-    assert "could not be written: the disk is full; free some space, then begin anew" in first and second == ""
+    assert (
+        "could not be written: the disk is full; free some space, then begin anew" in first
+        and second == ""
+    )
     assert not list((tmp_path / "kept").iterdir())
 
 
@@ -403,7 +476,9 @@ def test_a_link_where_a_file_is_to_be_written_is_not_followed(tmp_path: Path) ->
 
 
 def test_an_own_loop_saves_the_same_format(tmp_path: Path) -> None:
-    step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, strategy="dp", devices="2xcpu")
+    step = lockstep.parallelize(
+        mlp(), nn.CrossEntropyLoss(), plain_sgd, strategy="dp", devices="2xcpu"
+    )
     for number in range(3):
         step(drawn(8, 6, seed=number), labels(8, 3, seed=number))
         step.save(tmp_path / "kept")

@@ -19,7 +19,10 @@ SIZES = {"even": (3, 3, 1), "odd": (3, 4, 0)}
 
 def write(world: World, folder: str) -> bool:
     writer = Writer(Path(folder), world, 1)
-    shards = {name: RowShard(WHOLE[name].split(SIZES[name])[world.rank], SIZES[name], world.rank) for name in WHOLE}
+    shards = {
+        name: RowShard(WHOLE[name].split(SIZES[name])[world.rank], SIZES[name], world.rank)
+        for name in WHOLE
+    }
     shared = writer.is_shared
     writer.save(1, {"model": {**shards, "bias": torch.ones(3)}, "step": 1}, {"step": 1})
     writer.finish()

@@ -1,4 +1,6 @@
-"""What any strategy saved is taken up by any other, weights and optimizer, and a rank reads what it needs only."""
+"""What any strategy saved is taken up by any other, weights and optimizer, and a rank reads what
+it needs only.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Tied(nn.Module):
     def __init__(self, words: int = 11, width: int = 8) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)
+        )
         self.out = nn.Linear(width, words, bias=False)
         self.out.weight = self.embedding.weight
 
@@ -57,7 +61,13 @@ def job_of() -> Job:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train(job_of(), strategy="single", devices="1xcpu", folder=tmp_path_factory.mktemp("whole"), quiet=True)
+    return train(
+        job_of(),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path_factory.mktemp("whole"),
+        quiet=True,
+    )
 
 
 @pytest.mark.slow
@@ -92,7 +102,9 @@ def test_shards_of_four_ranks_are_files_of_rows_that_one_device_goes_on_from(
 
 
 def read_and_gathered(world: Any, folder: str) -> tuple[int, int, int]:
-    """Bytes that this rank reads of a checkpoint, those of all its tensors, and how many were gathered for it."""
+    """Bytes that this rank reads of a checkpoint, those of all its tensors, and how many were
+    gathered for it.
+    """
     torch.manual_seed(0)
     model = Tied(64, 32).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -118,6 +130,8 @@ def read_and_gathered(world: Any, folder: str) -> tuple[int, int, int]:
 
 
 def test_a_rank_of_shards_reads_its_rows_only_and_gathers_nothing_to_save(tmp_path: Path) -> None:
-    for read, all_of_it, gathered in lockstep.launch(read_and_gathered, devices="2xcpu", args=(str(tmp_path),)):
+    for read, all_of_it, gathered in lockstep.launch(
+        read_and_gathered, devices="2xcpu", args=(str(tmp_path),)
+    ):
         assert read < all_of_it / 2 * 1.05
         assert gathered == 0

@@ -80,34 +80,75 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --devices cudaa", "cudaa"),
         ("train a_job.py --devices 99", "99 devices, but"),
         ("train a_job.py --batch-size 0", "batch_size: 0 is too small"),
-        ("train a_job.py --batchsize 3", "no option --batchsize here; did you mean \"--batch-size\""),
-        ("train a_job.py --set los=mse", '--set los: the job has no such parameter; did you mean "loss"'),
+        ("train a_job.py --batchsize 3", 'no option --batchsize here; did you mean "--batch-size"'),
+        (
+            "train a_job.py --set los=mse",
+            '--set los: the job has no such parameter; did you mean "loss"',
+        ),
         ("train a_job.py --set bad=x", "--set bad: 'x' is not a whole number"),
         ("train a_job.py --set loss", "--set key=value"),
         ("train a_job.py --set loss=vector", r"returned a tensor of shape \(8,\)"),
         ("train a_job.py --set loss=mse", r"can't take outputs \(8, 3\) and targets \(8,\)"),
         ("train a_job.py --set empty=true", "train_data: it is empty"),
-        ("train a_job.py --set optimizer=drops", 'optimizer: 1 of 2 parameters are left out, "one.weight" first'),
+        (
+            "train a_job.py --set optimizer=drops",
+            'optimizer: 1 of 2 parameters are left out, "one.weight" first',
+        ),
         ("train a_job.py --folder a_job.py", "no run can be kept there|can't be made"),
-        ("train a_job.py --set model=unlike --devices 2xcpu", '"one.weight" on rank 0 is "other.weight"'),
-        ("train a_job.py --set model=random --devices 2xcpu", '"one.weight" has other values on rank 0'),
-        ("train a_job.py --set loss=mse --devices 2xcpu", r"can't take outputs \(4, 3\) and targets \(4,\)"),
-        ("train a_job.py --microbatches 2", "--microbatches is a setting of a strategy: name that too"),
-        ("train a_job.py --strategy ddp --microbatches 2", 'strategy "ddp" has no setting "microbatches": pp has it$'),
-        ("train a_job.py --strategy pp --microbatches x", "microbatches: 'x' is not a whole number"),
-        ("train a_job.py --strategy pp --microbatches none", "microbatches: 'none' is not a whole number"),
-        ("train a_job.py --strategy pp --microbatches 4 --split-size 20", "microbatches=4 and split_size=20 say"),
+        (
+            "train a_job.py --set model=unlike --devices 2xcpu",
+            '"one.weight" on rank 0 is "other.weight"',
+        ),
+        (
+            "train a_job.py --set model=random --devices 2xcpu",
+            '"one.weight" has other values on rank 0',
+        ),
+        (
+            "train a_job.py --set loss=mse --devices 2xcpu",
+            r"can't take outputs \(4, 3\) and targets \(4,\)",
+        ),
+        (
+            "train a_job.py --microbatches 2",
+            "--microbatches is a setting of a strategy: name that too",
+        ),
+        (
+            "train a_job.py --strategy ddp --microbatches 2",
+            'strategy "ddp" has no setting "microbatches": pp has it$',
+        ),
+        (
+            "train a_job.py --strategy pp --microbatches x",
+            "microbatches: 'x' is not a whole number",
+        ),
+        (
+            "train a_job.py --strategy pp --microbatches none",
+            "microbatches: 'none' is not a whole number",
+        ),
+        (
+            "train a_job.py --strategy pp --microbatches 4 --split-size 20",
+            "microbatches=4 and split_size=20 say",
+        ),
         ("train a_job.py --strategy pp --schedule 2f2b", 'no schedule "2f2b"'),
-        ('train a_job.py --strategy pp --map {"ones":0}', 'the model has no "ones": did you mean "one"'),
-        ("train a_job.py --strategy pp --map nowhere.json", "read \\(No such file or directory\\): give a file"),
-        ("train a_job.py --strategy mp --devices 2xcpu", "2 devices, but the model has layers for 1 only"),
+        (
+            'train a_job.py --strategy pp --map {"ones":0}',
+            'the model has no "ones": did you mean "one"',
+        ),
+        (
+            "train a_job.py --strategy pp --map nowhere.json",
+            "read \\(No such file or directory\\): give a file",
+        ),
+        (
+            "train a_job.py --strategy mp --devices 2xcpu",
+            "2 devices, but the model has layers for 1 only",
+        ),
         ("train --resume nowhere", "nowhere: no run is kept there"),
         ("evaluate a_job.py", "eval_data: the job has none"),
         ("evaluate nowhere", "nowhere"),
         ("trian a_job.py", 'no command "trian"; did you mean "train"'),
     ],
-)  # fmt: skip
-def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, says: str, job: Path, capfd) -> None:
+)
+def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(
+    words: str, says: str, job: Path, capfd
+) -> None:
     assert main(words.split()) == 2
     lines = said(capfd)
     assert len(lines) == 1, lines
@@ -117,7 +158,9 @@ def test_bad_input_gets_one_line_and_exit_code_2_and_makes_nothing(words: str, s
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("on", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"])
+@pytest.mark.parametrize(
+    "on", ["--devices 1", "--strategy dp --devices 2xcpu", "--strategy ddp --devices 2xcpu"]
+)
 @pytest.mark.parametrize(
     ("parameter", "says"),
     [
@@ -140,12 +183,28 @@ def test_a_run_from_the_command_line_is_resumed_and_evaluated(job: Path, capfd) 
     out = capfd.readouterr().out
     folder = out.strip().splitlines()[-1].removeprefix("run: ")
     assert "a_job: ddp on 2 devices (cpu:0, cpu:1), gloo" in out
-    assert main(["train", "--resume", folder, "--strategy", "dp", "--devices", "2xcpu", "--epochs", "3"]) == 0
+    assert (
+        main(
+            ["train", "--resume", folder, "--strategy", "dp", "--devices", "2xcpu", "--epochs", "3"]
+        )
+        == 0
+    )
     assert "resuming after epoch 2, step 6" in capfd.readouterr().out
 
 
 def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, capfd) -> None:
-    words = ["train", "a_job.py", "--strategy", "pp", "--devices", "1", "--microbatches", "100", "--epochs", "1"]
+    words = [
+        "train",
+        "a_job.py",
+        "--strategy",
+        "pp",
+        "--devices",
+        "1",
+        "--microbatches",
+        "100",
+        "--epochs",
+        "1",
+    ]
     assert main(words) == 0
     assert "batches of 8, in 8 micro-batches;" in capfd.readouterr().out
 
@@ -159,7 +218,9 @@ def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, ca
         ("train", "run_commands"),
     ],
 )
-def test_ctrl_c_says_what_that_command_keeps(command: str, file: str, job: Path, capfd, monkeypatch) -> None:
+def test_ctrl_c_says_what_that_command_keeps(
+    command: str, file: str, job: Path, capfd, monkeypatch
+) -> None:
     def stopped(options: object) -> int:
         raise KeyboardInterrupt
 
@@ -193,7 +254,9 @@ SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to imp
     ],
 )
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, times: int, tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_are_imported_is_one_line(
+    name: str, then: str, times: int, tmp_path: Path
+) -> None:
     """They swallow it, and make other exceptions of it; a person may press it more than once."""
     for path in ("torch/__init__.py", "job.py")[name == "job.py" :]:
         (tmp_path / path).parent.mkdir(exist_ok=True)
@@ -209,10 +272,23 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(name: str, then: str, tim
 
 @pytest.mark.slow
 def test_torchrun_starts_the_same_job(job: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "lockstep",
+    ]
     surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}
     out = subprocess.run(
-        [*command, "train", "a_job.py"], cwd=job.parent, env=surroundings, capture_output=True, text=True, check=False
+        [*command, "train", "a_job.py"],
+        cwd=job.parent,
+        env=surroundings,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert out.returncode == 0, out.stderr
     assert out.stdout.count("run: ") == 1
@@ -235,7 +311,9 @@ def test_the_mesh_of_a_strategy_is_drawn(capfd) -> None:
     assert capfd.readouterr().out.splitlines()[-1] == whole
 
 
-def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(job: Path, capfd) -> None:
+def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(
+    job: Path, capfd
+) -> None:
     assert main(["train", str(job), "--strategy", "fsdp=2"]) == 2
     assert 'there is no strategy "fsdp=2": take fsdp on 2 devices' in capfd.readouterr().err
     assert main(["train", str(job), "--strategy", "mp", "--microbatches", "2"]) == 2

@@ -29,16 +29,22 @@ def line(error: pytest.ExceptionInfo[Any]) -> str:
     return said
 
 
-# ---- a Job -----------------------------------------------------------------------------------------------------------
+# ---- a Job ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: Job(batchsize=3), 'batchsize: a job has no such field; did you mean "batch_size"?'),  # type: ignore[call-arg]
+        (
+            lambda: Job(batchsize=3),
+            'batchsize: a job has no such field; did you mean "batch_size"?',
+        ),  # type: ignore[call-arg]
         (lambda: Job(batch_size=3), "model: a job needs one; Job(model=, loss=, optimizer="),  # type: ignore[call-arg]
         (lambda: Job(mlp), "a Job takes its fields by name (model=..., loss=...), not a function"),  # type: ignore[misc]
-        (lambda: dataclasses.replace(MLP, eppochs=3), 'eppochs: a job has no such field; did you mean "epochs"?'),
+        (
+            lambda: dataclasses.replace(MLP, eppochs=3),
+            'eppochs: a job has no such field; did you mean "epochs"?',
+        ),
     ],
 )
 def test_a_job_with_wrong_fields(make: Callable[[], Any], says: str) -> None:
@@ -47,7 +53,7 @@ def test_a_job_with_wrong_fields(make: Callable[[], Any], says: str) -> None:
     line(caught)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 JOB = """
 import torch, lockstep
@@ -96,10 +102,15 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
     ("words", "says"),
     [
         ("--out x", "there is no option --out here: predict, export and schedule have one"),
-        ("--lr 0.2", "there is no option --lr here: for a parameter of the job's function write --set lr=VALUE"),
+        (
+            "--lr 0.2",
+            "there is no option --lr here: for a parameter of the job's function write --set "
+            "lr=VALUE",
+        ),
         (
             "--strategy zero",
-            'there is no strategy "zero": there are: single, dp, ddp, fsdp, mp, pp, hogwild, ddp=2xpp=2, ',
+            'there is no strategy "zero": there are: single, dp, ddp, fsdp, mp, pp, hogwild, '
+            "ddp=2xpp=2, ",
         ),
         ("--strategy ddp2xpp2", 'there is no strategy "ddp2xpp2": did you mean "ddp=2xpp=2"?'),
         ("--strategy dpd", 'there is no strategy "dpd": did you mean "dp"'),
@@ -110,13 +121,27 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
             "--set data=tensors",
             "its TensorDataset has 3 tensors, (inputs, targets) is expected; of several",
         ),
-        ("--set data=none", "train_data: the targets of a sample are None: give a number in their place"),
-        ("--set model=cuda", "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves them"),
-        ("--set data=lost", "'data/lost.pt' (a_job.py, line 22); relative paths are taken from {here}, where"),
-        ("--set data=read", "'data/lost.txt' (a_job.py, line 27); relative paths are taken from {here}, where"),
+        (
+            "--set data=none",
+            "train_data: the targets of a sample are None: give a number in their place",
+        ),
+        (
+            "--set model=cuda",
+            "; build models and data on the CPU, without .cuda() and .to(...): Lockstep moves them",
+        ),
+        (
+            "--set data=lost",
+            "'data/lost.pt' (a_job.py, line 22); relative paths are taken from {here}, where",
+        ),
+        (
+            "--set data=read",
+            "'data/lost.txt' (a_job.py, line 27); relative paths are taken from {here}, where",
+        ),
     ],
 )
-def test_a_command_that_can_t_be_done(words: str, says: str, job: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_can_t_be_done(
+    words: str, says: str, job: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", "a_job.py", *words.split()]) == 2
     (said,) = capfd.readouterr().err.splitlines()
     assert says.format(here=job) in said
@@ -145,7 +170,7 @@ def test_a_name_is_offered_only_where_it_is_near(word: str, near: list[str]) -> 
     assert near_names(word, ["single", "dp", "ddp", "mp", "pp", "hogwild"]) == near
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 
 
 def test_a_model_in_shared_memory_is_not_copied_to_ranks_without_a_word() -> None:
@@ -160,22 +185,29 @@ def test_a_model_in_shared_memory_is_not_copied_to_ranks_without_a_word() -> Non
     lockstep.launch(lambda world, model: model(drawn(2, 6)), devices="2xcpu", args=(mlp(),))
 
 
-def test_a_model_that_was_put_on_another_device_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_was_put_on_another_device_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Elsewhere(torch.Tensor):
         device = torch.device("cuda", 0)
 
     model = mlp()
     monkeypatch.setattr(
-        "lockstep.model.build.tensors_of", lambda model: [("2.weight", torch.ones(1).as_subclass(Elsewhere))]
+        "lockstep.model.build.tensors_of",
+        lambda model: [("2.weight", torch.ones(1).as_subclass(Elsewhere))],
     )
     job = dataclasses.replace(MLP, model=lambda: model)
-    with pytest.raises(JobError, match=r'"2.weight" was put on cuda:0, and it is to train on cpu:0: build') as caught:
+    with pytest.raises(
+        JobError, match=r'"2.weight" was put on cuda:0, and it is to train on cpu:0: build'
+    ) as caught:
         lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     line(caught)
 
 
 def test_a_model_that_is_distributed_already_is_refused_by_its_wrapper(tmp_path: Path) -> None:
-    says = "model: %s is wrapped in %s already: give its .module, since Lockstep distributes the model"
+    says = (
+        "model: %s is wrapped in %s already: give its .module, since Lockstep distributes the model"
+    )
     whole, part = says % ("it", "DataParallel"), says % ('"0"', "DataParallel")
     settings: dict[str, Any] = {"folder": tmp_path, "quiet": True}
     for model, what in (
@@ -188,13 +220,17 @@ def test_a_model_that_is_distributed_already_is_refused_by_its_wrapper(tmp_path:
     job = dataclasses.replace(MLP, model=lambda: nn.parallel.DistributedDataParallel(mlp()))
     with pytest.raises(JobError, match=f"^{says % ('it', 'DistributedDataParallel')}$"):
         lockstep.train(job, strategy="ddp", devices="2xcpu", **settings)
-    with pytest.raises(JobError, match=r"Lockstep distributes the model: leave DistributedDataParallel out$"):
+    with pytest.raises(
+        JobError, match=r"Lockstep distributes the model: leave DistributedDataParallel out$"
+    ):
         lockstep.train(job, devices="1xcpu", **settings)
     with pytest.raises(JobError, match=f"^{whole}$"):
-        lockstep.parallelize(nn.DataParallel(mlp()), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu")
+        lockstep.parallelize(
+            nn.DataParallel(mlp()), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu"
+        )
 
 
-# ---- a loss that is not finite ---------------------------------------------------------------------------------------
+# ---- a loss that is not finite -------------------------------------------------------------------
 
 NAN = float("nan")
 
@@ -209,9 +245,14 @@ def failing(
     inputs = drawn(24, 6) if inputs is None else inputs
     targets = labels(24, 3) if targets is None else targets
     return Job(
-        model=model, loss=loss or nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=lr), batch_size=8,
-        train_data=TensorDataset(inputs, targets), shuffle=False, epochs=4,
-    )  # fmt: skip
+        model=model,
+        loss=loss or nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
+        batch_size=8,
+        train_data=TensorDataset(inputs, targets),
+        shuffle=False,
+        epochs=4,
+    )
 
 
 def nan_weights() -> nn.Module:
@@ -249,9 +290,21 @@ def known(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 NOT_FINITE = {
-    "inputs": (failing(inputs=nan_at(13)), "nan at step 2 on", "the inputs of sample 13 have NaN: clean the data"),
-    "weights": (failing(nan_weights), "nan at step 1 on", 'parameter "2.weight" is not finite before the first update'),
-    "forward": (failing(Overflowing), "at step 1 on", "the model's outputs are not: does its forward divide by 0"),
+    "inputs": (
+        failing(inputs=nan_at(13)),
+        "nan at step 2 on",
+        "the inputs of sample 13 have NaN: clean the data",
+    ),
+    "weights": (
+        failing(nan_weights),
+        "nan at step 1 on",
+        'parameter "2.weight" is not finite before the first update',
+    ),
+    "forward": (
+        failing(Overflowing),
+        "at step 1 on",
+        "the model's outputs are not: does its forward divide by 0",
+    ),
     "masked": (
         failing(targets=torch.full((24,), -1), loss=masked),
         "nan at step 1 on",
@@ -265,7 +318,8 @@ NOT_FINITE = {
     "missing targets": (
         failing(targets=torch.tensor([[NAN, 0.0, 1.0]]).repeat(24, 1), loss=known),
         "nan at step 2 on",
-        "have NaN: a loss that leaves NaN out by torch.where, or times 0, has NaN gradients all the same",
+        "have NaN: a loss that leaves NaN out by torch.where, or times 0, has NaN gradients all "
+        "the same",
     ),
     "rate": (
         failing(loss=squared, targets=drawn(24, 3), lr=1e30),
@@ -278,10 +332,14 @@ NOT_FINITE = {
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 @pytest.mark.parametrize("kind", NOT_FINITE)
-def test_a_loss_that_is_not_finite_is_traced_to_what_was_not_first(kind: str, way: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_is_traced_to_what_was_not_first(
+    kind: str, way: str, tmp_path: Path
+) -> None:
     job, where, why = NOT_FINITE[kind]
     devices = "1xcpu" if way == "single" else "2xcpu"
-    with pytest.raises(NonFiniteLoss, match=f"the loss became .*{re.escape(where)}.*{re.escape(why)}") as caught:
+    with pytest.raises(
+        NonFiniteLoss, match=f"the loss became .*{re.escape(where)}.*{re.escape(why)}"
+    ) as caught:
         lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     assert ("learning rate" in line(caught)) == (kind == "rate")
 
@@ -289,11 +347,13 @@ def test_a_loss_that_is_not_finite_is_traced_to_what_was_not_first(kind: str, wa
 def test_frozen_parameters_do_not_hinder_an_optimizer_over_all() -> None:
     model = mlp()
     model[0].weight.requires_grad_(False)
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.parameters()), devices="1xcpu")
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), plain_sgd(model.parameters()), devices="1xcpu"
+    )
     assert step(drawn(8, 6), labels(8, 3)).loss > 0
 
 
-# ---- evaluation ------------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def raising(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
@@ -309,17 +369,33 @@ def from_one(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"eval_data": ["test"] * 4}, r"eval_data: a sample is a str, \(inputs, targets\) is expected"),
-        ({"metrics": {"acc": from_one}}, 'metrics: "acc" writes to the outputs or targets .* a clone'),
-        ({"metrics": {"acc": raising}}, r'metrics: "acc" raised KeyError: .nothing. \(test_messages.py, line \d+\)'),
-        ({"eval_data": TensorDataset(drawn(8, 6), labels(8, 3) + 9)}, r"Target \d+ is out of bounds"),
+        (
+            {"eval_data": ["test"] * 4},
+            r"eval_data: a sample is a str, \(inputs, targets\) is expected",
+        ),
+        (
+            {"metrics": {"acc": from_one}},
+            'metrics: "acc" writes to the outputs or targets .* a clone',
+        ),
+        (
+            {"metrics": {"acc": raising}},
+            r'metrics: "acc" raised KeyError: .nothing. \(test_messages.py, line \d+\)',
+        ),
+        (
+            {"eval_data": TensorDataset(drawn(8, 6), labels(8, 3) + 9)},
+            r"Target \d+ is out of bounds",
+        ),
     ],
 )
 def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     wrong: Any, says: str, way: Any, tmp_path: Path
 ):
     """Found by trial: it was found after the first epoch, which was lost."""
-    job = MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), **wrong) if "metrics" in wrong else None
+    job = (
+        MLP.replace(eval_data=TensorDataset(drawn(8, 6), labels(8, 3)), **wrong)
+        if "metrics" in wrong
+        else None
+    )
     steps: list[int] = []
     job = (job or MLP.replace(**wrong)).replace(on_event=[lambda event: steps.append(event.step)])
     with pytest.raises(InputError, match=says):
@@ -328,10 +404,18 @@ def test_what_is_wrong_with_an_evaluation_is_found_before_the_first_step(
     assert not list(tmp_path.iterdir())
 
 
-def test_metrics_without_evaluation_data_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = {"right": lambda outputs, targets: ((outputs.argmax(1) == targets).sum(), len(targets))}
-    lockstep.train(MLP.replace(metrics=metrics, eval_data=None, epochs=1), devices="1xcpu", folder=tmp_path)
-    assert "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
+def test_metrics_without_evaluation_data_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = {
+        "right": lambda outputs, targets: ((outputs.argmax(1) == targets).sum(), len(targets))
+    }
+    lockstep.train(
+        MLP.replace(metrics=metrics, eval_data=None, epochs=1), devices="1xcpu", folder=tmp_path
+    )
+    assert (
+        "note: metrics are computed on eval_data, and the job has none" in capsys.readouterr().out
+    )
 
 
 class Noisy(nn.Linear):
@@ -357,7 +441,10 @@ class Detector(nn.Module):
 
 @pytest.mark.parametrize("way", ["single", "dp"])
 def test_a_metric_over_the_boxes_of_images_counts_each_image_once(way: str, tmp_path: Path) -> None:
-    data = [({"boxes": torch.ones(1 + i % 3, 6)}, torch.zeros(1 + i % 3, dtype=torch.long)) for i in range(12)]
+    data = [
+        ({"boxes": torch.ones(1 + i % 3, 6)}, torch.zeros(1 + i % 3, dtype=torch.long))
+        for i in range(12)
+    ]
 
     def loss(outputs: Any, targets: Any) -> tuple[torch.Tensor, int]:
         scores = torch.cat([image["scores"] for image in outputs])
@@ -370,17 +457,25 @@ def test_a_metric_over_the_boxes_of_images_counts_each_image_once(way: str, tmp_
         train_data=data,
         eval_data=data,
         metrics={"boxes": lambda outputs, targets: (sum(len(t) for t in targets), len(outputs))},
-        collate=lambda samples: (([image for image, _ in samples],), [labels for _, labels in samples]),
+        collate=lambda samples: (
+            ([image for image, _ in samples],),
+            [labels for _, labels in samples],
+        ),
         batch_size=6,
     )
-    run = lockstep.train(job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path)
+    run = lockstep.train(
+        job, strategy=way, devices="2xcpu" if way == "dp" else "1xcpu", folder=tmp_path
+    )
     assert run.metrics["boxes"] == 2
 
 
 @pytest.mark.parametrize(
-    ("model", "says"), [(Noisy, "draws random numbers in evaluation"), (Centred, "outputs depend on other sam")]
+    ("model", "says"),
+    [(Noisy, "draws random numbers in evaluation"), (Centred, "outputs depend on other sam")],
 )
-def test_what_depends_on_the_devices_is_said_of_evaluations_too(model, says: str, tmp_path: Path, capsys) -> None:
+def test_what_depends_on_the_devices_is_said_of_evaluations_too(
+    model, says: str, tmp_path: Path, capsys
+) -> None:
     """Found by trial: predictions 0.07 to 0.66 off without a line."""
     data = TensorDataset(drawn(8, 6), labels(8, 3))
     job = MLP.replace(model=lambda: model(6, 3), eval_data=data, epochs=1)
@@ -396,11 +491,13 @@ def test_what_depends_on_the_devices_is_said_of_evaluations_too(model, says: str
             assert (says in said.out + said.err) == (strategy == "dp")
 
 
-# ---- a scheduler, an optimizer, a layer ------------------------------------------------------------------------------
+# ---- a scheduler, an optimizer, a layer ----------------------------------------------------------
 
 
 def one_cycle(length: int) -> Callable[[Any], Any]:
-    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=length)
+    return lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=length
+    )
 
 
 def halves() -> nn.Module:
@@ -411,7 +508,11 @@ def halves() -> nn.Module:
     ("settings", "says"),
     [
         (
-            {"lr_scheduler": lambda _: torch.optim.lr_scheduler.StepLR(plain_sgd(mlp().named_parameters()), 1)},
+            {
+                "lr_scheduler": lambda _: torch.optim.lr_scheduler.StepLR(
+                    plain_sgd(mlp().named_parameters()), 1
+                )
+            },
             "lr_scheduler: it was made over another optimizer",
         ),
         (
@@ -420,7 +521,8 @@ def halves() -> nn.Module:
         ),
         (
             {"optimizer": lambda _: plain_sgd(mlp().named_parameters())},
-            "optimizer: it holds parameters that the model doesn't have: make it over those that it is given",
+            "optimizer: it holds parameters that the model doesn't have: make it over those that "
+            "it is given",
         ),
         (
             {"model": lambda: nn.Sequential(nn.Linear(5, 3))},
@@ -431,38 +533,65 @@ def halves() -> nn.Module:
             r'layer "0" \(Linear\), given .* torch.float64: .*; its parameters are torch.float32: give it such',
         ),
         (
-            {"model": halves, "train_data": TensorDataset(labels(8, 4), labels(8, 3)), "eval_data": None},
+            {
+                "model": halves,
+                "train_data": TensorDataset(labels(8, 4), labels(8, 3)),
+                "eval_data": None,
+            },
             r'layer "1" \(Linear\), .*; its parameters are torch.float64, and the model itself gives it torch.float32 '
             r'\(not every model can compute in precision="fp64"\)',
         ),
-        ({"train_data": (drawn(8, 6), labels(8, 3))}, r"go together as TensorDataset\(inputs, targets\)"),
+        (
+            {"train_data": (drawn(8, 6), labels(8, 3))},
+            r"go together as TensorDataset\(inputs, targets\)",
+        ),
     ],
 )
-def test_what_is_wrong_with_a_part_of_the_job_is_said_in_a_line(settings: Any, says: str, tmp_path: Path) -> None:
+def test_what_is_wrong_with_a_part_of_the_job_is_said_in_a_line(
+    settings: Any, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=says) as error:
         lockstep.train(MLP.replace(**settings), devices="1xcpu", folder=tmp_path, quiet=True)
     line(error)
 
 
-def test_a_one_cycle_that_is_moved_on_once_an_epoch_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lockstep.train(MLP.replace(lr_scheduler=one_cycle(60), epochs=1), devices="1xcpu", folder=tmp_path)
-    assert 'once an epoch: lr_scheduler_every="step"' in capsys.readouterr().out.replace("\n  ", " ")
+def test_a_one_cycle_that_is_moved_on_once_an_epoch_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lockstep.train(
+        MLP.replace(lr_scheduler=one_cycle(60), epochs=1), devices="1xcpu", folder=tmp_path
+    )
+    assert 'once an epoch: lr_scheduler_every="step"' in capsys.readouterr().out.replace(
+        "\n  ", " "
+    )
 
 
 @pytest.mark.parametrize("given", [mlp(), Job])
 def test_what_is_no_job_is_said(given: Any) -> None:
-    with pytest.raises(JobError, match="a Job, a function that returns one, or a job file is expected, not"):
+    with pytest.raises(
+        JobError, match="a Job, a function that returns one, or a job file is expected, not"
+    ):
         lockstep.train(given)
 
 
 @pytest.mark.parametrize(
     ("text", "words", "says"),
     [
-        ("import sys; sys.exit(0)", "", "it called sys.exit while it was read (SystemExit: 0 (a_job.py, line 1)): put"),
-        (JOB, "--set batch_size=3", "--set batch_size: this is a setting of every job: give --batch-size 3"),
+        (
+            "import sys; sys.exit(0)",
+            "",
+            "it called sys.exit while it was read (SystemExit: 0 (a_job.py, line 1)): put",
+        ),
+        (
+            JOB,
+            "--set batch_size=3",
+            "--set batch_size: this is a setting of every job: give --batch-size 3",
+        ),
     ],
 )
-def test_a_job_file_that_can_t_be_read(text: str, words: str, says: str, job: Path, capfd: Any) -> None:
+def test_a_job_file_that_can_t_be_read(
+    text: str, words: str, says: str, job: Path, capfd: Any
+) -> None:
     (job / "a_job.py").write_text(text)
     assert main(["train", "a_job.py", *words.split()]) == 2
     assert says in capfd.readouterr().err

@@ -54,26 +54,38 @@ def job(**settings: Any) -> lockstep.Job:
     )
 
 
-# ---- planted times --------------------------------------------------------------------------------------------------
+# ---- planted times -------------------------------------------------------------------------------
 
 KINDS = ("computing", "communicating", "waiting", "loading", "other")
 Rule = Callable[[Way, int], float]
 
 
 def glance(way: Way, step: float) -> Glance:
-    kinds = {kind: part * step for kind, part in zip(KINDS, (0.7, 0.2, 0.05, 0.01, 0.04), strict=True)}
+    kinds = {
+        kind: part * step for kind, part in zip(KINDS, (0.7, 0.2, 0.05, 0.01, 0.04), strict=True)
+    }
     two = way.strategy in ("dp", "ddp")
-    times = [] if way.strategy in ("mp", "pp") else [TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two)]
-    seen = [Seen(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two)]
+    times = (
+        []
+        if way.strategy in ("mp", "pp")
+        else [TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two)]
+    )
+    seen = [
+        Seen(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two)
+    ]
     return Glance(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[Way, bool]]]]:
-    """A machine of four cores whose speed is a rule of the way and the round; it gives what was tried, in order."""
+    """A machine of four cores whose speed is a rule of the way and the round; it gives what was
+    tried, in order.
+    """
     tried: list[tuple[Way, bool]] = []
 
-    def obey(rule: Rule, agreement: Callable[[str], Agreement] = lambda strategy: EQUAL) -> list[tuple[Way, bool]]:
+    def obey(
+        rule: Rule, agreement: Callable[[str], Agreement] = lambda strategy: EQUAL
+    ) -> list[tuple[Way, bool]]:
         turns: dict[str, int] = {}
 
         def attempted(job: Any, way: Way, *, seconds: float, looks: bool = False) -> Tried:
@@ -90,8 +102,12 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
             return Tried(rate, 0.1, peaks, caveats=said, started=1.5, glance=seen)
 
         monkeypatch.setattr(measure, "attempt", attempted)
-        monkeypatch.setattr(measure, "agreement_of", lambda job, entry: agreement(entry.way.strategy))
-        monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr(
+            measure, "agreement_of", lambda job, entry: agreement(entry.way.strategy)
+        )
+        monkeypatch.setattr(
+            importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3)
+        )
         facts = {"processor": "Planted", "cores": 4, "memory": "8.0 GiB", "torch": "2.13.0"}
         monkeypatch.setattr(measure, "machine", lambda: facts)
         return tried
@@ -109,7 +125,13 @@ def steady(way: Way, turn: int) -> float:
 
 
 def compared(**settings: Any) -> Comparison:
-    defaults: dict[str, Any] = {"devices": "2xcpu", "rounds": 3, "seconds": 2.0, "folder": None, "told": None}
+    defaults: dict[str, Any] = {
+        "devices": "2xcpu",
+        "rounds": 3,
+        "seconds": 2.0,
+        "folder": None,
+        "told": None,
+    }
     return lockstep.compare(job(), **{**defaults, **settings})
 
 
@@ -153,7 +175,9 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(width: int, machine: Callable[..., Any]) -> None:
     machine(steady)
-    found = compared(strategies=["dp", PP(microbatches=8)], sweep={"batch_size": [8, 4], "seed": [1000, 2000]})
+    found = compared(
+        strategies=["dp", PP(microbatches=8)], sweep={"batch_size": [8, 4], "seed": [1000, 2000]}
+    )
     *lines, paste = lines_of(found, width)
     assert max(map(len, lines)) <= width and paste.startswith("  lockstep.train(job, strategy=")
     assert sum("pp microbatches=8 batch_size=4 seed=2000" in line for line in lines) >= 2
@@ -174,7 +198,8 @@ def test_each_has_its_turn_after_a_look_at_all(machine: Callable[..., Any]) -> N
 
 
 def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
-    # The machine gets twice as fast from round to round: a ratio of medians over all rounds would not see 1.5.
+    # The machine gets twice as fast from round to round: a ratio of medians over all rounds would
+    # not see 1.5.
     machine(lambda way, turn: 2.0**turn * (150.0 if way.strategy == "ddp" else 100.0))
     found = compared(strategies=["ddp"], rounds=4)
     speed_up = found.speed_up(found["ddp"])
@@ -182,13 +207,17 @@ def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
     assert found.efficiency(found["ddp"]) == 0.75
 
 
-def test_where_nothing_could_be_measured_there_is_no_empty_table(machine: Callable[..., Any]) -> None:
+def test_where_nothing_could_be_measured_there_is_no_empty_table(
+    machine: Callable[..., Any],
+) -> None:
     def broken(way: Way, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
     machine(broken)
     lines = lines_of(compared(strategies=["ddp"]), 80)
-    assert lines.count("    out of memory") == 3 and lines[-1].startswith("Nothing here can train this job")
+    assert lines.count("    out of memory") == 3 and lines[-1].startswith(
+        "Nothing here can train this job"
+    )
     assert not any("samples/s" in line or "x one" in line for line in lines)
 
 
@@ -206,12 +235,16 @@ def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> Non
         "dp": "dp: a function holds on to the model",
         "ddp": "rank 1: out of memory",
     }
-    assert [way.strategy for way, _ in tried].count("ddp") == 3  # a look, a turn, the one that failed
+    assert [way.strategy for way, _ in tried].count(
+        "ddp"
+    ) == 3  # a look, a turn, the one that failed
     assert "    rank 1: out of memory" in lines_of(found, 80)
     assert sentence(found).startswith("Take single, 4 cores: the strategies gain nothing here")
 
 
-def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callable[..., Any]) -> None:
+def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(
+    machine: Callable[..., Any],
+) -> None:
     def wrong(strategy: str) -> Agreement:
         return Agreement(False, 0.2, "fp64") if strategy == "ddp" else EQUAL
 
@@ -220,7 +253,8 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callab
     best = best_of(found)
     assert best is not None and best.name == "pp"
     assert sentence(found) == (
-        "Take pp: 2.48 times one CPU device of 2 cores, 1.46 times all 4 cores without a strategy, with "
+        "Take pp: 2.48 times one CPU device of 2 cores, 1.46 times all 4 cores without a "
+        "strategy, with "
         "single-device results; dp comes next, at 0.53 of its rate."
     )
     machine(steady, wrong)
@@ -231,17 +265,23 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(machine: Callab
 
 def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any]) -> None:
     def close(way: Way, turn: int) -> float:
-        return {"single": 100.0, "dp": 180.0, "ddp": 180.0 * (1.05, 1.05, 0.99, 1.05)[turn]}[way.strategy]
+        return {"single": 100.0, "dp": 180.0, "ddp": 180.0 * (1.05, 1.05, 0.99, 1.05)[turn]}[
+            way.strategy
+        ]
 
     machine(close)
     said = sentence(compared(strategies=["dp", "ddp"]))
-    assert said.startswith("Take dp: 1.80 times one CPU device") and said.endswith("; ddp is as fast.")
+    assert said.startswith("Take dp: 1.80 times one CPU device") and said.endswith(
+        "; ddp is as fast."
+    )
 
 
 def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None:
     machine(steady)
     assert unsteady(compared()) == ""
-    machine(lambda way, turn: steady(way, turn) * (0.7 if way.strategy == "dp" and turn == 2 else 1.0))
+    machine(
+        lambda way, turn: steady(way, turn) * (0.7 if way.strategy == "dp" and turn == 2 else 1.0)
+    )
     found = compared()
     assert unsteady(found).startswith("The turns of dp differ by 3")
     assert any(line.startswith("The turns of dp differ") for line in lines_of(found, 80))
@@ -249,21 +289,36 @@ def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None
     assert "any ratio to" not in unsteady(found), "nothing is held against dp"
 
 
-def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(machine: Callable[..., Any]) -> None:
+def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(
+    machine: Callable[..., Any],
+) -> None:
     whole = Way("single", "1xcpu")
-    machine(lambda way, turn: steady(way, turn) * (0.2 if way == whole and turn == 2 else 1.0 - 0.1 * (turn % 4)))
+    machine(
+        lambda way, turn: (
+            steady(way, turn) * (0.2 if way == whole and turn == 2 else 1.0 - 0.1 * (turn % 4))
+        )
+    )
     said = unsteady(compared(strategies=["ddp"]))
     assert said.startswith("The turns of single, 4 cores differ by 1")
-    assert ", those of " in said and said.endswith("before believing any ratio to single, 2 cores and single, 4 cores.")
+    assert ", those of " in said and said.endswith(
+        "before believing any ratio to single, 2 cores and single, 4 cores."
+    )
 
 
-def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(machine: Callable[..., Any]) -> None:
+def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(
+    machine: Callable[..., Any],
+) -> None:
     machine(steady)
     found = compared()
     assert clocked_apart(found) == ""
-    slow = tuple(replace(one, step=3 * one.step) for one in glance(Way("ddp", "2xcpu"), 8 / SPEEDS["ddp"]).times)
+    slow = tuple(
+        replace(one, step=3 * one.step)
+        for one in glance(Way("ddp", "2xcpu"), 8 / SPEEDS["ddp"]).times
+    )
     rows = tuple(
-        replace(row, glance=replace(row.glance, times=slow)) if row.glance is not None and row.name == "ddp" else row
+        replace(row, glance=replace(row.glance, times=slow))
+        if row.glance is not None and row.name == "ddp"
+        else row
         for row in found.rows
     )
     said = clocked_apart(replace(found, rows=rows))
@@ -271,7 +326,9 @@ def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(machine: Ca
     assert said in page_of(replace(found, rows=rows)).notes
 
 
-def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(machine: Callable[..., Any]) -> None:
+def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(
+    machine: Callable[..., Any],
+) -> None:
     machine(steady)
     found = compared(strategies=["pp"])
     plan = "stages: a (50 %) | b (50 %) of the time, measured"
@@ -282,11 +339,16 @@ def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(machine: Call
     assert section.title == "Who computes when"
 
 
-def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_those(machine: Callable[..., Any]) -> None:
+def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_those(
+    machine: Callable[..., Any],
+) -> None:
     def faster(way: Way, turn: int) -> float:
         return steady(way, turn) * (2.0 if way.strategy == "pp" else 1.0)
 
-    machine(faster, lambda strategy: Agreement(True, 3e-16, "fp64", micro_batches=4 if strategy == "pp" else 1))
+    machine(
+        faster,
+        lambda strategy: Agreement(True, 3e-16, "fp64", micro_batches=4 if strategy == "pp" else 1),
+    )
     assert "with single-device results in 4 micro-batches" in sentence(compared(strategies=["pp"]))
     found = compared(strategies=["pp", "dp"])
     (table,) = (one for one in page_of(found).sections if one.title == "The same results?")
@@ -297,7 +359,9 @@ def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[.
     machine(steady)
     found = compared()
     assert clearing(found) == ""
-    rows = tuple(replace(row, system=0.45 if row.role == "one device" else 0.9) for row in found.rows)
+    rows = tuple(
+        replace(row, system=0.45 if row.role == "one device" else 0.9) for row in found.rows
+    )
     slow = replace(found, rows=rows)
     assert clearing(slow).startswith("single, 2 cores spends 45 % of its time in the system")
     assert any("keep_memory=True" in line for line in lines_of(slow, 80))
@@ -307,14 +371,23 @@ def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[.
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
-    machine(lambda way, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[way.strategy])
+    machine(
+        lambda way, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[
+            way.strategy
+        ]
+    )
     assert sentence(compared(strategies=["ddp"])) == (
         "Take single, 2 cores: no strategy is clearly faster here, ddp is at 1.01 of its rate."
     )
-    assert sentence(compared(strategies=["single"])) == "Take single, 2 cores: no strategy was measured."
+    assert (
+        sentence(compared(strategies=["single"]))
+        == "Take single, 2 cores: no strategy was measured."
+    )
 
 
-def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_numbers(machine: Callable[..., Any]) -> None:
+def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_numbers(
+    machine: Callable[..., Any],
+) -> None:
     def only_single(way: Way, turn: int) -> float:
         if way.strategy in ("mp", "pp"):
             raise StrategyError("2 devices, but the model has layers for 1 only")
@@ -328,7 +401,9 @@ def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_number
     assert said == "Take single, 4 cores: pp could not be measured (each row says why)."
 
 
-def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(machine: Callable[..., Any]) -> None:
+def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(
+    machine: Callable[..., Any],
+) -> None:
     def unknown(way: Way, turn: int) -> float:
         if "device_map" in way.options:
             raise StrategyError('device map: the model has no "conf": did you mean "conv"')
@@ -351,7 +426,9 @@ def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> N
     assert lines_of(compared(strategies=["dp"]), 80)[0].startswith("job: batches of 8 samples, on")
 
 
-def test_the_command_ends_with_1_where_nothing_could_be_measured(machine: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_command_ends_with_1_where_nothing_could_be_measured(
+    machine: Callable[..., Any], tmp_path: Path
+) -> None:
     def nothing(way: Way, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
@@ -381,12 +458,18 @@ def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[.
     assert sentence(compared()) == "Nothing here can train this job: each row says why."
 
 
-# ---- what is measured against what ----------------------------------------------------------------------------------
+# ---- what is measured against what ---------------------------------------------------------------
 
 
-def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
-    entries = line_up(["single", "mp", "pp"], "2xcpu", {"microbatches": ["2", "4"], "batch_size": ["8", "16"]})
+def test_a_sweep_is_held_against_one_device_with_the_same_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3)
+    )
+    entries = line_up(
+        ["single", "mp", "pp"], "2xcpu", {"microbatches": ["2", "4"], "batch_size": ["8", "16"]}
+    )
     by_name = {entry.name: entry for entry in entries}
     assert list(by_name) == [
         "single, 2 cores batch_size=8",
@@ -402,27 +485,56 @@ def test_a_sweep_is_held_against_one_device_with_the_same_batch(monkeypatch: pyt
     ]
     one = by_name["pp microbatches=4 batch_size=16"]
     assert one.way == Way("pp", "2xcpu", {"batch_size": 16}, {"microbatches": 4})
-    assert (one.one, one.cores) == ("single, 2 cores batch_size=16", "single, 4 cores batch_size=16")
+    assert (one.one, one.cores) == (
+        "single, 2 cores batch_size=16",
+        "single, 4 cores batch_size=16",
+    )
 
 
 def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
+    monkeypatch.setattr(
+        importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3)
+    )
     by_name = {entry.name: entry for entry in line_up(["ddp"], "auto", {"devices": ["2", "4"]})}
-    assert list(by_name) == ["single, 2 cores", "single, 4 cores", "single, 1 core", "ddp devices=2", "ddp devices=4"]
-    assert by_name["ddp devices=4"].one == "single, 1 core" and by_name["ddp devices=2"].one == "single, 2 cores"
+    assert list(by_name) == [
+        "single, 2 cores",
+        "single, 4 cores",
+        "single, 1 core",
+        "ddp devices=2",
+        "ddp devices=4",
+    ]
+    assert (
+        by_name["ddp devices=4"].one == "single, 1 core"
+        and by_name["ddp devices=2"].one == "single, 2 cores"
+    )
     assert by_name["single, 1 core"].devices == slots(4)[:1]
-    assert len(line_up(["ddp"], "auto", {})[-1].devices) == 4, "without an accelerator: a slot for each core"
+    assert len(line_up(["ddp"], "auto", {})[-1].devices) == 4, (
+        "without an accelerator: a slot for each core"
+    )
 
 
-def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(machine: Callable[..., Any]) -> None:
+def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(
+    machine: Callable[..., Any],
+) -> None:
     def rule(way: Way, turn: int) -> float:
         cut = way.options.get("microbatches", 1)
         return steady(way, turn) * (1.0 if way.strategy != "pp" else {1: 0.6, 2: 0.8, 4: 1.0}[cut])
 
     machine(rule)
-    chart = swept(compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}), "microbatches")
-    assert (chart.x, list(chart.series), list(chart.levels)) == ("micro-batches", ["pp"], ["single, 4 cores", "mp"])
-    assert [(value, round(ratio, 2)) for value, ratio in chart.series["pp"]] == [(1, 0.99), (2, 1.32), (4, 1.65)]
+    chart = swept(
+        compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}),
+        "microbatches",
+    )
+    assert (chart.x, list(chart.series), list(chart.levels)) == (
+        "micro-batches",
+        ["pp"],
+        ["single, 4 cores", "mp"],
+    )
+    assert [(value, round(ratio, 2)) for value, ratio in chart.series["pp"]] == [
+        (1, 0.99),
+        (2, 1.32),
+        (4, 1.65),
+    ]
     assert round(chart.levels["mp"], 3) == 0.975
 
 
@@ -433,34 +545,57 @@ def swept(found: Comparison, setting: str) -> Lines:
     return figure.chart
 
 
-def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(machine: Callable[..., Any]) -> None:
+def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(
+    machine: Callable[..., Any],
+) -> None:
     machine(steady)
-    chart = swept(compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]}), "batch_size")
+    chart = swept(
+        compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]}), "batch_size"
+    )
     assert list(chart.series) == ["single, 4 cores seed=1", "ddp seed=1"]
     assert not chart.levels and [value for value, _ in chart.series["ddp seed=1"]] == [4, 8]
-    chart = swept(compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}), "devices")
+    chart = swept(
+        compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}), "devices"
+    )
     assert [value for value, _ in chart.series["ddp"]] == [2, 4]
     chart = swept(compared(strategies=["mp", "pp"], sweep={"split_size": ["4", "2"]}), "split_size")
-    assert chart.x == "samples of a micro-batch, at most" and [value for value, _ in chart.series["pp"]] == [2, 4]
+    assert chart.x == "samples of a micro-batch, at most" and [
+        value for value, _ in chart.series["pp"]
+    ] == [2, 4]
     assert not list(sweeps_of(compared()))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="taskset is Linux's")
-def test_what_trains_on_one_slot_of_several_has_a_line_too(machine: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_trains_on_one_slot_of_several_has_a_line_too(
+    machine: Callable[..., Any], tmp_path: Path
+) -> None:
     file = tmp_path / "job.py"
     file.write_text("import test_compare\njob = test_compare.job\n")
     machine(steady)
-    found = lockstep.compare(file, strategies=["ddp"], devices="2xcpu", rounds=1, folder=None, told=None)
-    assert found["single, 2 cores"].line == f"taskset -c 0,1 lockstep train {file} --strategy single --devices 1xcpu"
-    assert found["single, 4 cores"].line == f"lockstep train {file} --strategy single --devices 1xcpu"
+    found = lockstep.compare(
+        file, strategies=["ddp"], devices="2xcpu", rounds=1, folder=None, told=None
+    )
+    assert (
+        found["single, 2 cores"].line
+        == f"taskset -c 0,1 lockstep train {file} --strategy single --devices 1xcpu"
+    )
+    assert (
+        found["single, 4 cores"].line == f"lockstep train {file} --strategy single --devices 1xcpu"
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["nowhere.py"], "there is no such file"),
-        (["examples/digits.py", "--strategies", "dppp"], 'there is no strategy "dppp": did you mean'),
-        (["examples/digits.py", "--sweep", "microbatches"], "write it as --sweep microbatches=1,2,4"),
+        (
+            ["examples/digits.py", "--strategies", "dppp"],
+            'there is no strategy "dppp": did you mean',
+        ),
+        (
+            ["examples/digits.py", "--sweep", "microbatches"],
+            "write it as --sweep microbatches=1,2,4",
+        ),
         (["examples/digits.py", "--sweep", "microbatch=1,2"], 'did you mean "microbatches"?'),
         (
             ["examples/digits.py", "--strategies", "ddp", "--sweep", "microbatches=2"],
@@ -474,22 +609,30 @@ def test_what_trains_on_one_slot_of_several_has_a_line_too(machine: Callable[...
             ["examples/digits.py", "--strategies", "single dpp"],
             'there is no strategy "dpp": did you mean "dp" or "pp"?',
         ),
-        (["examples/digits.py", "--sweep", "microbatches=none"], "microbatches: 'none' is not a whole number"),
+        (
+            ["examples/digits.py", "--sweep", "microbatches=none"],
+            "microbatches: 'none' is not a whole number",
+        ),
         (["examples/digits.py", "--rounds", "0"], "number above 0"),
         (["examples/digits.py", "--seconds", "inf"], "number above 0"),
         (["examples/digits.py", "--seconds", "nan"], "number above 0"),
-        (["examples/digits.py", "--with", "torchh"], 'there is no peer "torchh": did you mean "torch"?'),
+        (
+            ["examples/digits.py", "--with", "torchh"],
+            'there is no peer "torchh": did you mean "torch"?',
+        ),
         (["examples/digits.py", "--json", "no/where.json"], "--json no/where.json: No such file"),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bad_words_are_one_line(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert cli.main(["compare", *words, "--folder", str(tmp_path / "runs")]) == 2
     error = capfd.readouterr().err.strip()
     assert said in error and "\n" not in error
     assert not (tmp_path / "runs").exists()
 
 
-# ---- what is kept ---------------------------------------------------------------------------------------------------
+# ---- what is kept --------------------------------------------------------------------------------
 
 
 def test_what_is_kept_can_be_read_again(machine: Callable[..., Any], tmp_path: Path) -> None:
@@ -502,27 +645,60 @@ def test_what_is_kept_can_be_read_again(machine: Callable[..., Any], tmp_path: P
     rows = list(csv.DictReader(io.StringIO((folder / "compare.csv").read_text())))
     assert [row["name"] for row in rows] == [row.name for row in found.rows]
     ddp = next(row for row in rows if row["name"] == "ddp")
-    assert float(ddp["speed_up"]) == pytest.approx(1.85) and ddp["moved_bytes"] == "605224" and ddp["parity"] == "equal"
-    assert json.loads((folder / "compare.json").read_text())["rows"][3]["speed_up"] == pytest.approx(1.85)
+    assert (
+        float(ddp["speed_up"]) == pytest.approx(1.85)
+        and ddp["moved_bytes"] == "605224"
+        and ddp["parity"] == "equal"
+    )
+    assert json.loads((folder / "compare.json").read_text())["rows"][3][
+        "speed_up"
+    ] == pytest.approx(1.85)
 
 
-def test_the_command_that_repeats_it_is_what_was_said(machine: Callable[..., Any], tmp_path: Path, capsys) -> None:
+def test_the_command_that_repeats_it_is_what_was_said(
+    machine: Callable[..., Any], tmp_path: Path, capsys
+) -> None:
     machine(steady)
-    words = ["compare", "examples/digits.py", "--set", "width=4", "--strategies", "dp,pp", "--devices", "2xcpu"]
-    words += ["--sweep", "microbatches=2,4", "--rounds", "1", "--seconds", "0.5", "--no-parity", "--batch-size", "32"]
+    words = [
+        "compare",
+        "examples/digits.py",
+        "--set",
+        "width=4",
+        "--strategies",
+        "dp,pp",
+        "--devices",
+        "2xcpu",
+    ]
+    words += [
+        "--sweep",
+        "microbatches=2,4",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.5",
+        "--no-parity",
+        "--batch-size",
+        "32",
+    ]
     out = tmp_path / "found.json", tmp_path / "found.csv"
     files = ["--folder", str(tmp_path), "--json", str(out[0]), "--csv", str(out[1])]
     assert cli.main([*words, *files]) == 0
     found = json.loads(out[0].read_text())
     assert found["command"] == "lockstep " + " ".join(words)
-    assert [row["name"] for row in found["rows"]][2:] == ["dp", "pp microbatches=2", "pp microbatches=4"]
+    assert [row["name"] for row in found["rows"]][2:] == [
+        "dp",
+        "pp microbatches=2",
+        "pp microbatches=4",
+    ]
     assert out[1].read_text() == csv_of(comparison_folder.read(found["folder"]))
     assert compared(strategies=["ddp"], epochs=None).command == (
         "lockstep.compare(job, strategies=['ddp'], devices='2xcpu', rounds=3, seconds=2.0)"
     )
 
 
-def test_a_comparison_that_is_stopped_leaves_nothing(machine: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_comparison_that_is_stopped_leaves_nothing(
+    machine: Callable[..., Any], tmp_path: Path
+) -> None:
     def stopped(way: Way, turn: int) -> float:
         raise KeyboardInterrupt
 
@@ -532,17 +708,24 @@ def test_a_comparison_that_is_stopped_leaves_nothing(machine: Callable[..., Any]
     assert not list(tmp_path.iterdir())
 
 
-# ---- really measured ------------------------------------------------------------------------------------------------
+# ---- really measured -----------------------------------------------------------------------------
 
 
 def test_a_glance_sees_what_each_device_has_of_a_batch() -> None:
     tried = attempt(job(), Way("ddp", "2xcpu"), seconds=0.01, looks=True)
     seen = tried.glance
     assert seen is not None and len(tried.peaks) == 2 and tried.started > 0
-    assert seen.inputs == {"": [8, 6]} and [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
+    assert (
+        seen.inputs == {"": [8, 6]} and [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
+    )
     assert [one.outputs for one in seen.devices] == [{"": [4, 3]}] * 2
     ids = [i for one in seen.devices for i in one.samples or ()]
-    assert ids == next(lockstep.batches(job().train_data, batch_size=8, rank=0, world_size=1).epoch(0)).samples.tolist()
+    assert (
+        ids
+        == next(
+            lockstep.batches(job().train_data, batch_size=8, rank=0, world_size=1).epoch(0)
+        ).samples.tolist()
+    )
     assert seen.moved == 4 * (6 * 16 + 16 + 16 * 3 + 3)
     assert len(seen.times) == 2
     for one in seen.times:
@@ -554,22 +737,36 @@ def test_a_glance_at_one_process(strategy: str) -> None:
     tried = attempt(job(), Way(strategy, "2xcpu"), seconds=0.01, looks=True)
     assert tried.glance is not None and len(tried.peaks) == 1
     if strategy == "dp":
-        assert [one.samples is not None and len(one.samples) for one in tried.glance.devices] == [4, 4]
+        assert [one.samples is not None and len(one.samples) for one in tried.glance.devices] == [
+            4,
+            4,
+        ]
         assert len(tried.glance.times) == 2
     else:
         (only,) = tried.glance.devices
-        assert only.device == "cpu:0 -> cpu:1" and only.inputs == {"": [2, 6]} and only.samples is not None
+        assert (
+            only.device == "cpu:0 -> cpu:1"
+            and only.inputs == {"": [2, 6]}
+            and only.samples is not None
+        )
         assert len(only.samples) == 8
 
 
 def test_the_numbers_of_one_device_are_found_equal() -> None:
     for entry in line_up(["ddp", "pp"], "2xcpu", {})[2:]:
         found = agreement_of(job(), entry)
-        assert found.equal and found.precision == "fp64" and found.difference is not None and found.difference < 1e-12
+        assert (
+            found.equal
+            and found.precision == "fp64"
+            and found.difference is not None
+            and found.difference < 1e-12
+        )
 
 
 def test_other_numbers_are_found_to_differ() -> None:
-    normed = job(model=lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)))
+    normed = job(
+        model=lambda: nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    )
     entry = line_up(["ddp"], "2xcpu", {})[-1]
     found = agreement_of(normed, entry)
     assert found.equal is False and found.difference is not None and found.difference > 1e-3
@@ -577,7 +774,9 @@ def test_other_numbers_are_found_to_differ() -> None:
 
 
 def test_an_agreement_in_words() -> None:
-    assert [str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))] == [
+    assert [
+        str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))
+    ] == [
         "equal 0",
         "differs",
         "not known",
@@ -605,7 +804,9 @@ def test_other_peers_are_rows_where_they_are_installed(peer: str) -> None:
     assert attempt_peer(job(), entry, seconds=0.05).rate > 0
 
 
-def test_a_comparison_as_a_person_runs_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_as_a_person_runs_it(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "small.py"
     file.write_text("import test_compare\n\njob = test_compare.job()\n")
     words = ["--strategies", "ddp", "--devices", "2xcpu", "--rounds", "1", "--seconds", "0.05"]
@@ -622,10 +823,20 @@ def test_a_comparison_as_a_person_runs_it(tmp_path: Path, capfd: pytest.CaptureF
 def test_every_strategy_is_measured_and_trained(tmp_path: Path) -> None:
     assert isinstance(JobFile("examples/digits.py").load(), lockstep.Job)
     found = lockstep.compare(
-        JobFile("examples/digits.py"), devices="2xcpu", rounds=1, seconds=0.05, folder=tmp_path, epochs=1, told=None
+        JobFile("examples/digits.py"),
+        devices="2xcpu",
+        rounds=1,
+        seconds=0.05,
+        folder=tmp_path,
+        epochs=1,
+        told=None,
     )
     assert [row.name for row in found.measured][2:] == ["dp", "ddp", "mp", "pp"]
-    assert all(row.agreement is not None and row.agreement.equal for row in found.rows if row.role == "strategy")
+    assert all(
+        row.agreement is not None and row.agreement.equal
+        for row in found.rows
+        if row.role == "strategy"
+    )
     losses = [row.history[-1]["eval_loss"] for row in found.rows if row.history]
     assert len(losses) == 5 and max(losses) - min(losses) < 1e-3
 
@@ -638,11 +849,14 @@ def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
-    way = Way("pp", "2xcpu", {"batch_size": 4}, {"microbatches": 8, "device_map": {"stem": 0, "": 1}})
+    way = Way(
+        "pp", "2xcpu", {"batch_size": 4}, {"microbatches": 8, "device_map": {"stem": 0, "": 1}}
+    )
     assert way.line(JobFile("a.py", {"lr": "0.1"}, {"epochs": 3})) == (
         "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
         """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
     )
     assert way.replace().line(job()) == (
-        'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), devices="2xcpu", batch_size=4)'
+        'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), '
+        'devices="2xcpu", batch_size=4)'
     )

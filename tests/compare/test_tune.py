@@ -33,7 +33,9 @@ def net() -> nn.Module:
 
 def job(**settings: Any) -> lockstep.Job:
     generator = torch.Generator().manual_seed(0)
-    data = TensorDataset(torch.randn(12, 3, 4, 4, generator=generator), torch.randint(3, (12,), generator=generator))
+    data = TensorDataset(
+        torch.randn(12, 3, 4, 4, generator=generator), torch.randint(3, (12,), generator=generator)
+    )
     settings = {"model": net, "batch_size": 5, **settings}
     return lockstep.Job(
         loss=nn.CrossEntropyLoss(),
@@ -43,7 +45,9 @@ def job(**settings: Any) -> lockstep.Job:
     )
 
 
-BATCHNORM = Caveat("batchnorm", "BatchNorm normalizes over each replica's local batch", "sync_batchnorm=True")
+BATCHNORM = Caveat(
+    "batchnorm", "BatchNorm normalizes over each replica's local batch", "sync_batchnorm=True"
+)
 Rule = Callable[[Way], float]
 
 
@@ -53,13 +57,21 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[W
     tried: list[Way] = []
 
     def obey(rule: Rule) -> list[Way]:
-        def attempted(job: Any, way: Way, *, seconds: float, patience: float | None = None) -> Tried:
+        def attempted(
+            job: Any, way: Way, *, seconds: float, patience: float | None = None
+        ) -> Tried:
             tried.append(way)
-            said = (BATCHNORM,) if way.strategy != "single" and "sync_batchnorm" not in way.settings else ()
+            said = (
+                (BATCHNORM,)
+                if way.strategy != "single" and "sync_batchnorm" not in way.settings
+                else ()
+            )
             return Tried(rule(way), 0.1, (1000,), fused=True, convolves=True, caveats=said)
 
         monkeypatch.setattr(importlib.import_module("lockstep.compare.tune"), "attempt", attempted)
-        monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3))
+        monkeypatch.setattr(
+            importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3)
+        )
         return tried
 
     yield obey
@@ -81,25 +93,51 @@ def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], li
     assert found.gain_kept is not None and found.gain_changed is not None
     assert found.gain_kept.median == pytest.approx(1.6 * 1.5 * 1.2)
     assert found.gain_changed.median == pytest.approx(1.6 * 1.5 * 1.2 * 2)
-    assert {row.setting for row in found.rows if row.taken} == {"ddp on 4xcpu", "channels_last", "precision=bf16"}
-    assert {row.setting for row in found.rows if row.effect == "rounding changed"} == {"precision=bf16", "compile"}
+    assert {row.setting for row in found.rows if row.taken} == {
+        "ddp on 4xcpu",
+        "channels_last",
+        "precision=bf16",
+    }
+    assert {row.setting for row in found.rows if row.effect == "rounding changed"} == {
+        "precision=bf16",
+        "compile",
+    }
 
 
-def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(machine: Callable[[Rule], list[Way]]) -> None:
+def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(
+    machine: Callable[[Rule], list[Way]],
+) -> None:
     def rule(way: Way) -> float:
-        rate = {"tf32": 150.0, "bf16": 85.0, "fp16": 0.5}.get(way.settings.get("precision", ""), 100.0)
+        rate = {"tf32": 150.0, "bf16": 85.0, "fp16": 0.5}.get(
+            way.settings.get("precision", ""), 100.0
+        )
         rate *= {True: 1.1, "reduce-overhead": 1.3}.get(way.settings.get("compile", False), 1.0)
-        # As measured on a card: of convolutions narrow formats gain in this layout only, which by itself gains none.
-        return rate * (5.0 if way.settings.get("channels_last") and way.settings.get("precision") == "bf16" else 1.0)
+        # As measured on a card: of convolutions narrow formats gain in this layout only, which by
+        # itself gains none.
+        return rate * (
+            5.0
+            if way.settings.get("channels_last") and way.settings.get("precision") == "bf16"
+            else 1.0
+        )
 
     machine(rule)
     found = lockstep.tune(job(), devices=[Device("cuda", 0)], told=None)
     order = [row.setting for row in found.rows]
-    assert order[:3] == ["precision=tf32", "precision=bf16, channels_last", "precision=fp16, channels_last"]
+    assert order[:3] == [
+        "precision=tf32",
+        "precision=bf16, channels_last",
+        "precision=fp16, channels_last",
+    ]
     assert order[3:6] == ["compile", "compile=reduce-overhead", "compile=max-autotune"]
     assert order[6:] == ["channels_last=false", "fused=false"]
-    assert found.changed.settings == {"precision": "bf16", "compile": "reduce-overhead", "channels_last": True}
-    assert found.kept == found.start and found.gain_kept is None, "the layout by itself gains nothing"
+    assert found.changed.settings == {
+        "precision": "bf16",
+        "compile": "reduce-overhead",
+        "channels_last": True,
+    }
+    assert found.kept == found.start and found.gain_kept is None, (
+        "the layout by itself gains nothing"
+    )
     assert found.gain_changed is not None and found.gain_changed.median == pytest.approx(4.25 * 1.3)
     assert {row.effect for row in found.rows[:6]} == {"rounding changed"}
     assert {row.effect for row in found.rows[6:]} == {"numbers kept"}
@@ -117,7 +155,9 @@ def test_what_is_tried_depends_on_the_type_of_device() -> None:
     assert tune.compilations("mps", graphs=True) == [True, "max-autotune-no-cudagraphs"]
 
 
-def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(machine: Callable[[Rule], list[Way]]) -> None:
+def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(
+    machine: Callable[[Rule], list[Way]],
+) -> None:
     tried = machine(lambda way: 10.0 if way.strategy == "dp" else 100.0)
     found = lockstep.tune(job(), told=None)
     assert tried.count(Way("dp", "2xcpu")) == 1
@@ -129,7 +169,9 @@ def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(machine: Callab
 def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
     machine: Callable[[Rule], list[Way]], tmp_path: Path
 ) -> None:
-    """Each stage saw a gain by chance; all settings together are measured at 0.78 of the job as it is."""
+    """Each stage saw a gain by chance; all settings together are measured at 0.78 of the job as
+    it is.
+    """
     layouts = 0
 
     def rule(way: Way) -> float:
@@ -153,7 +195,9 @@ def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
     assert not any("lockstep train" in line for line in lines)
 
 
-def test_what_is_refused_or_fails_is_a_row_with_its_reason(machine: Callable[[Rule], list[Way]]) -> None:
+def test_what_is_refused_or_fails_is_a_row_with_its_reason(
+    machine: Callable[[Rule], list[Way]],
+) -> None:
     def rule(way: Way) -> float:
         if way.settings.get("compile"):
             raise StrategyError("there is no compiler here")
@@ -174,7 +218,9 @@ def test_what_is_refused_or_fails_is_a_row_with_its_reason(machine: Callable[[Ru
     assert "\nnothing that was tried is faster than the job as it is" in lines
 
 
-def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(machine: Callable[[Rule], list[Way]]) -> None:
+def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(
+    machine: Callable[[Rule], list[Way]],
+) -> None:
     machine(lambda way: 200.0 if way.strategy == "ddp" and not way.settings else 100.0)
     lines: list[str] = []
     found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", told=lines.append)
@@ -185,21 +231,30 @@ def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(machine: C
     assert cure.gain is not None and cure.gain.median == 0.5 and not cure.taken
 
 
-def test_a_strategy_that_is_named_is_the_only_one_tried(machine: Callable[[Rule], list[Way]]) -> None:
+def test_a_strategy_that_is_named_is_the_only_one_tried(
+    machine: Callable[[Rule], list[Way]],
+) -> None:
     tried = machine(lambda way: 100.0)
     lockstep.tune(job(), strategy="dp", devices="2xcpu", told=None)
     assert {way.strategy for way in tried} == {"dp"}
 
 
-def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list[Way]], tmp_path: Path) -> None:
+def test_the_line_to_paste_has_the_jobs_own_words(
+    machine: Callable[[Rule], list[Way]], tmp_path: Path
+) -> None:
     machine(lambda way: 200.0 if way.settings.get("channels_last") else 100.0)
     file = tmp_path / "mine.py"
-    file.write_text("import test_tune\n\n\ndef job(size: int = 5):\n    return test_tune.job(batch_size=size)\n")
+    file.write_text(
+        "import test_tune\n\n\ndef job(size: int = 5):\n    return test_tune.job(batch_size=size)\n"
+    )
     out = tmp_path / "found.json"
     lines: list[str] = []
     lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)
     told = [line.replace(" \\\n   ", "") for line in lines]
-    assert f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 --channels-last" in told
+    assert (
+        f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 "
+        "--channels-last" in told
+    )
     assert cli.main(["tune", str(file), "--json", str(out), "--rounds", "1"]) == 0
     assert json.loads(out.read_text())["kept"] == {
         "strategy": "single",
@@ -216,17 +271,23 @@ def test_the_line_to_paste_has_the_jobs_own_words(machine: Callable[[Rule], list
         (["tune", "examples/digits.py", "--strategy", "dddp"], 'did you mean "ddp"?'),
     ],
 )
-def test_bad_words_are_one_line(words: list[str], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bad_words_are_one_line(
+    words: list[str], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(words) == 2
     error = capfd.readouterr().err.strip()
     assert said in error and "\n" not in error
 
 
-@pytest.mark.parametrize("way", [Way("single", "1xcpu"), Way("dp", "2xcpu"), Way("ddp", "2xcpu", {"accumulate": 2})])
+@pytest.mark.parametrize(
+    "way", [Way("single", "1xcpu"), Way("dp", "2xcpu"), Way("ddp", "2xcpu", {"accumulate": 2})]
+)
 def test_a_trial_times_updates_in_processes_of_its_own(way: Way) -> None:
     tried = attempt(job(), way, seconds=0.05)
     assert tried.rate > 0 and tried.first > 0 and tried.peak > 1e7
-    assert tried.convolves and tried.fused and tried.workers is None and tried.dtype is torch.float32
+    assert (
+        tried.convolves and tried.fused and tried.workers is None and tried.dtype is torch.float32
+    )
     assert any(caveat.kind == "batchnorm" for caveat in tried.caveats) == (way.strategy != "single")
 
 
@@ -253,7 +314,9 @@ def test_what_an_update_makes_once_is_not_its_rate() -> None:
             time.sleep(2.0 if Prepared.calls == 1 else 0.0)
             return super().forward(x.flatten(1))
 
-    tried = attempt(job(model=lambda: Prepared(48, 3)), Way("single", "1xcpu"), seconds=0.05, patience=1.0)
+    tried = attempt(
+        job(model=lambda: Prepared(48, 3)), Way("single", "1xcpu"), seconds=0.05, patience=1.0
+    )
     assert tried.first > 2.0 and tried.rate > job().batch_size
 
 
@@ -261,11 +324,14 @@ def test_a_long_command_is_told_in_lines_that_a_shell_joins() -> None:
     short = "lockstep train a.py --strategy single"
     assert tune._in_lines(short) == f"  {short}"
     long = (
-        "lockstep train examples/digits.py --set 'name=two words' --channels-last --keep-memory " + 4 * "--fused false "
+        "lockstep train examples/digits.py --set 'name=two words' --channels-last --keep-memory "
+        + 4 * "--fused false "
     )
     first, *others = tune._in_lines(long).splitlines()
     assert others and max(map(len, [first, *others])) <= 120
-    assert shlex.split(" ".join(one.removesuffix("\\") for one in [first, *others])) == shlex.split(long)
+    assert shlex.split(" ".join(one.removesuffix("\\") for one in [first, *others])) == shlex.split(
+        long
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Article 1: the same batches for any number of processes, each sample once, random numbers by sample."""
+"""Article 1: the same batches for any number of processes, each sample once, random numbers by
+sample.
+"""
 
 from __future__ import annotations
 
@@ -57,13 +59,20 @@ class Noisy(Dataset[Any]):
     def __getitem__(self, i: int) -> Any:
         if not 0 <= i < self.n:
             raise IndexError(i)
-        noise = torch.tensor([float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64)
+        noise = torch.tensor(
+            [float(torch.rand(())), random.random(), np.random.rand()], dtype=torch.float64
+        )
         return torch.cat([torch.tensor([i], dtype=torch.float64), noise]), i
 
 
 def generators() -> tuple[Any, ...]:
     numpy_state: Any = np.random.get_state()
-    return torch.get_rng_state().tolist(), random.getstate(), numpy_state[1].tolist(), numpy_state[2:]
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        numpy_state[1].tolist(),
+        numpy_state[2:],
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +94,7 @@ def drawn(loader: Loader, epoch: int = 0) -> dict[int, tuple[float, ...]]:
     return found
 
 
-# ---- shares ---------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------
 
 
 def test_shares_are_even_and_the_larger_first() -> None:
@@ -115,7 +124,9 @@ SIZES = [(20, 8), (10, 4), (3, 8), (7, 7), (9, 2), (17, 5), (1, 1), (600, 2)]
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize(("n", "size"), SIZES)
-def test_a_global_batch_is_the_same_for_any_number_of_processes(n: int, size: int, accumulate: int) -> None:
+def test_a_global_batch_is_the_same_for_any_number_of_processes(
+    n: int, size: int, accumulate: int
+) -> None:
     for epoch in (0, 3):
         order = permutation(n, 11, epoch)
         micro_batches: list[Any] = []
@@ -123,7 +134,12 @@ def test_a_global_batch_is_the_same_for_any_number_of_processes(n: int, size: in
             ranks = [
                 list(
                     Loader(
-                        numbers(n), batch_size=size, rank=r, world_size=world_size, accumulate=accumulate, seed=11
+                        numbers(n),
+                        batch_size=size,
+                        rank=r,
+                        world_size=world_size,
+                        accumulate=accumulate,
+                        seed=11,
                     ).epoch(epoch)
                 )
                 for r in range(world_size)
@@ -184,7 +200,7 @@ def test_length_and_samples_are_those_of_an_epoch() -> None:
     assert len(Loader(numbers(3), batch_size=8)) == 1
 
 
-# ---- the order ------------------------------------------------------------------------------------------------------
+# ---- the order -----------------------------------------------------------------------------------
 
 
 def order_of(loader: Loader, epoch: int = 0) -> list[int]:
@@ -196,7 +212,8 @@ def test_without_shuffle_the_order_is_the_datasets() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [lambda i: i, tuple, np.array, torch.tensor, lambda i: torch.tensor(i, dtype=torch.int32)]
+    "given",
+    [lambda i: i, tuple, np.array, torch.tensor, lambda i: torch.tensor(i, dtype=torch.int32)],
 )
 def test_a_person_may_give_the_order(given: Callable[[list[int]], Any]) -> None:
     indices = [4, 2, 2, 0]
@@ -213,7 +230,9 @@ def test_an_order_that_draws_is_the_same_on_every_rank() -> None:
         lambda e: random.sample(range(50), 50),
     ]
     for draw in draws:
-        one, two = (Loader(numbers(50), batch_size=8, rank=r, world_size=2, order=draw) for r in (0, 1))
+        one, two = (
+            Loader(numbers(50), batch_size=8, rank=r, world_size=2, order=draw) for r in (0, 1)
+        )
         assert order_of(one) == order_of(two) != order_of(one, 1)
 
 
@@ -239,7 +258,7 @@ def test_an_order_is_a_function() -> None:
         Loader(numbers(5), batch_size=2, order=[1, 2])  # type: ignore[arg-type]
 
 
-# ---- randomness by sample -------------------------------------------------------------------------------------------
+# ---- randomness by sample ------------------------------------------------------------------------
 
 
 def test_a_sample_comes_out_the_same_wherever_it_is_made() -> None:
@@ -250,21 +269,35 @@ def test_a_sample_comes_out_the_same_wherever_it_is_made() -> None:
     for workers in (0, 2):
         shares: dict[int, tuple[float, ...]] = {}
         for rank in range(3):
-            shares |= drawn(Loader(Noisy(), batch_size=7, seed=5, rank=rank, world_size=3, workers=workers))
+            shares |= drawn(
+                Loader(Noisy(), batch_size=7, seed=5, rank=rank, world_size=3, workers=workers)
+            )
         assert shares == wanted
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("dataset", [Noisy(), numbers(23), Subset(numbers(40), range(3, 26))])
-def test_a_process_of_several_devices_gives_each_what_a_rank_would_get(dataset: Any, workers: int) -> None:
-    settings: Any = {"batch_size": 7, "world_size": 3, "accumulate": 2, "seed": 5, "workers": workers}
+def test_a_process_of_several_devices_gives_each_what_a_rank_would_get(
+    dataset: Any, workers: int
+) -> None:
+    settings: Any = {
+        "batch_size": 7,
+        "world_size": 3,
+        "accumulate": 2,
+        "seed": 5,
+        "workers": workers,
+    }
     ranks = [Loader(dataset, rank=rank, **settings) for rank in range(3)]
     together = Loader(dataset, rank=None, **settings)
     for epoch, start in ((0, 0), (1, 2)):
-        for batch, *own in zip(together.epoch(epoch, start), *(r.epoch(epoch, start) for r in ranks), strict=True):
+        for batch, *own in zip(
+            together.epoch(epoch, start), *(r.epoch(epoch, start) for r in ranks), strict=True
+        ):
             assert (batch.size, batch.index, batch.epoch) == (own[0].size, own[0].index, epoch)
-            assert [(p.inputs, p.size, p.of) for p in batch.parts] == [(None, p.of, p.of) for p in own[0].parts]
+            assert [(p.inputs, p.size, p.of) for p in batch.parts] == [
+                (None, p.of, p.of) for p in own[0].parts
+            ]
             assert batch.shares is not None and len(batch.shares) == 3
             for share, parts in zip(batch.shares, (b.parts for b in own), strict=True):
                 for one, other in zip(share, parts, strict=True):
@@ -278,7 +311,11 @@ def test_a_process_of_several_devices_gives_each_what_a_rank_would_get(dataset: 
 
 def test_other_epochs_seeds_and_evaluation_draw_other_numbers() -> None:
     loader = Loader(Noisy(), batch_size=5, seed=5, workers=0)
-    streams = [drawn(loader), drawn(loader, 1), drawn(Loader(Noisy(), batch_size=5, seed=6, workers=0))]
+    streams = [
+        drawn(loader),
+        drawn(loader, 1),
+        drawn(Loader(Noisy(), batch_size=5, seed=6, workers=0)),
+    ]
     streams.append(drawn(Loader(Noisy(), batch_size=5, seed=5, workers=0, evaluation=True)))
     values = [v for stream in streams for sample in stream.values() for v in sample]
     assert len(set(values)) == len(values) == 4 * 23 * 3
@@ -317,8 +354,12 @@ def test_whole_batches_are_asked_for_where_nothing_is_drawn() -> None:
 
 def test_a_dataset_that_draws_is_asked_for_whole_batches_once_and_then_by_sample() -> None:
     noisy = ByBatch(draws=True)
-    assert drawn(Loader(noisy, batch_size=8, workers=0)) == drawn(Loader(Noisy(), batch_size=8, workers=0))
-    assert noisy.calls == [8] + [1] * (8 + 3 + 15), "3 were asked for again, to see whether they are the same"
+    assert drawn(Loader(noisy, batch_size=8, workers=0)) == drawn(
+        Loader(Noisy(), batch_size=8, workers=0)
+    )
+    assert noisy.calls == [8] + [1] * (8 + 3 + 15), (
+        "3 were asked for again, to see whether they are the same"
+    )
 
 
 def test_draws_random_false_is_believed() -> None:
@@ -332,7 +373,7 @@ def test_draws_random_false_is_believed() -> None:
     np.random.set_state(before[2])
 
 
-# ---- fetching -------------------------------------------------------------------------------------------------------
+# ---- fetching ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -346,7 +387,10 @@ def test_tensor_datasets_are_indexed_through_subsets(workers: int) -> None:
 
 
 def test_a_tensor_dataset_of_another_number_of_tensors_is_refused() -> None:
-    with pytest.raises(JobError, match=r"eval_data: its TensorDataset has 3 tensors, \(inputs, targets\) is expected"):
+    with pytest.raises(
+        JobError,
+        match=r"eval_data: its TensorDataset has 3 tensors, \(inputs, targets\) is expected",
+    ):
         Loader(TensorDataset(*[torch.ones(2)] * 3), batch_size=2, evaluation=True)
 
 
@@ -367,13 +411,18 @@ def test_tuples_in_a_sample_stay_tuples_in_the_batch() -> None:
     samples = [((torch.ones(2), {"k": (1, 2)}), [3.0, (4, 5)])] * 3
     inputs, targets = next(Loader(samples, batch_size=3, workers=0).epoch(0))
     assert type(inputs) is tuple and inputs[0].shape == (3, 2) and type(inputs[1]["k"]) is tuple
-    assert type(targets) is list and type(targets[1]) is tuple and targets[1][1].tolist() == [5, 5, 5]
+    assert (
+        type(targets) is list and type(targets[1]) is tuple and targets[1][1].tolist() == [5, 5, 5]
+    )
 
 
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        ((1, 2, 3), r"a tuple of 3, \(inputs, targets\) is expected; of several inputs give \(\(a, b\), targets\).*"),
+        (
+            (1, 2, 3),
+            r"a tuple of 3, \(inputs, targets\) is expected; of several inputs give \(\(a, b\), targets\).*",
+        ),
         ({"x": 1, "y": 2}, r"a dict, \(inputs, targets\) is expected"),
         (
             torch.ones(2),
@@ -389,9 +438,13 @@ def test_what_is_no_pair_is_said(sample: Any, said: str) -> None:
 
 def test_a_collate_that_fails_is_said() -> None:
     ragged = [(torch.ones(i + 1), 0) for i in range(3)]
-    with pytest.raises(JobError, match=r"^collate: samples can't be put together \(RuntimeError: .*give a collate"):
+    with pytest.raises(
+        JobError, match=r"^collate: samples can't be put together \(RuntimeError: .*give a collate"
+    ):
         list(Loader(ragged, batch_size=3, workers=0).epoch(0))
-    with pytest.raises(JobError, match=r"^collate: it gave a tuple of 3, \(inputs, targets\) is expected"):
+    with pytest.raises(
+        JobError, match=r"^collate: it gave a tuple of 3, \(inputs, targets\) is expected"
+    ):
         list(Loader(ragged, batch_size=3, workers=0, collate=tuple).epoch(0))
     with pytest.raises(JobError, match=r"^collate: it raised ZeroDivisionError"):
         list(Loader(ragged, batch_size=3, workers=0, collate=lambda s: 1 / 0).epoch(0))
@@ -408,7 +461,8 @@ class Broken(Noisy):
 def test_a_sample_that_raises_is_named(workers: int) -> None:
     loader = Loader(Subset(Broken(), [13, 1, 2]), batch_size=3, workers=workers)
     with pytest.raises(
-        SampleError, match=r"^train_data: sample 0 raised ValueError: no such picture \(test_data.py, line \d+\)$"
+        SampleError,
+        match=r"^train_data: sample 0 raised ValueError: no such picture \(test_data.py, line \d+\)$",
     ) as caught:
         list(loader.epoch(0))
     assert "no such picture" in str(caught.value.__cause__)
@@ -446,7 +500,7 @@ def test_an_empty_dataset_is_refused() -> None:
         Loader([], batch_size=2)
 
 
-# ---- loader workers -------------------------------------------------------------------------------------------------
+# ---- loader workers ------------------------------------------------------------------------------
 
 
 def test_workers_take_the_cores_that_ranks_leave() -> None:
@@ -458,8 +512,19 @@ def test_workers_take_the_cores_that_ranks_leave() -> None:
 
 def test_ranks_on_accelerators_take_more_workers() -> None:
     listed = [(0, 0)]
-    assert [default_workers(c, 1, listed, on_accelerator=True) for c in (1, 2, 4, 16, 64)] == [0, 1, 3, 8, 8]
-    assert [default_workers(c, 8, listed, on_accelerator=True) for c in (8, 16, 64, 128)] == [0, 1, 7, 8]
+    assert [default_workers(c, 1, listed, on_accelerator=True) for c in (1, 2, 4, 16, 64)] == [
+        0,
+        1,
+        3,
+        8,
+        8,
+    ]
+    assert [default_workers(c, 8, listed, on_accelerator=True) for c in (8, 16, 64, 128)] == [
+        0,
+        1,
+        7,
+        8,
+    ]
     assert default_workers(64, 1, numbers(3), on_accelerator=True) == 0
 
 
@@ -471,7 +536,9 @@ def test_workers_are_shared_out_among_the_ranks_of_a_machine_but_not_where_the_l
     four = World(rank=5, size=8, devices=(Device("cuda", 1),), local_rank=1, local_size=4)
     listed = [(0, 0)]
     assert workers_here(listed, four, on_accelerator=True) == 3
-    assert workers_here(listed, None, readers=4, on_accelerator=True) == 3, "one process reads for four cards"
+    assert workers_here(listed, None, readers=4, on_accelerator=True) == 3, (
+        "one process reads for four cards"
+    )
     assert note_on_workers(12, 4) is not None
     monkeypatch.setattr(loader_workers, "bound_by_launcher", lambda cores: True)
     assert workers_here(listed, four, on_accelerator=True) == 8, "the 16 are this rank's"
@@ -521,7 +588,9 @@ def test_workers_die_with_a_parent_that_is_killed() -> None:
         print(*pids, flush=True)
         time.sleep(60)
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, text=True
+    )
     assert parent.stdout is not None
     pids = [int(p) for p in parent.stdout.readline().split()]
     assert len(pids) == 2
@@ -531,7 +600,7 @@ def test_workers_die_with_a_parent_that_is_killed() -> None:
     assert all(gone(pid, 2.0) for pid in pids)
 
 
-# ---- where the dataset comes from -----------------------------------------------------------------------------------
+# ---- where the dataset comes from ----------------------------------------------------------------
 
 
 def test_a_dataset_is_taken_as_it_is_and_a_callable_is_called() -> None:
@@ -580,7 +649,9 @@ def on_ranks(size: int, local_size: int, function: Callable[[World], Any]) -> li
     results: list[Any] = [None] * size
 
     def work(rank: int) -> None:
-        world = ThreadWorld(rank=rank, size=size, local_rank=rank % local_size, local_size=local_size)
+        world = ThreadWorld(
+            rank=rank, size=size, local_rank=rank % local_size, local_size=local_size
+        )
         world.meeting = meeting  # type: ignore[attr-defined]
         try:
             results[rank] = function(world)
@@ -623,7 +694,7 @@ def test_no_rank_waits_for_a_first_one_that_failed() -> None:
     assert isinstance(results[0].__cause__, OSError)
 
 
-# ---- a loop of one's own, and accelerators --------------------------------------------------------------------------
+# ---- a loop of one's own, and accelerators -------------------------------------------------------
 
 
 def test_each_pass_over_batches_is_the_next_epoch() -> None:
@@ -645,10 +716,14 @@ def test_batches_know_the_rank() -> None:
 
 @pytest.mark.parametrize("dataset", [numbers(9), [({"x": torch.ones(2)}, i) for i in range(9)]])
 def test_batches_move_to_an_accelerator_and_empty_shares_with_them(dataset: Any) -> None:
-    loader = Loader(dataset, batch_size=8, rank=1, world_size=2, workers=0, device=torch.device("meta"))
+    loader = Loader(
+        dataset, batch_size=8, rank=1, world_size=2, workers=0, device=torch.device("meta")
+    )
     full, last = loader.epoch(0)
     inputs, targets = full
-    assert {t.device.type for t in (inputs["x"] if isinstance(inputs, dict) else inputs, targets)} == {"meta"}
+    assert {
+        t.device.type for t in (inputs["x"] if isinstance(inputs, dict) else inputs, targets)
+    } == {"meta"}
     assert last.parts[0].inputs is None and full.samples is not None and full.samples.is_cpu
 
 
@@ -659,7 +734,12 @@ def test_batches_copied_ahead_are_the_same(kind: str) -> None:
     inputs, targets = torch.randn(500, 3, 64, 64), torch.arange(500)
     whole = TensorDataset(inputs, targets)
     dataset = whole if kind == "tensors" else [whole[i] for i in range(500)]
-    loader = Loader(dataset, batch_size=32, device=torch.device("cuda", 0), workers=1 if kind == "workers" else 0)
+    loader = Loader(
+        dataset,
+        batch_size=32,
+        device=torch.device("cuda", 0),
+        workers=1 if kind == "workers" else 0,
+    )
     seen: list[int] = []
     for x, y in loader.epoch(0):
         assert x.is_cuda and y.is_cuda

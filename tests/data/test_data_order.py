@@ -1,4 +1,6 @@
-"""The order of an epoch: a permutation computed slice by slice, orders by the person, and what a long dataset costs."""
+"""The order of an epoch: a permutation computed slice by slice, orders by the person, and what a
+long dataset costs.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def whole(order: Any) -> torch.Tensor:
     return order[0 : len(order)]
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 7, 10, 99, 100, 101, 1000, 65_537, 999_983, 2**20 + 1, 2**20 + 1025])
+@pytest.mark.parametrize(
+    "n", [1, 2, 3, 4, 5, 7, 10, 99, 100, 101, 1000, 65_537, 999_983, 2**20 + 1, 2**20 + 1025]
+)
 def test_every_sample_is_in_a_computed_permutation_once(n: int) -> None:
     assert torch.equal(whole(Scattered(n, seed=3, epoch=1)).sort().values, torch.arange(n))
 
@@ -54,21 +58,31 @@ def correlation(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def unevenness(cells: torch.Tensor, count: int) -> float:
-    """How far the numbers in ``count`` cells are from even, in units of what chance gives (chi squared)."""
+    """How far the numbers in ``count`` cells are from even, in units of what chance gives (chi
+    squared).
+    """
     found = torch.bincount(cells, minlength=count).double()
     mean = len(cells) / count
     return abs(float(((found - mean) ** 2 / mean).sum()) - count) / math.sqrt(2 * count)
 
 
-@pytest.mark.parametrize("n", [pytest.param(n, marks=pytest.mark.slow) for n in (2**20 + 1, 3_000_017)])
+@pytest.mark.parametrize(
+    "n", [pytest.param(n, marks=pytest.mark.slow) for n in (2**20 + 1, 3_000_017)]
+)
 def test_a_computed_permutation_is_well_mixed(n: int) -> None:
     place = torch.arange(n)
     for seed in range(3):
         found = whole(Scattered(n, seed, epoch=0))
-        for other in (whole(Scattered(n, seed, epoch=1)), whole(Scattered(n, seed + 1, epoch=0)), place):
+        for other in (
+            whole(Scattered(n, seed, epoch=1)),
+            whole(Scattered(n, seed + 1, epoch=0)),
+            place,
+        ):
             assert correlation(found, other) < 5
             assert int((found == other).sum()) < 15, "one is expected by chance"
-        assert unevenness(place * 64 // n * 64 + found * 64 // n, 4096) < 6, "each part of the data is in each part"
+        assert unevenness(place * 64 // n * 64 + found * 64 // n, 4096) < 6, (
+            "each part of the data is in each part"
+        )
         assert unevenness(place % 32 * 32 + found % 32, 1024) < 6
         for apart in (1, 2, math.isqrt(n), -(-n // math.isqrt(n))):
             assert correlation(found[apart:], found[:-apart]) < 5
@@ -90,19 +104,30 @@ class Long(Dataset[Any]):
 
 
 @pytest.mark.parametrize("kind", ["samples", "tensors", "subset"])
-def test_a_computed_order_is_cut_and_resumed_as_any_other(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_computed_order_is_cut_and_resumed_as_any_other(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(order_module, "_IN_MEMORY", 100)
     n = 1003
     tensors = TensorDataset(torch.arange(5 * n), -torch.arange(5 * n))
-    dataset = {"samples": Long(n), "tensors": Subset(tensors, range(n)), "subset": Subset(tensors, range(7, 2013, 2))}
+    dataset = {
+        "samples": Long(n),
+        "tensors": Subset(tensors, range(n)),
+        "subset": Subset(tensors, range(7, 2013, 2)),
+    }
     order = whole(Scattered(n, 5, 2))
-    ranks = [Loader(dataset[kind], batch_size=8, rank=r, world_size=3, seed=5, workers=0) for r in range(3)]
+    ranks = [
+        Loader(dataset[kind], batch_size=8, rank=r, world_size=3, seed=5, workers=0)
+        for r in range(3)
+    ]
     batches = list(zip(*(loader.epoch(2) for loader in ranks), strict=True))
     assert len(batches) == len(ranks[0]) == 126
     assert torch.equal(torch.cat([b[0].samples for b in batches]), order)
     assert torch.equal(torch.cat([b.parts[0].samples for shares in batches for b in shares]), order)
     read = torch.cat([b.parts[0].targets for shares in batches for b in shares if b.parts[0].size])
-    assert torch.equal(read, {"samples": order, "tensors": -order, "subset": -(order * 2 + 7)}[kind])
+    assert torch.equal(
+        read, {"samples": order, "tensors": -order, "subset": -(order * 2 + 7)}[kind]
+    )
     for start in (0, 1, 77, 125, 126):
         assert [b.samples.tolist() for b in ranks[1].epoch(2, start)] == [
             b[0].samples.tolist() for b in batches[start:]
@@ -111,9 +136,15 @@ def test_a_computed_order_is_cut_and_resumed_as_any_other(kind: str, monkeypatch
 
 def test_blocks_of_an_order_dont_show_in_its_batches() -> None:
     for size in (3, 300, 2**15 + 1, 2**17):
-        batches = list(Loader(TensorDataset(*[torch.arange(2**16 + 5)] * 2), batch_size=size, seed=1).epoch(0, 2))
+        batches = list(
+            Loader(TensorDataset(*[torch.arange(2**16 + 5)] * 2), batch_size=size, seed=1).epoch(
+                0, 2
+            )
+        )
         wanted = permutation(2**16 + 5, 1, 0)[2 * size :]
-        assert torch.equal(torch.cat([b.samples for b in batches]) if batches else wanted[:0], wanted)
+        assert torch.equal(
+            torch.cat([b.samples for b in batches]) if batches else wanted[:0], wanted
+        )
 
 
 def test_without_shuffle_the_order_is_not_kept_either() -> None:
@@ -128,7 +159,9 @@ def test_a_trillion_samples_are_shuffled_at_once() -> None:
     assert len({*first.tolist(), *far.tolist()}) == 8 and int(first.max()) < 10**12
 
 
-@pytest.mark.parametrize("indices", [list, np.array, torch.tensor, lambda i: np.array(i, dtype=np.int32)])
+@pytest.mark.parametrize(
+    "indices", [list, np.array, torch.tensor, lambda i: np.array(i, dtype=np.int32)]
+)
 def test_subsets_of_subsets_are_looked_up(indices: Any) -> None:
     levels = [indices([2, -1, 0]), range(10, 30, 5), indices([i * 3 - 40 for i in range(40)])]
     base = range(1000)
@@ -139,7 +172,7 @@ def test_subsets_of_subsets_are_looked_up(indices: Any) -> None:
     assert lookup_of(dataset).tolist() == found == [20, 35, 990]
 
 
-# ---- orders by the person -------------------------------------------------------------------------------------------
+# ---- orders by the person ------------------------------------------------------------------------
 
 
 def weighted(epoch: int) -> torch.Tensor:
@@ -172,16 +205,24 @@ def by_the_process(epoch: int) -> torch.Tensor:
     return torch.randperm(29, generator=torch.Generator().manual_seed(os.getpid()))
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
-def test_an_order_that_draws_from_its_own_generator_is_refused(strategy: str, devices: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")]
+)
+def test_an_order_that_draws_from_its_own_generator_is_refused(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     job = dataclasses.replace(ZOO["mlp"], order=by_its_own_generator)
-    with pytest.raises(JobError, match="order: for epoch 0 it gave other indices when it was called again"):
+    with pytest.raises(
+        JobError, match="order: for epoch 0 it gave other indices when it was called again"
+    ):
         train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
 
 
 def test_an_order_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], order=by_the_process)
-    with pytest.raises(JobError, match="order: for epoch 0 it gave other indices on rank 1 than on rank 0"):
+    with pytest.raises(
+        JobError, match="order: for epoch 0 it gave other indices on rank 1 than on rank 0"
+    ):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -194,7 +235,9 @@ def test_replicas_of_one_process_share_an_order() -> None:
 
     data = TensorDataset(torch.arange(50), torch.arange(50))
     loader = Loader(data, rank=None, world_size=3, batch_size=16, order=order)
-    read = torch.cat([p.inputs for b in loader.epoch(1) for share in b.shares for p in share if p.size])
+    read = torch.cat(
+        [p.inputs for b in loader.epoch(1) for share in b.shares for p in share if p.size]
+    )
     assert sorted(read.tolist()) == list(range(50))
     assert called == [0, 0, 1], "twice at first, to see that it gives the same"
 
@@ -222,7 +265,7 @@ def test_a_grouped_order_has_batches_of_similar_lengths_on_each_rank() -> None:
     assert sorted(seen) == list(range(203))
 
 
-# ---- what a long dataset costs --------------------------------------------------------------------------------------
+# ---- what a long dataset costs -------------------------------------------------------------------
 
 
 class Computed(Dataset[Any]):
@@ -236,8 +279,9 @@ class Computed(Dataset[Any]):
 
 
 class Sampled:
-    """The memory of this process's descendants while it lasts: the sum of what is theirs alone and of their parts of
-    what they share (PSS), in bytes, at its peak."""
+    """The memory of this process's descendants while it lasts: the sum of what is theirs alone and
+    of their parts of what they share (PSS), in bytes, at its peak.
+    """
 
     def __enter__(self) -> Sampled:
         self.peak, self._over = 0, threading.Event()
@@ -260,23 +304,35 @@ def proportional(pid: int) -> int:
         rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:  # it has just ended
         return 0
-    return next((int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+    return next(
+        (int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")), 0
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs smaps_rollup")
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_a_hundred_million_samples_take_no_memory_on_any_rank(shuffle: bool, tmp_path: Path) -> None:
+def test_a_hundred_million_samples_take_no_memory_on_any_rank(
+    shuffle: bool, tmp_path: Path
+) -> None:
     def timed(event: lockstep.Event) -> None:
         (tmp_path / event.kind).write_text(str(time.monotonic()))
 
     job = ZOO["mlp"].replace(
-        train_data=Computed(), eval_data=None, metrics={}, batch_size=256, epochs=1, steps=40, shuffle=shuffle,
+        train_data=Computed(),
+        eval_data=None,
+        metrics={},
+        batch_size=256,
+        epochs=1,
+        steps=40,
+        shuffle=shuffle,
         on_event=[timed],
-    )  # fmt: skip
+    )
     with Sampled() as memory:
         run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     begun = [float((tmp_path / kind).read_text()) for kind in ("started", "epoch")]
-    print(f"{memory.peak / 2**20:,.0f} MB over all ranks; 40 steps took {begun[1] - begun[0]:.2f} s")
+    print(
+        f"{memory.peak / 2**20:,.0f} MB over all ranks; 40 steps took {begun[1] - begun[0]:.2f} s"
+    )
     assert run.summary["steps"] == 40 and run.summary["train_samples"] == 100_000_000
     assert memory.peak < 1.2e9

@@ -1,4 +1,6 @@
-"""Streams: every rank reads the one stream and keeps its share, each sample once, the same random numbers by place."""
+"""Streams: every rank reads the one stream and keeps its share, each sample once, the same
+random numbers by place.
+"""
 
 from __future__ import annotations
 
@@ -68,17 +70,28 @@ def rows(loader: Any, epoch: int = 0, start: int = 0) -> list[list[float]]:
     return found
 
 
-# ---- shares ---------------------------------------------------------------------------------------------------------
+# ---- shares --------------------------------------------------------------------------------------
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("n", "size", "accumulate"), [(20, 8, 1), (9, 4, 3), (3, 8, 2), (16, 8, 1), (1, 1, 1)])
-def test_each_sample_of_a_stream_is_used_once(n: int, size: int, accumulate: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "size", "accumulate"), [(20, 8, 1), (9, 4, 3), (3, 8, 2), (16, 8, 1), (1, 1, 1)]
+)
+def test_each_sample_of_a_stream_is_used_once(
+    n: int, size: int, accumulate: int, workers: int
+) -> None:
     wanted = rows(StreamLoader(Noisy(n), batch_size=n, workers=0), 2)
-    assert [row[0] for row in wanted] == list(range(n)) and len({v for row in wanted for v in row[1:]}) == 4 * n
+    assert [row[0] for row in wanted] == list(range(n)) and len(
+        {v for row in wanted for v in row[1:]}
+    ) == 4 * n
     for world_size in (1, 2, 3):
-        settings: Any = {"batch_size": size, "accumulate": accumulate, "workers": workers, "world_size": world_size}
+        settings: Any = {
+            "batch_size": size,
+            "accumulate": accumulate,
+            "workers": workers,
+            "world_size": world_size,
+        }
         ranks = [StreamLoader(Noisy(n), rank=r, **settings) for r in range(world_size)]
         found = []
         for k, shares in enumerate(zip(*(loader.epoch(2) for loader in ranks), strict=True)):
@@ -101,12 +114,18 @@ def test_each_sample_of_a_stream_is_used_once(n: int, size: int, accumulate: int
 @pytest.mark.parametrize("workers", [0, 1])
 def test_one_process_that_drives_several_devices_reads_the_stream_once(workers: int) -> None:
     stream = Noisy(21)
-    loader = StreamLoader(stream, batch_size=8, rank=None, world_size=3, accumulate=2, workers=workers)
+    loader = StreamLoader(
+        stream, batch_size=8, rank=None, world_size=3, accumulate=2, workers=workers
+    )
     shared = list(loader.epoch(1))
     loader.close()
     assert stream.read == (21 if workers == 0 else 0), "once, here or in the worker"
     for rank in range(3):
-        alone = list(StreamLoader(Noisy(21), batch_size=8, rank=rank, world_size=3, accumulate=2, workers=0).epoch(1))
+        alone = list(
+            StreamLoader(
+                Noisy(21), batch_size=8, rank=rank, world_size=3, accumulate=2, workers=0
+            ).epoch(1)
+        )
         for mine, batch in zip(alone, shared, strict=True):
             for a, b, whole in zip(mine.parts, batch.shares[rank], batch.parts, strict=True):
                 assert (a.size, a.of, a.of) == (b.size, b.of, whole.size)
@@ -117,7 +136,9 @@ def test_one_process_that_drives_several_devices_reads_the_stream_once(workers: 
 @pytest.mark.parametrize("start", [0, 1, 2, 3])
 def test_a_stream_is_taken_up_in_its_middle(start: int, workers: int) -> None:
     wanted = rows(StreamLoader(Noisy(), batch_size=8, workers=0), 4)
-    assert rows(StreamLoader(Noisy(), batch_size=8, workers=workers), 4, start) == wanted[start * 8 :]
+    assert (
+        rows(StreamLoader(Noisy(), batch_size=8, workers=workers), 4, start) == wanted[start * 8 :]
+    )
 
 
 def test_other_epochs_seeds_and_evaluation_draw_other_numbers() -> None:
@@ -141,7 +162,9 @@ def test_a_loader_worker_is_kept_and_a_pass_that_was_left_begins_anew() -> None:
     loader = StreamLoader(Noisy(), batch_size=4, workers=1)
     next(loader.epoch(0))
     for _ in range(3):
-        assert [b.samples.tolist() for b in loader.epoch(0)] == [list(range(23))[k * 4 : k * 4 + 4] for k in range(6)]
+        assert [b.samples.tolist() for b in loader.epoch(0)] == [
+            list(range(23))[k * 4 : k * 4 + 4] for k in range(6)
+        ]
     loader.close()
 
 
@@ -165,7 +188,9 @@ def test_collate_sees_the_share_and_draws_by_the_place() -> None:
     settings: Any = {"batch_size": 8, "world_size": 2, "collate": collate, "workers": 0}
     one, again = (list(StreamLoader(Noisy(), rank=1, **settings).epoch(0)) for _ in range(2))
     assert [b.parts[0].targets for b in one] == [[4], [4], [3]]
-    assert all(torch.equal(a.parts[0].inputs, b.parts[0].inputs) for a, b in zip(one, again, strict=True))
+    assert all(
+        torch.equal(a.parts[0].inputs, b.parts[0].inputs) for a, b in zip(one, again, strict=True)
+    )
 
 
 def test_batches_of_a_stream_serve_a_loop_of_ones_own() -> None:
@@ -176,7 +201,11 @@ def test_batches_of_a_stream_serve_a_loop_of_ones_own() -> None:
     for source in (function, iter_of([*function()]), lambda: iter_of([*function()])):
         loader = batches(source, batch_size=4, workers=0)
         for _ in range(2):
-            assert [targets.tolist() for _, targets in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+            assert [targets.tolist() for _, targets in loader] == [
+                [0, 1, 2, 3],
+                [4, 5, 6, 7],
+                [8, 9],
+            ]
     with pytest.raises(TypeError):
         len(loader)  # type: ignore[arg-type]
 
@@ -192,7 +221,9 @@ class iter_of:
 
 
 def test_batches_of_a_stream_move_to_an_accelerator() -> None:
-    loader = StreamLoader(Noisy(9), batch_size=8, rank=1, world_size=2, workers=0, device=torch.device("meta"))
+    loader = StreamLoader(
+        Noisy(9), batch_size=8, rank=1, world_size=2, workers=0, device=torch.device("meta")
+    )
     full, last = loader.epoch(0)
     inputs, targets = full
     assert {inputs.device.type, targets.device.type} == {"meta"}
@@ -204,7 +235,11 @@ def test_batches_of_a_stream_know_the_rank_in_a_launch() -> None:
         with seeded(0):
             model = mlp()
         step = lockstep.parallelize(model, torch.nn.CrossEntropyLoss(), plain_sgd, precision="fp64")
-        return [step(batch).loss for _ in range(2) for batch in lockstep.batches(Stream(25), batch_size=8)]
+        return [
+            step(batch).loss
+            for _ in range(2)
+            for batch in lockstep.batches(Stream(25), batch_size=8)
+        ]
 
     reference = lockstep.launch(loop, devices="1xcpu")[0]
     for losses in lockstep.launch(loop, devices="3xcpu"):
@@ -220,14 +255,20 @@ def test_batches_of_a_stream_copied_ahead_are_the_same(workers: int) -> None:
     assert rows(loader, 1) == wanted
 
 
-# ---- what is refused ------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"order": lambda epoch: [0]}, "order: train_data is a stream, which comes in its own order"),
-        ({"workers": 2}, "loader_workers: 2, but train_data is a stream, and each of them would read all of it"),
+        (
+            {"order": lambda epoch: [0]},
+            "order: train_data is a stream, which comes in its own order",
+        ),
+        (
+            {"workers": 2},
+            "loader_workers: 2, but train_data is a stream, and each of them would read all of it",
+        ),
         ({"workers": -1}, "loader_workers: -1"),
         ({"batch_size": 0}, "batch_size: 0"),
     ],
@@ -243,11 +284,17 @@ def test_what_a_stream_cant_have_is_refused(settings: Any, said: str) -> None:
     [
         (lambda: iter_of([]), JobError, "^train_data: it is empty$"),
         (lambda: iter_of([(1, 2, 3)]), JobError, "train_data: a sample is a tuple of 3"),
-        (lambda: broken, SampleError, r"^train_data: sample 2 of the stream raised ValueError: torn \(test_data_str"),
+        (
+            lambda: broken,
+            SampleError,
+            r"^train_data: sample 2 of the stream raised ValueError: torn \(test_data_str",
+        ),
         (lambda: Unready(), JobError, "train_data: going through it raised OSError: no such file"),
     ],
 )
-def test_a_stream_that_fails_is_said_in_one_line(source: Any, kind: Any, said: str, workers: int) -> None:
+def test_a_stream_that_fails_is_said_in_one_line(
+    source: Any, kind: Any, said: str, workers: int
+) -> None:
     loader = StreamLoader(resolve(source(), World()), batch_size=4, workers=workers)
     with pytest.raises(kind, match=said):
         list(loader.epoch(0))
@@ -269,13 +316,17 @@ class Unready:
 def test_a_stream_that_is_used_up_is_said_when_it_begins_again(workers: int) -> None:
     loader = StreamLoader(zip(range(10), range(10), strict=True), batch_size=4, workers=workers)
     assert len(list(loader.epoch(0))) == 3
-    with pytest.raises(RunError, match="train_data: the stream has no samples left: it can be iterated only once"):
+    with pytest.raises(
+        RunError, match="train_data: the stream has no samples left: it can be iterated only once"
+    ):
         list(loader.epoch(1))
     loader.close()
 
 
 def test_a_stream_that_became_shorter_than_what_was_used_is_said() -> None:
-    with pytest.raises(RunError, match="has ended after 23 samples, and the run had used 32 of this epoch"):
+    with pytest.raises(
+        RunError, match="has ended after 23 samples, and the run had used 32 of this epoch"
+    ):
         list(StreamLoader(Noisy(), batch_size=8, workers=0).epoch(0, 4))
 
 
@@ -285,10 +336,19 @@ SET = TensorDataset(torch.arange(3), torch.arange(3))
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (DataLoader(SET), "a DataLoader cuts batches for one device: give its dataset and say batch_size"),
-        ([DataLoader(SET), DataLoader(SET)], "a list of DataLoaders cuts batches .* put together with ConcatDataset"),
+        (
+            DataLoader(SET),
+            "a DataLoader cuts batches for one device: give its dataset and say batch_size",
+        ),
+        (
+            [DataLoader(SET), DataLoader(SET)],
+            "a list of DataLoaders cuts batches .* put together with ConcatDataset",
+        ),
         (lambda: (SET, DataLoader(SET)), "a tuple of DataLoaders cuts"),
-        ((i for i in range(3)), "a generator can be iterated only once: give the function that makes it"),
+        (
+            (i for i in range(3)),
+            "a generator can be iterated only once: give the function that makes it",
+        ),
         ({"a": SET}, "sets by name are for eval_data"),
         (5, "int is no dataset"),
     ],
@@ -322,7 +382,7 @@ def test_evaluation_sets_are_resolved_by_name() -> None:
         assert len(rows(loader)) == len(rows(loader)) == 25
 
 
-# ---- in a training --------------------------------------------------------------------------------------------------
+# ---- in a training -------------------------------------------------------------------------------
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu"}
 
@@ -333,27 +393,50 @@ def streamed(**settings: Any) -> Job:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_is_resumed_in_its_middle_under_another_strategy(workers: int, tmp_path: Path) -> None:
+def test_a_stream_is_resumed_in_its_middle_under_another_strategy(
+    workers: int, tmp_path: Path
+) -> None:
     job = streamed(loader_workers=workers)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    assert (whole.summary["steps"], whole.summary["train_samples"], whole.summary["eval_samples"]) == (8, 29, 29)
+    assert (
+        whole.summary["steps"],
+        whole.summary["train_samples"],
+        whole.summary["eval_samples"],
+    ) == (8, 29, 29)
     for steps, epochs in ((2, 0), (4, 1), (7, 1)):
         part = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True, steps=steps)
         assert (part.summary["steps"], part.summary["epochs"]) == (steps, epochs)
-        assert part.summary["train_samples"] == (29 if epochs else None), "known when the stream has ended once"
+        assert part.summary["train_samples"] == (29 if epochs else None), (
+            "known when the stream has ended once"
+        )
         resumed = train(job, strategy="dp", devices="3xcpu", resume=part.folder, quiet=True)
         found = differences(job, resumed, whole)
         assert found.worst < BOUND and max(found.history.values()) < BOUND
 
 
 def test_steps_without_epochs_go_through_a_stream_as_often_as_it_takes(tmp_path: Path) -> None:
-    run = train(streamed(steps=10).replace(epochs=None), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        streamed(steps=10).replace(epochs=None),
+        strategy="ddp",
+        devices="2xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     assert (run.summary["steps"], run.summary["epochs"]) == (10, 2)
     endless = Job(
-        model=mlp, loss=torch.nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=forever, batch_size=8, steps=5
+        model=mlp,
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=forever,
+        batch_size=8,
+        steps=5,
     )
     run = train(endless, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
-    assert (run.summary["steps"], run.summary["epochs"], run.summary["train_samples"]) == (5, 0, None)
+    assert (run.summary["steps"], run.summary["epochs"], run.summary["train_samples"]) == (
+        5,
+        0,
+        None,
+    )
 
 
 def forever() -> Iterator[Any]:
@@ -361,9 +444,14 @@ def forever() -> Iterator[Any]:
         yield torch.randn(6), int(torch.randint(3, ()))
 
 
-def test_a_scheduler_and_the_lines_know_no_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scheduler_and_the_lines_know_no_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for every in ("step", "epoch"):
-        job = streamed(lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler_every=every)
+        job = streamed(
+            lr_scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
+            lr_scheduler_every=every,
+        )
         run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
         assert run.history[1]["lr"] == pytest.approx(0.1 * 0.9 ** (8 if every == "step" else 1))
     out = capsys.readouterr().out
@@ -388,10 +476,17 @@ def test_a_stream_that_is_used_up_ends_the_run_in_one_line_and_keeps_it(tmp_path
         return map(tuple, [used.pop(0) for _ in range(len(used))])
 
     job = Job(
-        model=mlp, loss=torch.nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=once(), batch_size=8, epochs=2
+        model=mlp,
+        loss=torch.nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=once(),
+        batch_size=8,
+        epochs=2,
     )
     with pytest.raises(RunError, match="train_data: the stream has no samples left"):
-        train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, loader_workers=0)
+        train(
+            job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, loader_workers=0
+        )
     (folder,) = tmp_path.iterdir()
     assert list((folder / "checkpoints").glob("step-*"))
 
@@ -420,14 +515,18 @@ class ByRank(IterableDataset[Any]):
     ],
 )
 @pytest.mark.parametrize("held_out", [False, True])
-def test_ranks_that_read_different_streams_are_stopped(stream: Any, said: str, held_out: bool, tmp_path: Path) -> None:
+def test_ranks_that_read_different_streams_are_stopped(
+    stream: Any, said: str, held_out: bool, tmp_path: Path
+) -> None:
     field = "eval_data" if held_out else "train_data"
     job = streamed(**{field: stream}, loader_workers=0, metrics={})
-    with pytest.raises(LockstepError, match=f"^{field}: the stream is not the same on every rank: {said}"):
+    with pytest.raises(
+        LockstepError, match=f"^{field}: the stream is not the same on every rank: {said}"
+    ):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-# ---- evaluation sets by name ----------------------------------------------------------------------------------------
+# ---- evaluation sets by name ---------------------------------------------------------------------
 
 
 @pytest.mark.sweep
@@ -442,15 +541,28 @@ def test_each_evaluation_set_is_told_by_its_name(
         name: lockstep.evaluate(run, strategy="single", devices="1xcpu", eval_data=data)
         for name, data in job.eval_data.items()
     }
-    wanted = {f"{name}/{metric}": v for name, values in alone.items() for metric, v in values.items()}
-    assert list(run.metrics) == ["loss", "clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy"]
+    wanted = {
+        f"{name}/{metric}": v for name, values in alone.items() for metric, v in values.items()
+    }
+    assert list(run.metrics) == [
+        "loss",
+        "clean/loss",
+        "clean/accuracy",
+        "noisy/loss",
+        "noisy/accuracy",
+    ]
     assert run.metrics == pytest.approx({"loss": wanted["clean/loss"], **wanted}, rel=1e-6)
-    assert lockstep.evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(run.metrics, rel=1e-6)
+    assert lockstep.evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(
+        run.metrics, rel=1e-6
+    )
     assert "29 samples, 4 steps an epoch, a stream (clean) + 25 (noisy) for evaluation" in out
     (line,) = [line for line in out.splitlines() if line.startswith("epoch   2")]
     assert "clean/loss" in line and "noisy/accuracy" in line and "eval loss" not in line
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert all(r["eval_loss"] == r["clean/loss"] and {"noisy/loss", "noisy/accuracy"} <= r.keys() for r in records)
+    assert all(
+        r["eval_loss"] == r["clean/loss"] and {"noisy/loss", "noisy/accuracy"} <= r.keys()
+        for r in records
+    )
     assert run.summary["eval_samples"] == 34
 
 
@@ -460,7 +572,9 @@ def test_the_first_sets_loss_chooses_the_best_weights_and_the_plateau(tmp_path: 
         eval_data=sets,
         epochs=6,
         optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=0.0),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            o, factor=0.1, patience=0, threshold=0.0
+        ),
     )
     run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     losses = [record["hard/loss"] for record in run.history]
@@ -472,11 +586,15 @@ def test_the_first_sets_loss_chooses_the_best_weights_and_the_plateau(tmp_path: 
         best = min(best, record["hard/loss"])
 
 
-def test_the_command_evaluates_every_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_evaluates_every_set(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from lockstep.cli.command import main
 
     file = tmp_path / "two_sets.py"
-    file.write_text(f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + TWO_SETS)
+    file.write_text(
+        f"import sys\nsys.path.insert(0, {str(Path(__file__).parents[1])!r})\n" + TWO_SETS
+    )
     assert main(["evaluate", str(file), "--devices", "1xcpu"]) == 0
     names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
     assert names == ["loss", "clean/loss", "clean/accuracy", "noisy/loss", "noisy/accuracy"]
@@ -490,7 +608,9 @@ def job():
 
 
 class Shifting(torch.utils.data.IterableDataset[Any]):
-    """Gives other samples in a loader worker, as a stream of ``datasets`` shuffles otherwise there."""
+    """Gives other samples in a loader worker, as a stream of ``datasets`` shuffles otherwise
+    there.
+    """
 
     def __iter__(self) -> Any:
         shift = 0 if torch.utils.data.get_worker_info() is None else 100
@@ -500,7 +620,9 @@ class Shifting(torch.utils.data.IterableDataset[Any]):
 def test_a_stream_is_the_same_in_a_loader_worker() -> None:
     """Found by trial: strategies that choose a worker read others than those that choose none."""
     here, there = (
-        torch.cat([inputs for inputs, _ in lockstep.batches(Shifting(), batch_size=4, workers=workers)])
+        torch.cat(
+            [inputs for inputs, _ in lockstep.batches(Shifting(), batch_size=4, workers=workers)]
+        )
         for workers in (0, 1)
     )
     assert torch.equal(here, there) and len(here) == 10

@@ -1,4 +1,6 @@
-"""A dataset with a state of its own goes on in it: a resumed training doesn't go through a stream again."""
+"""A dataset with a state of its own goes on in it: a resumed training doesn't go through a
+stream again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ OTHERS = drawn(30, 6, seed=3)
 
 
 class Reads:
-    """Counts the samples that a stream makes, in a file, since a rank or a loader worker may make them."""
+    """Counts the samples that a stream makes, in a file, since a rank or a loader worker may
+    make them.
+    """
 
     @staticmethod
     def note() -> None:
@@ -95,7 +99,9 @@ class Mosaic(Told):
 
 def a_job(data: Any, **settings: Any) -> Job:
     usual: dict[str, Any] = {
-        "model": lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3)),
+        "model": lambda: nn.Sequential(
+            nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 3)
+        ),
         "loss": nn.CrossEntropyLoss(),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         "train_data": data,
@@ -114,9 +120,16 @@ def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reads").touch()
 
 
-def runs(data: Any, tmp_path: Path, strategy: str, steps: int, **settings: Any) -> tuple[Run, Run, int]:
-    """The run that was never stopped, one that was after so many steps, and the samples that its second start read."""
-    job, on = a_job(data, **settings), {"strategy": strategy, "devices": ON[strategy], "quiet": True}
+def runs(
+    data: Any, tmp_path: Path, strategy: str, steps: int, **settings: Any
+) -> tuple[Run, Run, int]:
+    """The run that was never stopped, one that was after so many steps, and the samples that its
+    second start read.
+    """
+    job, on = (
+        a_job(data, **settings),
+        {"strategy": strategy, "devices": ON[strategy], "quiet": True},
+    )
     whole = train(job, folder=tmp_path / "whole", **on)
     first = train(job, folder=tmp_path, steps=steps, **on)
     Reads.taken()
@@ -126,10 +139,15 @@ def runs(data: Any, tmp_path: Path, strategy: str, steps: int, **settings: Any) 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("kind", "steps"), [(Told, 5), (Told, 8), (Told, 11), (Counting, 8), (Counting, 11), (Mosaic, 5)]
+    ("kind", "steps"),
+    [(Told, 5), (Told, 8), (Told, 11), (Counting, 8), (Counting, 11), (Mosaic, 5)],
 )
-def test_a_stream_with_a_state_is_not_gone_through_again(kind: Any, steps: int, tmp_path: Path) -> None:
-    """8 batches are an epoch, so that the second case stops at its end, where a set_epoch tells the next one."""
+def test_a_stream_with_a_state_is_not_gone_through_again(
+    kind: Any, steps: int, tmp_path: Path
+) -> None:
+    """8 batches are an epoch, so that the second case stops at its end, where a set_epoch tells
+    the next one.
+    """
     whole, run, read = runs(kind, tmp_path, "single", steps)
     assert same_bits(run.model(), whole.model())
     done = 30 if steps == 8 else 4 * steps if steps < 8 else 30 + 4 * (steps - 8)
@@ -137,8 +155,12 @@ def test_a_stream_with_a_state_is_not_gone_through_again(kind: Any, steps: int, 
 
 
 @pytest.mark.parametrize(("strategy", "workers"), [("dp", 0), ("single", 1)])
-def test_on_several_devices_and_in_a_loader_worker_too(strategy: str, workers: int, tmp_path: Path) -> None:
-    """The worker reads ahead: what is saved is the state after the last batch that was trained on."""
+def test_on_several_devices_and_in_a_loader_worker_too(
+    strategy: str, workers: int, tmp_path: Path
+) -> None:
+    """The worker reads ahead: what is saved is the state after the last batch that was trained
+    on.
+    """
     whole, run, read = runs(Told, tmp_path, strategy, 5, loader_workers=workers)
     assert same_bits(run.model(), whole.model()) and read == 70
 
@@ -172,9 +194,13 @@ def test_what_several_ranks_saved_is_resumed_by_one(tmp_path: Path) -> None:
     run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, steps=5, quiet=True)
     Reads.taken()
     train(job, resume=run.folder, steps=7, quiet=True)
-    assert Reads.taken() == 2 * 10, "of two batches and the smaller last one, whose end shows in reading it"
+    assert Reads.taken() == 2 * 10, (
+        "of two batches and the smaller last one, whose end shows in reading it"
+    )
     run = train(job, strategy="single", devices="1xcpu", resume=run.folder, quiet=True)
-    torch.testing.assert_close(run.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        run.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10
+    )
     assert Reads.taken() == 62
 
 
@@ -199,15 +225,27 @@ def test_a_stream_of_datasets_goes_on_in_its_state(tmp_path: Path) -> None:
     assert same_bits(run.model(), whole.model()) and read < 90 - 30
 
 
-def test_a_shuffle_buffer_that_is_not_in_the_state_is_gone_through_again(tmp_path: Path, capsys) -> None:
+def test_a_shuffle_buffer_that_is_not_in_the_state_is_gone_through_again(
+    tmp_path: Path, capsys
+) -> None:
     """Its samples would be left out: each is used once in an epoch all the same."""
-    whole, run, read = runs(lambda: huggingface(buffered=True), tmp_path, "single", 11, collate=pair)
+    whole, run, read = runs(
+        lambda: huggingface(buffered=True), tmp_path, "single", 11, collate=pair
+    )
     assert same_bits(run.model(), whole.model()) and read >= 60
-    train(a_job(lambda: huggingface(buffered=True), collate=pair, epochs=1), devices="1xcpu", folder=tmp_path)
-    assert "note: train_data has a shuffle buffer that is not in its state" in capsys.readouterr().out
+    train(
+        a_job(lambda: huggingface(buffered=True), collate=pair, epochs=1),
+        devices="1xcpu",
+        folder=tmp_path,
+    )
+    assert (
+        "note: train_data has a shuffle buffer that is not in its state" in capsys.readouterr().out
+    )
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+    tmp_path: Path,
+) -> None:
     class Odd(Told):
         def state_dict(self) -> dict[str, Any]:
             return {"file": object()}

@@ -1,4 +1,6 @@
-"""Open files of a dataset: a forked loader worker would share the position of each, and give other records."""
+"""Open files of a dataset: a forked loader worker would share the position of each, and give
+other records.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ from lockstep.data import Loader
 RECORDS = 2048
 WORDS = 64
 NOTE = (
-    'attribute "file" is an open file, and loader workers would share its position: samples are fetched in the '
-    "training process; to have loader workers, open it in __getitem__, or leave it out in the dataset's __getstate__"
+    'attribute "file" is an open file, and loader workers would share its position: samples are '
+    "fetched in the "
+    "training process; to have loader workers, open it in __getitem__, or leave it out in the "
+    "dataset's __getstate__"
 )
 
 
@@ -39,7 +43,9 @@ def records(folder: Path) -> str:
 
 
 class Records(Dataset[Any]):
-    """Sample i is (record i, i): the model's outputs are the targets as long as the records are the right ones."""
+    """Sample i is (record i, i): the model's outputs are the targets as long as the records are
+    the right ones.
+    """
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -75,7 +81,9 @@ def identity() -> nn.Module:
 
 
 def trained(strategy: str, dataset: type[Records], folder: Path) -> dict[str, Any]:
-    """The record of an epoch by two loader workers, whose losses are 0 where each sample has its own record."""
+    """The record of an epoch by two loader workers, whose losses are 0 where each sample has its
+    own record.
+    """
     path = records(folder)
     job = lockstep.Job(
         model=identity,
@@ -144,7 +152,9 @@ class H5File:
         """Stay open."""
 
 
-@pytest.mark.parametrize("kind", ["a file in a list", "a zip archive of a reader", "a database", "a socket", "h5py"])
+@pytest.mark.parametrize(
+    "kind", ["a file in a list", "a zip archive of a reader", "a database", "a socket", "h5py"]
+)
 def test_open_files_are_found_among_attributes_of_attributes(kind: str, tmp_path: Path) -> None:
     path = records(tmp_path)
     with contextlib.ExitStack() as stack:
@@ -155,14 +165,20 @@ def test_open_files_are_found_among_attributes_of_attributes(kind: str, tmp_path
         elif kind == "a zip archive of a reader":
             with zipfile.ZipFile(tmp_path / "archive", "w") as archive:
                 archive.writestr("name", "text")
-            dataset.file = Reader({"zip": stack.enter_context(zipfile.ZipFile(tmp_path / "archive"))})
+            dataset.file = Reader(
+                {"zip": stack.enter_context(zipfile.ZipFile(tmp_path / "archive"))}
+            )
         elif kind == "a database":
-            dataset.file = stack.enter_context(contextlib.closing(sqlite3.connect(tmp_path / "data")))
+            dataset.file = stack.enter_context(
+                contextlib.closing(sqlite3.connect(tmp_path / "data"))
+            )
         elif kind == "h5py":
             dataset.file = H5File()
         else:
             dataset.file = stack.enter_context(socket.socket())
-        with pytest.warns(UserWarning, match="is an open file, and loader workers would share its position"):
+        with pytest.warns(
+            UserWarning, match="is an open file, and loader workers would share its position"
+        ):
             assert is_fetched_here(dataset)
 
 
@@ -170,7 +186,13 @@ def test_closed_files_logs_and_files_in_memory_leave_workers(tmp_path: Path) -> 
     dataset = ByWhom(records(tmp_path))
     dataset.file.close()
     with open(tmp_path / "log", "w") as log:
-        dataset.others = [log, io.BytesIO(), sys.__stderr__, logging.getLogger(), multiprocessing.Queue()]  # type: ignore[attr-defined]
+        dataset.others = [
+            log,
+            io.BytesIO(),
+            sys.__stderr__,
+            logging.getLogger(),
+            multiprocessing.Queue(),
+        ]  # type: ignore[attr-defined]
         assert not is_fetched_here(dataset)
 
 
@@ -178,6 +200,9 @@ def test_a_file_that_was_opened_before_workers_begin_is_found_then(tmp_path: Pat
     dataset = ByWhom(path := records(tmp_path))
     dataset.file.close()
     loader = Loader(dataset, batch_size=64, workers=1)
-    with open(path, "rb") as dataset.file, pytest.warns(UserWarning, match='attribute "file" is an open file'):
+    with (
+        open(path, "rb") as dataset.file,
+        pytest.warns(UserWarning, match='attribute "file" is an open file'),
+    ):
         next(loader.epoch(0))
     assert not loader._count

@@ -13,13 +13,23 @@ import lockstep
 from lockstep.jobfile import JobFile, loaded
 
 FILE = str(Path(__file__).parents[2] / "examples" / "char_lm.py")
-TINY = {"width": 16, "layers": 1, "heads": 2, "context": 40, "size": 12_000, "updates": 24, "lr": 0.02}
+TINY = {
+    "width": 16,
+    "layers": 1,
+    "heads": 2,
+    "context": 40,
+    "size": 12_000,
+    "updates": 24,
+    "lr": 0.02,
+}
 char_lm = loaded(FILE)
 
 
 def trained(strategy: str, devices: str, folder: Path) -> lockstep.Run:
     job = JobFile(FILE, TINY)
-    return lockstep.train(job, strategy=strategy, devices=devices, folder=folder, precision="fp64", quiet=True)
+    return lockstep.train(
+        job, strategy=strategy, devices=devices, folder=folder, precision="fp64", quiet=True
+    )
 
 
 def test_windows_are_whole_lines_and_lose_nothing() -> None:
@@ -63,7 +73,10 @@ def test_bigrams_are_counted_with_one_added_to_each() -> None:
     train, held_out = b"abracadabra\n", b"acab"
     pairs = collections.Counter(zip(b"\n" + train, train, strict=False))
     firsts = collections.Counter(b"\n" + train[:-1])
-    logs = [math.log((pairs[a, b] + 1) / (firsts[a] + 256)) for a, b in zip(b"\n" + held_out, held_out, strict=False)]
+    logs = [
+        math.log((pairs[a, b] + 1) / (firsts[a] + 256))
+        for a, b in zip(b"\n" + held_out, held_out, strict=False)
+    ]
     expected = math.exp(-sum(logs) / len(logs))
     assert char_lm.bigram_perplexity(train, held_out) == pytest.approx(expected, rel=1e-12)
 
@@ -73,7 +86,9 @@ def test_it_learns_the_same_by_every_strategy(tmp_path: Path) -> None:
     reference = trained("single", "1xcpu", tmp_path)
     losses = [record["train_loss"] for record in reference.history]
     assert losses[-1] < losses[0] - 0.5
-    assert reference.metrics["bits"] == pytest.approx(reference.metrics["loss"] / math.log(2), rel=1e-12)
+    assert reference.metrics["bits"] == pytest.approx(
+        reference.metrics["loss"] / math.log(2), rel=1e-12
+    )
     for strategy, devices in (("ddp", "2xcpu"), ("dp", "2xcpu")):
         run = trained(strategy, devices, tmp_path)
         assert run.metrics == pytest.approx(reference.metrics, rel=1e-8)

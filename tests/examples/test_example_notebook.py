@@ -1,4 +1,6 @@
-"""examples/notebook.ipynb: its cells, run in order in a process of their own, as a notebook runs them."""
+"""examples/notebook.ipynb: its cells, run in order in a process of their own, as a notebook runs
+them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def test_the_notebook_is_of_format_4_and_keeps_no_outputs() -> None:
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": PACKAGE, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-c", KERNEL, str(FILE)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     metrics, predicted, labels, losses = json.loads(done.stdout.splitlines()[-1])
     assert metrics["accuracy"] > 0.85

@@ -20,14 +20,21 @@ UNET = str(EXAMPLES / "unet.py")
 def test_the_network_is_the_known_one() -> None:
     model = JobFile(RESNET, {"classes": 1000, "generated": True}).load().model()
     assert sum(p.numel() for p in model.parameters()) == 25_557_032
-    assert model.layer3[0].conv2.stride == (2, 2) and model.layer4[2].conv3.weight.shape == (2048, 512, 1, 1)
+    assert model.layer3[0].conv2.stride == (2, 2) and model.layer4[2].conv3.weight.shape == (
+        2048,
+        512,
+        1,
+        1,
+    )
     assert model.eval()(torch.zeros(1, 3, 64, 64, dtype=torch.uint8)).shape == (1, 1000)
 
 
 def test_stem_and_first_two_groups_are_on_one_device_and_the_rest_on_the_other() -> None:
     file = loaded(RESNET)
     stage = stage_of(JobFile(RESNET, {"generated": True}).load().model(), file.TWO_DEVICES, 2)
-    assert {stage[f"{name}.weight"] for name in ("conv1", "bn1", "layer1.0.conv1", "layer2.3.conv3")} == {0}
+    assert {
+        stage[f"{name}.weight"] for name in ("conv1", "bn1", "layer1.0.conv1", "layer2.3.conv3")
+    } == {0}
     assert {stage[f"{name}.weight"] for name in ("layer3.0.conv1", "layer4.2.bn3", "fc")} == {1}
 
 
@@ -35,7 +42,19 @@ def test_stem_and_first_two_groups_are_on_one_device_and_the_rest_on_the_other()
 def test_the_split_resnet_trains_under_single(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     knobs = [word for parameter in ("samples=12", "image_size=32") for word in ("--set", parameter)]
-    words = ["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--batch-size", "6", "--steps", "2", *knobs]
+    words = [
+        "train",
+        RESNET,
+        "--strategy",
+        "single",
+        "--devices",
+        "1xcpu",
+        "--batch-size",
+        "6",
+        "--steps",
+        "2",
+        *knobs,
+    ]
     assert main(words) == 0
     assert "generated noise in the place of images" in capsys.readouterr().out
 
@@ -54,16 +73,26 @@ def test_images_come_from_a_file_of_tensors(tmp_path: Path) -> None:
         ("data=nowhere.pt", "there is no file nowhere.pt"),
     ],
 )
-def test_images_that_are_not_there_get_one_line(parameter: str, says: str, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_images_that_are_not_there_get_one_line(
+    parameter: str, says: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--set", parameter]) == 2
+    assert (
+        main(["train", RESNET, "--strategy", "single", "--devices", "1xcpu", "--set", parameter])
+        == 2
+    )
     assert says in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_the_u_net_takes_most_of_the_noise_away(tmp_path: Path) -> None:
     run = lockstep.train(
-        JobFile(UNET, {"width": 8}), strategy="single", devices="1xcpu", epochs=2, folder=tmp_path, quiet=True
+        JobFile(UNET, {"width": 8}),
+        strategy="single",
+        devices="1xcpu",
+        epochs=2,
+        folder=tmp_path,
+        quiet=True,
     )
     assert 0 < run.metrics["left"] < 0.25
 
@@ -73,4 +102,6 @@ def test_a_digits_noise_is_the_same_each_time() -> None:
     noisy, clean = file.noisy_digits(held_out=True).tensors
     again = file.noisy_digits(held_out=True).tensors[0]
     assert noisy.shape == clean.shape == (360, 1, 16, 16) and torch.equal(noisy, again)
-    assert ((noisy - clean) ** 2).mean().sqrt() == pytest.approx(0.5, abs=0.01) and 0 <= clean.min() <= clean.max() <= 1
+    assert ((noisy - clean) ** 2).mean().sqrt() == pytest.approx(
+        0.5, abs=0.01
+    ) and 0 <= clean.min() <= clean.max() <= 1

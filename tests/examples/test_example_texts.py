@@ -1,4 +1,6 @@
-"""examples/pretrain_text.py and examples/finetune_text.py on models and texts small enough for a test."""
+"""examples/pretrain_text.py and examples/finetune_text.py on models and texts small enough for a
+test.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 from lockstep import Run
 from lockstep.cli.command import main
@@ -49,18 +57,37 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>").save_pretrained(folder)
     torch.manual_seed(0)
     config = GPT2Config(
-        vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
+        vocab_size=300,
+        n_positions=64,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
     GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
 
 
 def trained(folder: Path, pretrained: Path, strategy: str, *words: str) -> Run:
     """The run of six updates in the folder of this name."""
-    sets = ["--set", f"pretrained={pretrained}", "--set", "context=48", "--set", "steps=6", "--set", "warmup=2"]
+    sets = [
+        "--set",
+        f"pretrained={pretrained}",
+        "--set",
+        "context=48",
+        "--set",
+        "steps=6",
+        "--set",
+        "warmup=2",
+    ]
     way = ["--strategy", strategy, "--devices", ON[strategy]]
-    assert main(["train", FINETUNE, *way, *sets, "--steps", "6", "--folder", str(folder), *words]) == 0
+    assert (
+        main(["train", FINETUNE, *way, *sets, "--steps", "6", "--folder", str(folder), *words]) == 0
+    )
     return Run.open(max(folder.iterdir()))
 
 
@@ -90,7 +117,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
         ),
     ],
 )
-def test_fine_tuning_ends_where_one_device_does(strategy: str, words: list[str], tmp_path: Path, pretrained) -> None:
+def test_fine_tuning_ends_where_one_device_does(
+    strategy: str, words: list[str], tmp_path: Path, pretrained
+) -> None:
     fp64 = ["--precision", "fp64"]
     accumulate = ["--accumulate", "2"] if strategy == "pp" else []
     one = weights(trained(tmp_path / "one", pretrained, "single", *words, *fp64, *accumulate))
@@ -102,14 +131,18 @@ def test_fine_tuning_ends_where_one_device_does(strategy: str, words: list[str],
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_fine_tuned_is_read_by_transformers_and_by_peft(tmp_path: Path, pretrained: Path) -> None:
-    tokens = AutoTokenizer.from_pretrained(pretrained)("an assignment statement", return_tensors="pt")
+def test_what_was_fine_tuned_is_read_by_transformers_and_by_peft(
+    tmp_path: Path, pretrained: Path
+) -> None:
+    tokens = AutoTokenizer.from_pretrained(pretrained)(
+        "an assignment statement", return_tensors="pt"
+    )
     run = trained(tmp_path / "whole", pretrained, "ddp", "--precision", "bf16")
     read = AutoModelForCausalLM.from_pretrained(Path(run.folder, "pretrained"))
     assert torch.equal(read(**tokens).logits, run.model().eval()(**tokens).logits)
-    assert AutoTokenizer.from_pretrained(Path(run.folder, "pretrained"))("an") == AutoTokenizer.from_pretrained(
-        pretrained
-    )("an")
+    assert AutoTokenizer.from_pretrained(Path(run.folder, "pretrained"))(
+        "an"
+    ) == AutoTokenizer.from_pretrained(pretrained)("an")
 
     from peft import PeftModel
 
@@ -124,7 +157,9 @@ def test_what_was_fine_tuned_is_read_by_transformers_and_by_peft(tmp_path: Path,
     name = "adapter_model.safetensors"
     assert (tmp_path / "again" / name).read_bytes() == (kept / name).read_bytes()
     assert torch.equal(read.eval()(**tokens).logits, run.model().eval()(**tokens).logits)
-    assert not torch.equal(read(**tokens).logits, AutoModelForCausalLM.from_pretrained(pretrained)(**tokens).logits)
+    assert not torch.equal(
+        read(**tokens).logits, AutoModelForCausalLM.from_pretrained(pretrained)(**tokens).logits
+    )
 
 
 def pretrain(folder: Path, *words: str) -> int:
@@ -132,7 +167,9 @@ def pretrain(folder: Path, *words: str) -> int:
 
 
 @pytest.mark.slow
-def test_one_epoch_of_texts_stops_and_resumes_inside_itself_with_the_same_bits(tmp_path: Path, capsys) -> None:
+def test_one_epoch_of_texts_stops_and_resumes_inside_itself_with_the_same_bits(
+    tmp_path: Path, capsys
+) -> None:
     assert pretrain(tmp_path / "whole", "--devices", "1xcpu") == 0
     assert "perplexity of a token" in capsys.readouterr().out
     assert pretrain(tmp_path / "cut", "--devices", "1xcpu", "--steps", "7") == 0
@@ -140,9 +177,13 @@ def test_one_epoch_of_texts_stops_and_resumes_inside_itself_with_the_same_bits(t
     assert main(["train", "--resume", str(cut), "--steps", "none"]) == 0
     whole = max((tmp_path / "whole").iterdir())
     assert (whole / "model.safetensors").read_bytes() == (cut / "model.safetensors").read_bytes()
-    ends = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (whole, cut)]
+    ends = [
+        json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (whole, cut)
+    ]
     assert ends[0]["step"] == ends[1]["step"] > 7 and ends[0]["eval_loss"] == ends[1]["eval_loss"]
-    written = [(run / "samples" / f"step-{ends[0]['step']}.txt").read_text() for run in (whole, cut)]
+    written = [
+        (run / "samples" / f"step-{ends[0]['step']}.txt").read_text() for run in (whole, cut)
+    ]
     assert written[0] == written[1] and written[0].startswith("import ")
 
 
@@ -153,4 +194,6 @@ def test_a_bigram_model_is_better_than_a_unigram_model_and_the_texts_are_kept() 
     unigrams, bigrams = example.counted_perplexities(train, held_out, 300)
     assert 1 < bigrams < unigrams < 300
     data = example.Windows(train, 32)
-    assert torch.equal(torch.cat([data[i][1] for i in range(len(data))]), train[1 : len(data) * 32 + 1])
+    assert torch.equal(
+        torch.cat([data[i][1] for i in range(len(data))]), train[1 : len(data) * 32 + 1]
+    )

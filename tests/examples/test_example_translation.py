@@ -1,4 +1,6 @@
-"""examples/translation_transformer.py: its numbers, its model, and that it learns the same with a parallel loss."""
+"""examples/translation_transformer.py: its numbers, its model, and that it learns the same with
+a parallel loss.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def test_numbers_have_their_english_names() -> None:
 
 
 def test_a_tenth_of_the_numbers_of_each_length_is_held_out_and_never_drawn() -> None:
-    held_out = [sum(map(example.is_held_out, range(10**d, 10 ** (d + 1)))) / (9 * 10**d) for d in range(2, 6)]
+    held_out = [
+        sum(map(example.is_held_out, range(10**d, 10 ** (d + 1)))) / (9 * 10**d)
+        for d in range(2, 6)
+    ]
     assert held_out == pytest.approx([0.1] * 4, abs=0.015)
     drawn = example.numbers(500, False, random.Random(0))
     assert not any(map(example.is_held_out, drawn))
@@ -55,8 +60,12 @@ def test_a_place_sees_neither_what_comes_after_it_nor_padding(_float64: None) ->
     model = example.Transformer(len(example.TOKENS), 0, 16, 2, 4, 0.0, 20).eval()
     source, target = example.translated([7, 123_456])
     both = model(source, target)
-    torch.testing.assert_close(model(source[:1, :1], target[:1, :2])[0], both[0, :2], rtol=0, atol=1e-12)
-    torch.testing.assert_close(model(source[1:], target[1:, :5])[0], both[1, :5], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        model(source[:1, :1], target[:1, :2])[0], both[0, :2], rtol=0, atol=1e-12
+    )
+    torch.testing.assert_close(
+        model(source[1:], target[1:, :5])[0], both[1, :5], rtol=0, atol=1e-12
+    )
 
 
 def test_it_learns_the_same_with_a_parallel_loss(_float64: None) -> None:
@@ -65,8 +74,12 @@ def test_it_learns_the_same_with_a_parallel_loss(_float64: None) -> None:
     for devices in ("1xcpu", "2xcpu"):
         other, found = example.train(True, devices=devices, **small)
         assert found == pytest.approx(losses, rel=1e-10)
-        for (name, expected), weight in zip(model.named_parameters(), other.parameters(), strict=True):
-            if not name.endswith("in_proj_bias"):  # that of the keys acts on nothing: Adam moves it by rounding alone
+        for (name, expected), weight in zip(
+            model.named_parameters(), other.parameters(), strict=True
+        ):
+            if not name.endswith(
+                "in_proj_bias"
+            ):  # that of the keys acts on nothing: Adam moves it by rounding alone
                 torch.testing.assert_close(weight, expected, rtol=0, atol=1e-8, msg=name)
     assert losses[-1] < losses[0]
 
@@ -75,7 +88,9 @@ def test_it_learns_the_same_with_a_parallel_loss(_float64: None) -> None:
 @pytest.mark.timeout(1500)
 def test_it_names_99_of_100_numbers_held_out() -> None:
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # with more, busy cores take ten times as long, and numbers depend on how many there are
+    torch.set_num_threads(
+        1
+    )  # with more, busy cores take ten times as long, and numbers depend on how many there are
     try:
         model, _ = example.train()
     finally:

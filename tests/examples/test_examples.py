@@ -44,7 +44,9 @@ def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def train_cifar(way: str, *knobs: str) -> int:
     sets = [word for parameter in knobs for word in ("--set", parameter)]
-    return main(["train", CIFAR, "--strategy", way, "--devices", WAYS[way], "--batch-size", "32", *sets])
+    return main(
+        ["train", CIFAR, "--strategy", way, "--devices", WAYS[way], "--batch-size", "32", *sets]
+    )
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["the folder itself", "the folder above"])
@@ -65,31 +67,44 @@ def test_images_are_standardised_and_enlarged_by_the_first_layer() -> None:
     image = torch.randint(256, (2, 3, 32, 32), dtype=torch.uint8)
     mean = torch.tensor([0.4914, 0.4822, 0.4465], dtype=torch.float64).view(3, 1, 1)
     deviation = torch.tensor([0.2470, 0.2435, 0.2616], dtype=torch.float64).view(3, 1, 1)
-    expected = torch.nn.functional.interpolate((image / 255.0 - mean) / deviation, (112, 112), mode="bilinear")
+    expected = torch.nn.functional.interpolate(
+        (image / 255.0 - mean) / deviation, (112, 112), mode="bilinear"
+    )
     found = first(image)
     assert found.shape == (2, 3, 112, 112) and found.dtype == torch.float64
     assert (found - expected).abs().max() < 1e-5, "mean and deviation are kept in float32"
 
 
-@pytest.mark.parametrize("way", ["single", *(pytest.param(way, marks=pytest.mark.slow) for way in ("dp", "ddp"))])
+@pytest.mark.parametrize(
+    "way", ["single", *(pytest.param(way, marks=pytest.mark.slow) for way in ("dp", "ddp"))]
+)
 def test_mobilenet_trains_on_the_binary_files(way: str, cifar: Path) -> None:
     assert train_cifar(way, f"data={cifar}", "image_size=32", "epochs=2", "lr=0.01") == 0
     (folder,) = (cifar.parents[1] / "runs").iterdir()
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["train_samples"], summary["eval_samples"], summary["steps"]) == (40, 8, 4)
-    assert summary["seconds"] > 0 and min(summary["peak_memory_bytes"]) > 0 and 0 <= summary["metrics"]["accuracy"] <= 1
+    assert (
+        summary["seconds"] > 0
+        and min(summary["peak_memory_bytes"]) > 0
+        and 0 <= summary["metrics"]["accuracy"] <= 1
+    )
     rates = [record["lr"] for record in Run.open(folder).history]
     assert rates == pytest.approx([0.01, 0.005]), "cosine annealing by epoch"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_a_stand_in_of_the_same_shape_is_for_timing_and_says_so(way: str, tmp_path, monkeypatch, capfd) -> None:
+def test_a_stand_in_of_the_same_shape_is_for_timing_and_says_so(
+    way: str, tmp_path, monkeypatch, capfd
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train_cifar(way, "generated=true", "samples=32", "image_size=32", "epochs=1") == 0
     said = capfd.readouterr().out
     assert said.count("generated noise in the place of CIFAR-10") == 1
-    assert "batches of 32 = 16 + 16 over the devices; 32 samples" in said and "6 for evaluation" in said
+    assert (
+        "batches of 32 = 16 + 16 over the devices; 32 samples" in said
+        and "6 for evaluation" in said
+    )
 
 
 def truncate(folder: Path) -> None:
@@ -119,7 +134,9 @@ def mislabel(folder: Path) -> None:
         (mislabel, "data_batch_2.bin has a label 11, where 0 to 9 are expected"),
     ],
 )
-def test_files_that_are_not_right_get_one_line_and_nothing_is_made(spoil, says: str, way: str, cifar, capfd) -> None:
+def test_files_that_are_not_right_get_one_line_and_nothing_is_made(
+    spoil, says: str, way: str, cifar, capfd
+) -> None:
     spoil(cifar)
     assert train_cifar(way, f"data={cifar}") == 2
     lines = capfd.readouterr().err.strip().splitlines()
@@ -138,7 +155,9 @@ def test_files_that_are_not_right_get_one_line_and_nothing_is_made(spoil, says: 
         ("samples=4", "samples: 4 is too small"),
     ],
 )
-def test_wrong_parameters_get_one_line(parameter: str, says: str, tmp_path, monkeypatch, capfd) -> None:
+def test_wrong_parameters_get_one_line(
+    parameter: str, says: str, tmp_path, monkeypatch, capfd
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert train_cifar("single", parameter) == 2
     lines = capfd.readouterr().err.strip().splitlines()
@@ -156,13 +175,24 @@ def test_the_model_of_a_run_needs_no_images(cifar: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_of_hugging_face_has_one_devices_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_hugging_face_has_one_devices_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     knobs = {"width": "16", "layers": "1"}
-    words = ["--precision", "fp64", "--steps", "3", *(w for k, v in knobs.items() for w in ("--set", f"{k}={v}"))]
+    words = [
+        "--precision",
+        "fp64",
+        "--steps",
+        "3",
+        *(w for k, v in knobs.items() for w in ("--set", f"{k}={v}")),
+    ]
     runs = {}
     for way, devices in WAYS.items():
-        assert main(["train", GPT2, "--strategy", way, "--devices", devices, "--folder", way, *words]) == 0
+        assert (
+            main(["train", GPT2, "--strategy", way, "--devices", devices, "--folder", way, *words])
+            == 0
+        )
         runs[way] = Run.open(next(Path(way).iterdir()))
     job = JobFile(GPT2, knobs).load()
     for way in ("dp", "ddp"):

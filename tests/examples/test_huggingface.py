@@ -1,4 +1,6 @@
-"""Hugging Face models as they come: their own loss, output objects, tied weights, masks; from configuration only."""
+"""Hugging Face models as they come: their own loss, output objects, tied weights, masks; from
+configuration only.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def padded(samples: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
 def next_tokens(samples: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
     """The model sums its own loss; a third of the tokens is ignored, and all of some sequences."""
     inputs, _ = padded(samples)
-    wanted = inputs["input_ids"].masked_fill((inputs["input_ids"] % 3 == 0) | (inputs["attention_mask"] == 0), -100)
+    wanted = inputs["input_ids"].masked_fill(
+        (inputs["input_ids"] % 3 == 0) | (inputs["attention_mask"] == 0), -100
+    )
     wanted[inputs["attention_mask"].sum(dim=1) < 4] = -100
     return {**inputs, "labels": wanted, "num_items_in_batch": 1}, wanted
 
@@ -155,7 +159,13 @@ def right_classes(outputs: Any, classes: torch.Tensor) -> tuple[torch.Tensor, in
 def _job(model: Any, collate: Any, loss: Any, **settings: Any) -> Job:
     """Batches of 8, 8, 8 and 1: the last leaves a rank without a sample."""
     data = sequences()
-    fields: dict[str, Any] = {"optimizer": sgd, "batch_size": 8, "epochs": 2, "eval_data": data, **settings}
+    fields: dict[str, Any] = {
+        "optimizer": sgd,
+        "batch_size": 8,
+        "epochs": 2,
+        "eval_data": data,
+        **settings,
+    }
     return Job(model=model, loss=loss, collate=collate, train_data=data, **fields)
 
 
@@ -173,7 +183,11 @@ FAST = [("bert with its outputs", "dp")]
 
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [pytest.param(kind, way, marks=[] if (kind, way) in FAST else [pytest.mark.slow]) for kind in JOBS for way in WAYS],
+    [
+        pytest.param(kind, way, marks=[] if (kind, way) in FAST else [pytest.mark.slow])
+        for kind in JOBS
+        for way in WAYS
+    ],
 )
 def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str) -> None:
     found = parity(JOBS[kind], way, "2xcpu")
@@ -184,17 +198,23 @@ def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str)
+@pytest.mark.parametrize(
+    "way", [MP(), PP(microbatches=3), PP(microbatches=3, schedule="gpipe")], ids=str
+)
 @pytest.mark.parametrize("kind", JOBS)
 def test_a_model_of_hugging_face_over_stages_ends_where_one_device_does(kind: str, way: PP) -> None:
-    found = parity(JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.num_microbatches(JOBS[kind])})
+    found = parity(
+        JOBS[kind], way, "2xcpu", against_settings={"accumulate": way.num_microbatches(JOBS[kind])}
+    )
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 
 @pytest.mark.slow
 def test_the_mean_that_gpt2_gives_is_weighted_by_the_shifted_labels_that_count() -> None:
-    """Its float32 leaves rounding of 1e-7; a wrong count would be seen at 1e-3, as the second half shows."""
+    """Its float32 leaves rounding of 1e-7; a wrong count would be seen at 1e-3, as the second
+    half shows.
+    """
     assert parity(_job(gpt2, next_tokens_by_mean, own_mean), "dp", "2xcpu").worst < 1e-5
 
     def by_unshifted(outputs: Any, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +231,9 @@ def test_an_output_object_is_predicted_in_its_own_type(way: str, tmp_path: Path)
     job = _job(bert, padded, on_logits, steps=1, precision="fp64")
     # Of one length: the hidden states of a batch are as long as its longest sequence.
     data = [(tokens.repeat(4)[:8], y) for tokens, y in sequences()]
-    run = train(job.replace(train_data=data, eval_data=data), folder=tmp_path, devices=1, quiet=True)
+    run = train(
+        job.replace(train_data=data, eval_data=data), folder=tmp_path, devices=1, quiet=True
+    )
     devices = "1xcpu" if way == "single" else "2xcpu"
     found = predict(run, strategy=way, devices=devices, quiet=True)
     with torch.no_grad():
@@ -233,18 +255,26 @@ def with_hidden_states(outputs: Any, classes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["dp", "ddp", "fsdp", "mp", "pp"])
 def test_a_loss_may_read_hidden_states_also_in_a_saved_run(way: str, tmp_path: Path) -> None:
-    """A first forward registers the hooks that keep them. Found by trial: in a saved run there were none."""
+    """A first forward registers the hooks that keep them. Found by trial: in a saved run there
+    were none.
+    """
     data = [(tokens.repeat(4)[:8], y) for tokens, y in sequences()]
-    job = _job(bert, padded, with_hidden_states).replace(train_data=data, eval_data=data, precision="fp64")
+    job = _job(bert, padded, with_hidden_states).replace(
+        train_data=data, eval_data=data, precision="fp64"
+    )
     assert parity(job, way, "2xcpu").worst < BOUND
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     assert evaluate(run)["loss"] == pytest.approx(run.history[-1]["eval_loss"], rel=1e-12)
 
 
 @pytest.mark.slow
-def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_path: Path, capsys) -> None:
+def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(
+    tmp_path: Path, capsys
+) -> None:
     """A model that has computed its own loss gives that too."""
-    run = train(_job(bert, with_classes, on_logits, steps=1), folder=tmp_path, devices=1, quiet=True)
+    run = train(
+        _job(bert, with_classes, on_logits, steps=1), folder=tmp_path, devices=1, quiet=True
+    )
     capsys.readouterr()
     lines = predict(run, out=tmp_path / "out.jsonl", strategy="ddp", devices="2xcpu")
     assert len(lines.read_text().splitlines()) == 25
@@ -254,7 +284,9 @@ def test_what_has_no_row_for_each_sample_is_left_out_of_an_output_object(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2 with the sum of its own loss", "t5 with its own loss"])
 @pytest.mark.parametrize("way", ["single", *WAYS])
-def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(way: str, kind: str, tmp_path: Path) -> None:
+def test_tied_weights_are_tied_again_in_a_resumed_run_and_in_its_model(
+    way: str, kind: str, tmp_path: Path
+) -> None:
     job = JOBS[kind].replace(precision="fp64")
     devices = "1xcpu" if way == "single" else "2xcpu"
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

@@ -30,7 +30,9 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 16,
     "head_dim": 4,
     "num_key_value_heads": 2,
-    **dict.fromkeys(("dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "layerdrop"), 0.0),
+    **dict.fromkeys(
+        ("dropout", "attention_dropout", "hidden_dropout", "activation_dropout", "layerdrop"), 0.0
+    ),
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
     "classifier_dropout": 0.0,
@@ -47,10 +49,23 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "OPT": {"word_embed_proj_dim": 8, "ffn_dim": 16},
     "Bloom": {"n_layer": 2, "n_head": 2},
-    "DistilBert": {"dim": 8, "n_layers": 2, "n_heads": 2, "hidden_dim": 16, "seq_classif_dropout": 0.0},
+    "DistilBert": {
+        "dim": 8,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 16,
+        "seq_classif_dropout": 0.0,
+    },
     "Electra": {"embedding_size": 8, "summary_last_dropout": 0.0},
     "Albert": {"embedding_size": 8, "classifier_dropout_prob": 0.0},
-    "T5": {"d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0},
+    "T5": {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    },
     "Bart": {
         "d_model": 8,
         "encoder_layers": 2,
@@ -63,26 +78,40 @@ OWN: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = {
-    **dict.fromkeys(("GPT2", "Llama", "Mistral", "Qwen2", "OPT", "GPTNeoX", "Bloom", "Phi", "Qwen3"), "causal"),
+    **dict.fromkeys(
+        ("GPT2", "Llama", "Mistral", "Qwen2", "OPT", "GPTNeoX", "Bloom", "Phi", "Qwen3"), "causal"
+    ),
     **dict.fromkeys(("Bert", "Roberta", "DistilBert", "Electra", "Albert"), "classes"),
     **dict.fromkeys(("T5", "Bart"), "pairs"),
 }
-ENDINGS = {"causal": "ForCausalLM", "classes": "ForSequenceClassification", "pairs": "ForConditionalGeneration"}
+ENDINGS = {
+    "causal": "ForCausalLM",
+    "classes": "ForSequenceClassification",
+    "pairs": "ForConditionalGeneration",
+}
 
 
 def built(family: str) -> nn.Module:
     settings = {**SMALL, **OWN.get(family, {})}
     kind = FAMILIES[family]
-    more = {"num_labels": 3} if kind == "classes" else {"decoder_start_token_id": 0} if kind == "pairs" else {}
-    config = getattr(transformers, f"{family}Config")(**settings, **more)
-    model: nn.Module = getattr(transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}{ENDINGS[kind]}")(
-        config
+    more = (
+        {"num_labels": 3}
+        if kind == "classes"
+        else {"decoder_start_token_id": 0}
+        if kind == "pairs"
+        else {}
     )
+    config = getattr(transformers, f"{family}Config")(**settings, **more)
+    model: nn.Module = getattr(
+        transformers, "GPT2LMHeadModel" if family == "GPT2" else f"{family}{ENDINGS[kind]}"
+    )(config)
     return model
 
 
 def on_tokens(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    loss = nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    loss = nn.functional.cross_entropy(
+        outputs.logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
     return loss, targets.numel()
 
 
@@ -90,7 +119,9 @@ def on_classes(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
     return nn.functional.cross_entropy(outputs.logits, targets, reduction="sum"), len(targets)
 
 
-def as_inputs(samples: list[Any], names: tuple[str, ...]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+def as_inputs(
+    samples: list[Any], names: tuple[str, ...]
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     tokens, targets = (torch.stack(of) for of in zip(*samples, strict=True))
     return dict.fromkeys(names, tokens), targets
 
@@ -102,11 +133,14 @@ def job_of(family: str) -> Job:
         model=functools.partial(built, family),
         loss=on_classes if kind == "classes" else on_tokens,
         optimizer=sgd,
-        train_data=TensorDataset(tokens, labels(21, 3) if kind == "classes" else (tokens * 3 + 1) % WORDS),
+        train_data=TensorDataset(
+            tokens, labels(21, 3) if kind == "classes" else (tokens * 3 + 1) % WORDS
+        ),
         batch_size=8,
         epochs=1,
         collate=functools.partial(
-            as_inputs, names=("input_ids", "decoder_input_ids") if kind == "pairs" else ("input_ids",)
+            as_inputs,
+            names=("input_ids", "decoder_input_ids") if kind == "pairs" else ("input_ids",),
         ),
     )
 

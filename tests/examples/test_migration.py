@@ -1,4 +1,6 @@
-"""Scripts of other libraries and what they become, in examples/migration: the same numbers, and few new lines."""
+"""Scripts of other libraries and what they become, in examples/migration: the same numbers, and
+few new lines.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ SCRIPTS = {
 }
 """The package that is left, how the script is started, and how what it becomes."""
 
-NOT_COUNTED = re.compile(r'^\s*$|^"""|^\)|^def sampler|DistributedSampler|order of the Trainer|torch.randperm')
-"""Blank lines, the first docstring, a closing bracket, and the order of the other library, which the test needs."""
+NOT_COUNTED = re.compile(
+    r'^\s*$|^"""|^\)|^def sampler|DistributedSampler|order of the Trainer|torch.randperm'
+)
+"""Blank lines, the first docstring, a closing bracket, and the order of the other library, which
+the test needs.
+"""
 
 
 def numbers(way: list[str], script: str, folder: Path) -> list[float]:
@@ -33,7 +39,8 @@ def numbers(way: list[str], script: str, folder: Path) -> list[float]:
     command = [sys.executable, *way, str(MIGRATION / script)]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if "loss" in line]
-    # (Processes of other libraries have been seen to abort at their very end, in gloo's threads; torch 2.13.)
+    # (Processes of other libraries have been seen to abort at their very end, in gloo's threads;
+    # torch 2.13.)
     assert lines and (done.returncode == 0 or "_before" in script), done.stdout + done.stderr
     return [float(number) for number in re.findall(r"\d\.\d{4,5}\b", lines[-1])]
 
@@ -50,7 +57,9 @@ def test_a_script_ends_with_the_same_numbers_after_its_migration(name: str, tmp_
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_migration_takes_ten_new_lines_at_most(name: str) -> None:
-    before, after = ((MIGRATION / f"{name}_{when}.py").read_text().splitlines() for when in ("before", "after"))
+    before, after = (
+        (MIGRATION / f"{name}_{when}.py").read_text().splitlines() for when in ("before", "after")
+    )
     new = [line[2:] for line in difflib.ndiff(before, after) if line.startswith("+ ")]
     counted = [line for line in new if not NOT_COUNTED.search(line)]
     assert len(counted) <= 10, "\n".join(counted)

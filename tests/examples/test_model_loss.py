@@ -1,8 +1,9 @@
-"""The loss that a model of Hugging Face computes itself: one line weights it as one device does over the whole batch.
+"""The loss that a model of Hugging Face computes itself: one line weights it as one device does
+over the whole batch.
 
-Models from tiny configurations; sequences of 2 to 8 tokens, some labels ignored, and all of some sequences; batches of
-8, 8, 8 and 1. GPT-2 and Llama compute their loss in float32 whatever the model is in, which leaves rounding of 1e-7; a
-wrong weighting is off by 1e-2.
+Models from tiny configurations; sequences of 2 to 8 tokens, some labels ignored, and all of some
+sequences; batches of 8, 8, 8 and 1. GPT-2 and Llama compute their loss in float32 whatever the
+model is in, which leaves rounding of 1e-7; a wrong weighting is off by 1e-2.
 """
 
 from __future__ import annotations
@@ -38,10 +39,19 @@ LENGTHS = torch.randint(2, 9, (25,), generator=torch.Generator().manual_seed(7))
 def gpt2() -> nn.Module:
     model = GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=WORDS, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+            vocab_size=WORDS,
+            n_positions=8,
+            n_embd=8,
+            n_layer=2,
+            n_head=2,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
     model.loss_type = "ForCausalLM"  # what it takes anyway, after a warning
     return model
 
@@ -49,17 +59,32 @@ def gpt2() -> nn.Module:
 def llama() -> nn.Module:
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=WORDS, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
-            max_position_embeddings=8, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False,
+            vocab_size=WORDS,
+            hidden_size=8,
+            intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=8,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def bert_config(**more: Any) -> BertConfig:
     return BertConfig(
-        vocab_size=WORDS, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=8, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **more,
-    )  # fmt: skip
+        vocab_size=WORDS,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=8,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        **more,
+    )
 
 
 def bert() -> nn.Module:
@@ -67,16 +92,25 @@ def bert() -> nn.Module:
 
 
 def classifier() -> nn.Module:
-    return BertForSequenceClassification(bert_config(num_labels=3, problem_type="single_label_classification"))
+    return BertForSequenceClassification(
+        bert_config(num_labels=3, problem_type="single_label_classification")
+    )
 
 
 def t5() -> nn.Module:
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=WORDS, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0,
-            decoder_start_token_id=0, use_cache=False,
+            vocab_size=WORDS,
+            d_model=8,
+            d_kv=4,
+            d_ff=16,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+            use_cache=False,
         )
-    )  # fmt: skip
+    )
 
 
 def sequences() -> list[tuple[Tensor, int]]:
@@ -86,7 +120,9 @@ def sequences() -> list[tuple[Tensor, int]]:
 
 
 def with_tokens(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
-    """A third of the tokens is ignored, and all of short sequences: some local batches have none that counts."""
+    """A third of the tokens is ignored, and all of short sequences: some local batches have none
+    that counts.
+    """
     inputs = nn.utils.rnn.pad_sequence([tokens for tokens, _ in samples], batch_first=True)
     mask = inputs != 0
     wanted = inputs.masked_fill((inputs % 3 == 0) | ~mask, -100)
@@ -103,7 +139,13 @@ def with_classes(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
 def job_of(model: Any, loss: Any = lockstep.model_loss, **settings: Any) -> Job:
     data = sequences()
     collate = with_classes if model is classifier else with_tokens
-    fields: dict[str, Any] = {"collate": collate, "eval_data": data, "batch_size": 8, "epochs": 2, **settings}
+    fields: dict[str, Any] = {
+        "collate": collate,
+        "eval_data": data,
+        "batch_size": 8,
+        "epochs": 2,
+        **settings,
+    }
     return Job(model=model, loss=loss, optimizer=sgd, train_data=data, **fields)
 
 
@@ -145,21 +187,34 @@ def test_the_models_own_loss_is_that_of_the_whole_batch(kind: str, way: str) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bert", "gpt2"])
 def test_one_device_trains_on_exactly_the_mean_that_the_model_gives(kind: str) -> None:
-    """With a whole batch the weighting changes nothing, so the line may be written from the beginning."""
+    """With a whole batch the weighting changes nothing, so the line may be written from the
+    beginning.
+    """
     job = job_of(MODELS[kind], eval_data=None)
     found = parity(job, "single", "1xcpu", against_settings={"loss": own})
     assert found.worst < (1e-5 if kind in IN_FLOAT32 else 1e-10)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("way", "settings"), [("single", {"accumulate": 4}), ("dp", {}), ("pp", {})])
+@pytest.mark.parametrize(
+    ("way", "settings"), [("single", {"accumulate": 4}), ("dp", {}), ("pp", {})]
+)
 def test_the_outputs_own_mean_is_refused_where_batches_are_cut_with_the_line_to_use(
     way: str, settings: Any, tmp_path: Any
 ) -> None:
     devices = "1xcpu" if way == "single" else "2xcpu"
-    with pytest.raises(LossError, match=r'reads outputs "loss" \(\), .*take loss=lockstep.model_loss, which weights'):
+    with pytest.raises(
+        LossError,
+        match=r'reads outputs "loss" \(\), .*take loss=lockstep.model_loss, which weights',
+    ):
         lockstep.train(
-            job_of(bert, own), strategy=way, devices=devices, folder=tmp_path, quiet=True, precision="fp64", **settings
+            job_of(bert, own),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+            precision="fp64",
+            **settings,
         )
 
 
@@ -196,12 +251,24 @@ def with_numbers(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
             without_labels,
             r"the outputs have no loss, a scalar: give the model labels .*: return \(total, count\)",
         ),
-        (classifier, with_numbers, r"it is of tokens or classes, and these are logits \(8, 3\) and labels \(8,\)"),
+        (
+            classifier,
+            with_numbers,
+            r"it is of tokens or classes, and these are logits \(8, 3\) and labels \(8,\)",
+        ),
     ],
 )
-def test_what_the_line_is_not_right_for_is_refused(model: Any, collate: Any, says: str, tmp_path: Any) -> None:
+def test_what_the_line_is_not_right_for_is_refused(
+    model: Any, collate: Any, says: str, tmp_path: Any
+) -> None:
     with pytest.raises(LossError, match=says):
-        lockstep.train(job_of(model, collate=collate), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        lockstep.train(
+            job_of(model, collate=collate),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def test_outputs_may_be_in_a_dict() -> None:

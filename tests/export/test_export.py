@@ -45,12 +45,23 @@ class Pairs(torch.utils.data.Dataset[Any]):
         return self.samples[i]
 
 
-def trained(folder: Path, model: Callable[[], nn.Module] = mlp, data: Any = None, **settings: Any) -> Run:
+def trained(
+    folder: Path, model: Callable[[], nn.Module] = mlp, data: Any = None, **settings: Any
+) -> Run:
     """A run of two steps."""
     data = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3)) if data is None else data
-    fields: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": plain_sgd, "eval_data": data, "batch_size": 8}
+    fields: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": plain_sgd,
+        "eval_data": data,
+        "batch_size": 8,
+    }
     where = {name: settings.pop(name) for name in ("strategy", "devices") if name in settings}
-    job = Job(model=model, train_data=data, **{**fields, "steps": 2, "metrics": {"accuracy": right}, **settings})
+    job = Job(
+        model=model,
+        train_data=data,
+        **{**fields, "steps": 2, "metrics": {"accuracy": right}, **settings},
+    )
     return lockstep.train(job, folder=folder / "runs", quiet=True, **{"devices": 1, **where})
 
 
@@ -59,7 +70,9 @@ def program(path: Path) -> nn.Module:
 
 
 def session(path: Path) -> Any:
-    return pytest.importorskip("onnxruntime").InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    return pytest.importorskip("onnxruntime").InferenceSession(
+        str(path), providers=["CPUExecutionProvider"]
+    )
 
 
 def needs_onnx() -> None:
@@ -72,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return trained(tmp_path_factory.mktemp("run"))
 
 
-# ---- what a file computes -------------------------------------------------------------------------------------------
+# ---- what a file computes ------------------------------------------------------------------------
 
 
 def test_safetensors_in_parts_have_an_index(run: Run, tmp_path: Path) -> None:
@@ -84,7 +97,8 @@ def test_safetensors_in_parts_have_an_index(run: Run, tmp_path: Path) -> None:
     assert index["metadata"] == {"total_size": sum(value.nbytes for value in weights.values())}
     files = sorted(set(index["weight_map"].values()))
     assert (
-        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)] and len(files) > 1
+        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+        and len(files) > 1
     )
     for name, value in weights.items():
         assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value)
@@ -93,7 +107,12 @@ def test_safetensors_in_parts_have_an_index(run: Run, tmp_path: Path) -> None:
         assert len(of) == 1 or sum(value.nbytes for value in of.values()) <= 300
     refused("it is there already", run, out=path, format="safetensors", max_shard_size="1kB")
     refused("onnx is one file", run, format="onnx", max_shard_size="1kB")
-    refused("max_shard_size 5 apples: write a size", run, format="safetensors", max_shard_size="5 apples")
+    refused(
+        "max_shard_size 5 apples: write a size",
+        run,
+        format="safetensors",
+        max_shard_size="5 apples",
+    )
 
 
 def test_transformers_loads_weights_in_parts(tmp_path: Path) -> None:
@@ -117,7 +136,9 @@ def test_safetensors_has_the_weights_by_one_device_names(run: Run, tmp_path: Pat
 def test_other_weights_of_the_run_or_of_elsewhere_are_exported(run: Run, tmp_path: Path) -> None:
     others = {name: value + 1 for name, value in run.model().state_dict().items()}
     save_file(others, tmp_path / "other.safetensors")
-    found = lockstep.export(run, format="safetensors", weights=tmp_path / "other.safetensors", quiet=True)
+    found = lockstep.export(
+        run, format="safetensors", weights=tmp_path / "other.safetensors", quiet=True
+    )
     weights = load_file(found.path)
     assert found.path == run.folder / "exported-other.safetensors"
     assert all(torch.equal(weights[name], others[name]) for name in others)
@@ -133,8 +154,14 @@ def test_parts_without_a_forward_are_exported_as_weights_alone(tmp_path: Path) -
     run = trained(tmp_path, parts, optimizer={"one": plain_sgd, "two": plain_sgd}, **fields)  # type: ignore[arg-type]
     found = lockstep.export(run, format="safetensors", quiet=True)
     weights, state = load_file(found.path), run.model().state_dict()
-    assert {name: value.tolist() for name, value in weights.items()} == {n: v.tolist() for n, v in state.items()}
-    refused("torch-export: the job's step function calls the parts of its model", run, format="torch-export")
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        n: v.tolist() for n, v in state.items()
+    }
+    refused(
+        "torch-export: the job's step function calls the parts of its model",
+        run,
+        format="torch-export",
+    )
 
 
 def test_tied_weights_are_in_the_file_by_each_name(tmp_path: Path) -> None:
@@ -158,7 +185,10 @@ def test_a_program_takes_batches_of_any_size(run: Run, capsys: pytest.CaptureFix
         assert module(drawn(size, 6)).equal(run.model()(drawn(size, 6)))
     inputs, compared, exported = capsys.readouterr().out.splitlines()
     assert inputs == "inputs: input float32(batch, 6)"
-    assert compared == "compared on 8 evaluation samples: largest difference 0.0e+00 of the largest output"
+    assert (
+        compared
+        == "compared on 8 evaluation samples: largest difference 0.0e+00 of the largest output"
+    )
     assert exported.startswith(f"exported: {found.path}, ")
 
 
@@ -174,10 +204,13 @@ found = torch.export.load({str(path)!r}).module()(x=torch.ones(3, 4), scale=torc
 assert not [name for name in sys.modules if name.startswith("lockstep") or "my_job" in name]
 print(found["scores"].tolist(), found["hidden.0"].tolist(), list(found))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
     outputs = run.model()(x=torch.ones(3, 4), scale=torch.ones(3, 1), mode="double")
     assert (
-        done.stdout.split() == f"{outputs.scores.tolist()} {outputs.hidden[0].tolist()} ['scores', 'hidden.0']".split()
+        done.stdout.split()
+        == f"{outputs.scores.tolist()} {outputs.hidden[0].tolist()} ['scores', 'hidden.0']".split()
     )
     with zipfile.ZipFile(path) as archive:  # neither pickles, samples nor source
         assert not [name for name in archive.namelist() if name.endswith(".pkl")]
@@ -219,7 +252,9 @@ def job(seed: int = 0):
 
 
 @pytest.mark.slow
-def test_onnx_is_run_by_onnxruntime(run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_onnx_is_run_by_onnxruntime(
+    run: Run, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     needs_onnx()
     found = lockstep.export(run, tmp_path / "a.onnx", format="onnx")
     assert 0 < found.difference < 1e-6
@@ -227,10 +262,17 @@ def test_onnx_is_run_by_onnxruntime(run: Run, tmp_path: Path, capfd: pytest.Capt
     assert len(printed.out.splitlines()) == 3 and printed.err == ""
     ready = session(found.path)
     [given], [made] = ready.get_inputs(), ready.get_outputs()
-    assert (given.name, given.shape, made.name, made.shape) == ("input", ["batch", 6], "output", ["batch", 3])
+    assert (given.name, given.shape, made.name, made.shape) == (
+        "input",
+        ["batch", 6],
+        "output",
+        ["batch", 3],
+    )
     for size in (1, 2, 33):
         x = drawn(size, 6)
-        torch.testing.assert_close(torch.from_numpy(ready.run(None, {"input": x.numpy()})[0]), run.model()(x))
+        torch.testing.assert_close(
+            torch.from_numpy(ready.run(None, {"input": x.numpy()})[0]), run.model()(x)
+        )
 
 
 class Two(nn.Module):
@@ -247,19 +289,28 @@ class Two(nn.Module):
 
 def ragged(samples: list[Any]) -> Any:
     words = nn.utils.rnn.pad_sequence([sample[0] for sample in samples], batch_first=True)
-    return (words, torch.stack([sample[1] for sample in samples])), torch.tensor([len(s[0]) % 3 for s in samples])
+    return (words, torch.stack([sample[1] for sample in samples])), torch.tensor(
+        [len(s[0]) % 3 for s in samples]
+    )
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Run:
     data = Pairs(*((labels(2 + i % 7, 9, seed=i), drawn(4, seed=i)) for i in range(SAMPLES)))
     first = {"loss": lambda out, y: nn.functional.cross_entropy(out[0], y), "metrics": {}}
-    return trained(tmp_path_factory.mktemp("two"), Two, data, collate=ragged, precision="fp64", **first)
+    return trained(
+        tmp_path_factory.mktemp("two"), Two, data, collate=ragged, precision="fp64", **first
+    )
 
 
-def test_lengths_that_differ_in_the_data_vary_in_the_file(two: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lengths_that_differ_in_the_data_vary_in_the_file(
+    two: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = lockstep.export(two, format="torch-export")
-    assert "inputs: input_0 int64(batch, input_0_1), input_1 float64(batch, 4)" in capsys.readouterr().out
+    assert (
+        "inputs: input_0 int64(batch, input_0_1), input_1 float64(batch, 4)"
+        in capsys.readouterr().out
+    )
     for size, length in ((1, 1), (3, 20), (50, 2)):
         given = labels(size * length, 9).view(size, length), drawn(size, 4).double()
         for ours, theirs in zip(two.model()(*given), program(found.path)(*given), strict=True):
@@ -276,17 +327,24 @@ def test_onnx_names_what_varies_and_each_output(two: Run) -> None:
         ("input_0", ["batch", "input_0_1"]),
         ("input_1", ["batch", 4]),
     ]
-    assert [(m.name, m.shape) for m in ready.get_outputs()] == [("output_0", ["batch", 3]), ("output_1", ["batch", 4])]
+    assert [(m.name, m.shape) for m in ready.get_outputs()] == [
+        ("output_0", ["batch", 3]),
+        ("output_1", ["batch", 4]),
+    ]
 
 
 def test_one_shape_is_that_of_an_evaluation_batch(run: Run, tmp_path: Path) -> None:
-    found = lockstep.export(run, tmp_path / "a.pt2", format="torch-export", dynamic="none", eval_batch_size=2)
+    found = lockstep.export(
+        run, tmp_path / "a.pt2", format="torch-export", dynamic="none", eval_batch_size=2
+    )
     assert program(found.path)(drawn(2, 6)).equal(run.model()(drawn(2, 6)))
     with pytest.raises(Exception, match="shape"):
         program(found.path)(drawn(3, 6))
 
 
-def test_a_run_without_evaluation_data_is_compared_on_training_samples(tmp_path: Path, capsys: Any) -> None:
+def test_a_run_without_evaluation_data_is_compared_on_training_samples(
+    tmp_path: Path, capsys: Any
+) -> None:
     run = trained(tmp_path, eval_data=None, metrics={})
     found = lockstep.export(run, format="torch-export", dtype="bfloat16")
     out = capsys.readouterr().out
@@ -294,17 +352,23 @@ def test_a_run_without_evaluation_data_is_compared_on_training_samples(tmp_path:
     assert found.metrics == {}
 
 
-# ---- computing in less ----------------------------------------------------------------------------------------------
+# ---- computing in less ---------------------------------------------------------------------------
 
 
-def test_bfloat16_has_its_metrics_beside_those_of_the_run(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bfloat16_has_its_metrics_beside_those_of_the_run(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     found = lockstep.export(run, format="torch-export", dtype="bfloat16")
     assert found.path.name == "exported-bfloat16.pt2" and 1e-4 < found.difference < 0.02
     assert found.metrics["float32"] == pytest.approx(lockstep.evaluate(run, devices=1), rel=1e-6)
-    assert found.metrics["bfloat16"]["loss"] == pytest.approx(found.metrics["float32"]["loss"], rel=0.01)
+    assert found.metrics["bfloat16"]["loss"] == pytest.approx(
+        found.metrics["float32"]["loss"], rel=0.01
+    )
     module = program(found.path)
     assert {t.dtype for t in module.state_dict().values()} == {torch.bfloat16}
-    assert module(drawn(3, 6)).dtype == torch.float32  # what it takes and gives is what the run does
+    assert (
+        module(drawn(3, 6)).dtype == torch.float32
+    )  # what it takes and gives is what the run does
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:5]]
     assert [row[0] for row in rows] == ["float32", "loss", "accuracy"] and rows[0][1] == "bfloat16"
 
@@ -316,36 +380,45 @@ def test_int8_weights_of_linear_layers_have_their_metrics_beside_those_of_the_ru
     found = lockstep.export(run, format="onnx", quantize="int8", quiet=True)
     assert found.path.name == "exported-int8.onnx" and 1e-5 < found.difference < 0.05
     assert found.metrics["float32"] == pytest.approx(lockstep.evaluate(run, devices=1), rel=1e-6)
-    assert found.metrics["int8"]["loss"] == pytest.approx(found.metrics["float32"]["loss"], rel=0.05)
+    assert found.metrics["int8"]["loss"] == pytest.approx(
+        found.metrics["float32"]["loss"], rel=0.05
+    )
     assert [node.op_type for node in onnx.load(found.path).graph.node].count("MatMulInteger") == 2
 
 
 def test_weights_in_float32_of_a_run_in_mixed_precision_are_exported(tmp_path: Path) -> None:
     run = trained(tmp_path, precision="bf16", compile="eager", channels_last=True)
     assert lockstep.export(run, format="torch-export", quiet=True).difference == 0
-    halves = load_file(lockstep.export(run, format="safetensors", dtype="bfloat16", quiet=True).path)
+    halves = load_file(
+        lockstep.export(run, format="safetensors", dtype="bfloat16", quiet=True).path
+    )
     assert {t.dtype for t in halves.values()} == {torch.bfloat16}
 
 
-# ---- strategies -----------------------------------------------------------------------------------------------------
+# ---- strategies ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", "2xcpu"), ("pp", "2xcpu")])
-def test_a_run_under_any_strategy_gives_the_same_file(strategy: str, devices: str, tmp_path: Path) -> None:
+def test_a_run_under_any_strategy_gives_the_same_file(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     one, several = (
         trained(tmp_path / name, strategy=name, devices=on, precision="fp64", accumulate=2)
         for name, on in (("single", 1), (strategy, devices))
     )
     ours, theirs = (
-        torch.export.load(lockstep.export(its, format="torch-export", quiet=True).path) for its in (one, several)
+        torch.export.load(lockstep.export(its, format="torch-export", quiet=True).path)
+        for its in (one, several)
     )
-    assert ours.graph_module.code == theirs.graph_module.code and str(ours.graph) == str(theirs.graph)
+    assert ours.graph_module.code == theirs.graph_module.code and str(ours.graph) == str(
+        theirs.graph
+    )
     assert list(ours.state_dict) == list(theirs.state_dict) == list(one.model().state_dict())
     for name, value in ours.state_dict.items():
         torch.testing.assert_close(theirs.state_dict[name], value, rtol=0, atol=1e-12)
 
 
-# ---- what can't be --------------------------------------------------------------------------------------------------
+# ---- what can't be -------------------------------------------------------------------------------
 
 
 def refused(says: str, run: Run, error: type[Exception] = InputError, **how: Any) -> None:
@@ -359,7 +432,9 @@ def refused(says: str, run: Run, error: type[Exception] = InputError, **how: Any
 
 class Eights(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch.cat([x.new_zeros(8 - len(x), 6), x])[-len(x) :] if len(x) != 8 else x.view(8, 6))
+        return super().forward(
+            torch.cat([x.new_zeros(8 - len(x), 6), x])[-len(x) :] if len(x) != 8 else x.view(8, 6)
+        )
 
 
 class Deciding(nn.Linear):
@@ -399,7 +474,11 @@ def test_words_that_change_from_batch_to_batch_are_refused(tmp_path: Path) -> No
         return (x, [str(int(one)) for one in y]), y
 
     run = trained(tmp_path, lambda: Counting(6, 3), collate=collate)
-    refused("inputs: more than the sizes of tensors changes from batch to batch", run, format="torch-export")
+    refused(
+        "inputs: more than the sizes of tensors changes from batch to batch",
+        run,
+        format="torch-export",
+    )
 
 
 class Drawing(nn.Linear):
@@ -412,7 +491,10 @@ def test_a_file_that_differs_is_not_kept(run: Run, tmp_path: Path) -> None:
     needs_onnx()
     drawing = trained(tmp_path, lambda: Drawing(6, 3))
     refused(
-        r"not equal: outputs of the file differ by .*, more than --tolerance 0.0001", drawing, NotEqual, format="onnx"
+        r"not equal: outputs of the file differ by .*, more than --tolerance 0.0001",
+        drawing,
+        NotEqual,
+        format="onnx",
     )
     says = r"not equal: outputs of the file differ by [\d.]+e-\d\d, more than --tolerance 1e-12"
     refused(says, run, NotEqual, out=run.folder / "b.onnx", format="onnx", tolerance=1e-12)
@@ -421,13 +503,25 @@ def test_a_file_that_differs_is_not_kept(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ({"format": "onxx"}, 'format: \'onxx\' is not "safetensors" or "torch-export" or "onnx" or "tensorrt"'),
+        (
+            {"format": "onxx"},
+            'format: \'onxx\' is not "safetensors" or "torch-export" or "onnx" or "tensorrt"',
+        ),
         ({"format": "onnx", "dynamic": "all"}, 'dynamic: \'all\' is not "batch" or "none"'),
-        ({"format": "torch-export", "dtype": "int8"}, 'dtype: \'int8\' is not "bfloat16" or "float32"'),
+        (
+            {"format": "torch-export", "dtype": "int8"},
+            'dtype: \'int8\' is not "bfloat16" or "float32"',
+        ),
         ({"format": "torch-export", "quantize": "int8"}, "quantize: int8 is for onnx"),
-        ({"format": "onnx", "dtype": "bfloat16"}, "onnxruntime has no bfloat16 on CPUs.*: take torch-export"),
+        (
+            {"format": "onnx", "dtype": "bfloat16"},
+            "onnxruntime has no bfloat16 on CPUs.*: take torch-export",
+        ),
         ({"format": "onnx", "out": "a.pt2"}, "out: a.pt2 should end in .onnx"),
-        ({"format": "safetensors", "out": "nowhere/a.safetensors"}, "nowhere: there is no such folder"),
+        (
+            {"format": "safetensors", "out": "nowhere/a.safetensors"},
+            "nowhere: there is no such folder",
+        ),
     ],
 )
 def test_what_cannot_be_asked_for(how: dict[str, Any], says: str, run: Run) -> None:
@@ -445,20 +539,27 @@ def test_a_file_that_is_there_already_is_kept_unless_overwritten(run: Run, tmp_p
     assert load_file(path).keys() == run.model().state_dict().keys()
 
 
-def test_missing_packages_are_named_with_how_to_install_them(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named_with_how_to_install_them(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     known = importlib.util.find_spec
 
     def without(name: str, *rest: Any) -> Any:
-        return None if name in ("onnxscript", "onnxruntime", "torch_tensorrt") else known(name, *rest)
+        return (
+            None if name in ("onnxscript", "onnxruntime", "torch_tensorrt") else known(name, *rest)
+        )
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
     needs = r"onnx needs (onnx, )?onnxscript, onnxruntime, not installed here: pip install 'torch-lockstep\[export\]'"
     refused(needs, run, format="onnx")
-    says = "tensorrt needs torch_tensorrt, not installed here: pip install torch-tensorrt, beside a PyTorch for CUDA"
+    says = (
+        "tensorrt needs torch_tensorrt, not installed here: pip install torch-tensorrt, beside "
+        "a PyTorch for CUDA"
+    )
     refused(says, run, format="tensorrt")
 
 
-# ---- tensorrt, without a GPU ----------------------------------------------------------------------------------------
+# ---- tensorrt, without a GPU ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -471,7 +572,9 @@ class Range:
 
 @pytest.fixture
 def tensorrt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """A stand-in for torch_tensorrt that notes what it is called with, and saves the program as it is."""
+    """A stand-in for torch_tensorrt that notes what it is called with, and saves the program as
+    it is.
+    """
     calls: list[Any] = []
 
     def compile(program: Any, *, arg_inputs: Any, kwarg_inputs: Any) -> Any:
@@ -488,9 +591,15 @@ def tensorrt(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield calls
 
 
-def test_an_engine_needs_a_gpu(run: Run, tensorrt: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_needs_a_gpu(
+    run: Run, tensorrt: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    refused("tensorrt: engines are built on the GPU that is to run them, and there is no CUDA", run, format="tensorrt")
+    refused(
+        "tensorrt: engines are built on the GPU that is to run them, and there is no CUDA",
+        run,
+        format="tensorrt",
+    )
 
 
 def test_an_engine_is_built_for_batches_up_to_the_job_s(
@@ -504,7 +613,7 @@ def test_an_engine_is_built_for_batches_up_to_the_job_s(
     assert tensorrt == [((Range([1, 6], [8, 6], [64, 6], torch.float32),), {})]
 
 
-# ---- the command ----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -514,7 +623,9 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return lockstep.train("my_job.py", folder="runs", devices=1, quiet=True).folder
 
 
-def test_the_command_trusts_a_job_file_as_evaluate_does(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_trusts_a_job_file_as_evaluate_does(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["export", str(kept), "--format", "safetensors"]
     Path("my_job.py").write_text(JOB + "\n")
     assert main(words) == 2
@@ -525,9 +636,20 @@ def test_the_command_trusts_a_job_file_as_evaluate_does(kept: Path, capsys: pyte
     assert json.loads((kept / "config.json").read_text())["file"].endswith("my_job.py")
 
 
-def test_the_command_ends_with_3_where_the_file_differs(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_ends_with_3_where_the_file_differs(
+    kept: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = sorted(kept.rglob("*"))
-    words = ["export", str(kept), "--format", "torch-export", "--dtype", "bfloat16", "--tolerance", "1e-9"]
+    words = [
+        "export",
+        str(kept),
+        "--format",
+        "torch-export",
+        "--dtype",
+        "bfloat16",
+        "--tolerance",
+        "1e-9",
+    ]
     assert main(words) == 3
     captured = capsys.readouterr()
     assert re.fullmatch(r"lockstep: not equal: outputs of the file differ by .*\n", captured.err)

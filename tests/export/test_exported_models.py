@@ -1,4 +1,6 @@
-"""The models of the examples, and one of Hugging Face, as programs and as graphs of ONNX, small ones and whole ones."""
+"""The models of the examples, and one of Hugging Face, as programs and as graphs of ONNX, small
+ones and whole ones.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from lockstep.jobfile import JobFile
 
 ROOT = Path(__file__).parents[2]
 
-GPT = {"size": 20_000, "width": 16, "layers": 2, "heads": 2, "context": 32, "updates": 2, "steps": 2}
+GPT = {
+    "size": 20_000,
+    "width": 16,
+    "layers": 2,
+    "heads": 2,
+    "context": 32,
+    "updates": 2,
+    "steps": 2,
+}
 MOBILENET = {"generated": True, "samples": 20, "image_size": 32}
 LARGE: dict[str, dict[str, Any]] = {
     "char_lm.py": {"size": 200_000, "updates": 20, "steps": 20},
@@ -60,7 +70,11 @@ def job(width: int = 32, layers: int = 2):
 
 
 def trained(file: Path, parameters: dict[str, Any], folder: Path, **settings: Any) -> Run:
-    own = {"batch_size": 8, **settings, **({"steps": parameters["steps"]} if "steps" in parameters else {"epochs": 1})}
+    own = {
+        "batch_size": 8,
+        **settings,
+        **({"steps": parameters["steps"]} if "steps" in parameters else {"epochs": 1}),
+    }
     its = {name: value for name, value in parameters.items() if name != "steps"}
     return lockstep.train(JobFile(str(file), its, own), folder=folder, devices=1, quiet=True)
 
@@ -82,19 +96,25 @@ def needs_onnx() -> None:
 
 
 @pytest.mark.slow
-def test_mobilenetv2_for_small_images_is_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mobilenetv2_for_small_images_is_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = example("cifar10_mobilenetv2.py", MOBILENET, tmp_path, monkeypatch)
     assert lockstep.export(run, format="torch-export", quiet=True).difference < 1e-5
 
 
 @pytest.mark.slow
-def test_resnet_50_for_small_images_is_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resnet_50_for_small_images_is_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = example("resnet50_split.py", {"samples": 8, "image_size": 32}, tmp_path, monkeypatch)
     assert lockstep.export(run, format="torch-export", quiet=True).difference < 1e-5
 
 
 @pytest.mark.slow
-def test_a_small_gpt_in_onnx_takes_texts_of_any_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_gpt_in_onnx_takes_texts_of_any_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_onnx()
     import onnxruntime
 
@@ -105,7 +125,9 @@ def test_a_small_gpt_in_onnx_takes_texts_of_any_length(tmp_path: Path, monkeypat
     for size, length in ((1, 1), (3, 32), (20, 7)):
         tokens = torch.randint(256, (size, length))
         [logits] = session.run(["output"], {"tokens": tokens.numpy()})
-        torch.testing.assert_close(torch.from_numpy(logits), run.model()(tokens), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.from_numpy(logits), run.model()(tokens), rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.slow
@@ -113,22 +135,36 @@ def test_a_small_bert_takes_its_inputs_by_name(tmp_path: Path) -> None:
     run = bert(tmp_path)
     found = lockstep.export(run, format="torch-export", quiet=True)
     words = torch.randint(1, 64, (3, 11))
-    outputs = torch.export.load(found.path).module()(input_ids=words, attention_mask=torch.ones_like(words))
+    outputs = torch.export.load(found.path).module()(
+        input_ids=words, attention_mask=torch.ones_like(words)
+    )
     assert list(outputs) == ["logits"]
     model: nn.Module = run.model()
-    torch.testing.assert_close(outputs["logits"], model(input_ids=words, attention_mask=torch.ones_like(words)).logits)
+    torch.testing.assert_close(
+        outputs["logits"], model(input_ids=words, attention_mask=torch.ones_like(words)).logits
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*LARGE, "bert"])
-def test_a_model_is_exported_in_each_way(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_exported_in_each_way(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     needs_onnx()
-    run = bert(tmp_path, width=256, layers=6) if name == "bert" else example(name, LARGE[name], tmp_path, monkeypatch)
+    run = (
+        bert(tmp_path, width=256, layers=6)
+        if name == "bert"
+        else example(name, LARGE[name], tmp_path, monkeypatch)
+    )
     assert lockstep.export(run, format="safetensors", quiet=True).difference == 0
     assert lockstep.export(run, format="torch-export", quiet=True).difference < 1e-5
     assert 0 < lockstep.export(run, format="onnx", quiet=True).difference < 1e-5
     halves = lockstep.export(run, format="torch-export", dtype="bfloat16", quiet=True)
-    ways = [halves] if name == "unet.py" else [halves, lockstep.export(run, format="onnx", quantize="int8", quiet=True)]
+    ways = (
+        [halves]
+        if name == "unet.py"
+        else [halves, lockstep.export(run, format="onnx", quantize="int8", quiet=True)]
+    )
     for found in ways:
         assert 0 < found.difference < 0.1
         for less in list(found.metrics.values())[1:]:

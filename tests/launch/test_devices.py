@@ -17,7 +17,9 @@ from lockstep.launch.device_table import _ranges, table
 from lockstep.launch.devices import Device, parse, slots
 
 HERE = devices.usable_cores()
-no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator here")
+no_accelerator = pytest.mark.skipif(
+    torch.accelerator.is_available(), reason="there is an accelerator here"
+)
 
 
 @no_accelerator
@@ -94,14 +96,21 @@ def test_the_thread_limit_holds_in_the_thread_that_sets_it() -> None:
         ("1", False, 1, "each device has 4 cores, and computes with 1, as OMP_NUM_THREADS says"),
         ("3", False, 3, "each device has 4 cores, and computes with 3"),
         ("3", True, 3, "each device has 4 cores, and computes with 3"),
-        ("1", True, 4, "each rank computes with its 4 cores: OMP_NUM_THREADS=1 may be torchrun's own default"),
+        (
+            "1",
+            True,
+            4,
+            "each rank computes with its 4 cores: OMP_NUM_THREADS=1 may be torchrun's own default",
+        ),
         ("8", False, 4, None),
         ("4,2", False, 4, None),
         ("nonsense", False, 4, None),
         (None, True, 4, None),
     ],
 )
-def test_a_limit_of_the_environment_is_respected_and_said(given, under_torchrun, threads, note, monkeypatch) -> None:
+def test_a_limit_of_the_environment_is_respected_and_said(
+    given, under_torchrun, threads, note, monkeypatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
@@ -118,12 +127,14 @@ def test_a_limit_of_the_environment_is_respected_and_said(given, under_torchrun,
     assert said is None if note is None else said is not None and said.startswith(note)
 
 
-# ---- the cores near an accelerator ----------------------------------------------------------------------------------
+# ---- the cores near an accelerator ---------------------------------------------------------------
 
 
 @pytest.fixture
 def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[set[int], int]]:
-    """The cores and OpenMP threads of a rank's thread that was bound, for a card whose node has these cores."""
+    """The cores and OpenMP threads of a rank's thread that was bound, for a card whose node has
+    these cores.
+    """
     card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
     monkeypatch.setattr(devices, "_SYSTEM", tmp_path)
@@ -156,11 +167,15 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     return run
 
 
-linux = pytest.mark.skipif(not hasattr(os, "sched_setaffinity") or len(HERE) < 2, reason="needs cores to choose from")
+linux = pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity") or len(HERE) < 2, reason="needs cores to choose from"
+)
 
 
 @linux
-def test_a_rank_is_bound_to_the_numa_node_of_its_card(bound: Callable[..., tuple[set[int], int]]) -> None:
+def test_a_rank_is_bound_to_the_numa_node_of_its_card(
+    bound: Callable[..., tuple[set[int], int]],
+) -> None:
     assert bound(f"{HERE[1]},4096-4099")[0] == {HERE[1]}
     assert bound(f"{HERE[0]}-{HERE[1]}")[0] == {*range(HERE[0], HERE[1] + 1)} & {*HERE}
     assert bound("4096-4099")[0] == {*HERE}, "none of its own is there"
@@ -168,19 +183,29 @@ def test_a_rank_is_bound_to_the_numa_node_of_its_card(bound: Callable[..., tuple
 
 
 @linux
-def test_what_the_launcher_has_bound_is_left_as_it_is(bound: Callable[..., tuple[set[int], int]]) -> None:
+def test_what_the_launcher_has_bound_is_left_as_it_is(
+    bound: Callable[..., tuple[set[int], int]],
+) -> None:
     assert bound(str(HERE[1]), launcher={*HERE, 4096}) == ({*HERE}, len(HERE))
 
 
 @linux
-def test_ranks_on_cards_share_the_threads_of_openmp_out(bound: Callable[..., tuple[set[int], int]]) -> None:
+def test_ranks_on_cards_share_the_threads_of_openmp_out(
+    bound: Callable[..., tuple[set[int], int]],
+) -> None:
     assert bound(str(HERE[1]), ranks=len(HERE))[1] == 1
     assert bound(str(HERE[1]), ranks=1)[1] == len(HERE)
-    assert bound(str(HERE[1]), ranks=4 * len(HERE), launcher={*HERE, 4096})[1] == len(HERE), "which are its alone"
+    assert bound(str(HERE[1]), ranks=4 * len(HERE), launcher={*HERE, 4096})[1] == len(HERE), (
+        "which are its alone"
+    )
 
 
-def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card"))
+def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card")
+    )
     assert devices.near(Device("cuda", 0)) == HERE
 
 

@@ -1,4 +1,6 @@
-"""A training that stands still: who has not arrived is named, with where it is, and it ends where that is asked for."""
+"""A training that stands still: who has not arrived is named, with where it is, and it ends
+where that is asked for.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def ended(own: Path, monkeypatch, capfd, hang: str, strategy: str = "ddp", devices: str = "2xcpu") -> str:
+def ended(
+    own: Path, monkeypatch, capfd, hang: str, strategy: str = "ddp", devices: str = "2xcpu"
+) -> str:
     """What is said of a training that is ended by ``--timeout``."""
     monkeypatch.setenv("HANG", hang)
     words = ["train", "own.py", "--strategy", strategy, "--devices", devices, "--timeout", "4"]
@@ -78,17 +82,25 @@ def ended(own: Path, monkeypatch, capfd, hang: str, strategy: str = "ddp", devic
     assert time.monotonic() - began < 35, "it was ended"
     said = capfd.readouterr().err
     (run,) = own.glob("runs/*")
-    assert re.search(r'File ".*own.py", line \d+, in (stands_still|forward)', (run / "hang.txt").read_text())
+    assert re.search(
+        r'File ".*own.py", line \d+, in (stands_still|forward)', (run / "hang.txt").read_text()
+    )
     return said
 
 
-def test_the_rank_that_has_not_arrived_is_named_with_its_line(own: Path, monkeypatch, capfd) -> None:
+def test_the_rank_that_has_not_arrived_is_named_with_its_line(
+    own: Path, monkeypatch, capfd
+) -> None:
     said = ended(own, monkeypatch, capfd, "forward 1 4")
     first = next(line for line in said.splitlines() if "stands still" in line)
     says = r"the training stands still: rank 1 has not arrived at all_reduce \d+ \(.*\): it is in forward of step 4 "
     assert re.match(says + r"\(own.py, line \d+, in stands_still\) for \d+ s", first), said
-    assert re.search(r"rank 0: step 4, reduce, waits for all_reduce \d+ \(float32 of \d+\), for \d+ s", said)
-    assert re.search(r"lockstep: no progress for \d+ s, which is --timeout: rank 1 has not arrived", said)
+    assert re.search(
+        r"rank 0: step 4, reduce, waits for all_reduce \d+ \(float32 of \d+\), for \d+ s", said
+    )
+    assert re.search(
+        r"lockstep: no progress for \d+ s, which is --timeout: rank 1 has not arrived", said
+    )
 
 
 @pytest.mark.slow
@@ -103,7 +115,10 @@ def test_ranks_in_different_collectives_are_a_mismatch(own: Path, monkeypatch, c
 @pytest.mark.slow
 def test_a_loader_that_hangs(own: Path, monkeypatch, capfd) -> None:
     said = ended(own, monkeypatch, capfd, "loading 0 2", "single", "1xcpu")
-    assert re.search(r"this process has not come further for \d+ s: it is in loading of step \d \(own.py, line", said)
+    assert re.search(
+        r"this process has not come further for \d+ s: it is in loading of step \d \(own.py, line",
+        said,
+    )
     assert "lockstep: no progress for 4 s, which is --timeout" in said
 
 
@@ -112,13 +127,16 @@ def test_a_loader_that_hangs(own: Path, monkeypatch, capfd) -> None:
 def test_a_thread_of_one_process_that_hangs(own: Path, strategy: str, monkeypatch, capfd) -> None:
     said = ended(own, monkeypatch, capfd, "thread cpu:1 4", strategy)
     assert re.search(
-        r"the thread of cpu:1 has not come further for \d+ s: .* \(own.py, line \d+, in stands_still\)", said
+        r"the thread of cpu:1 has not come further for \d+ s: .* \(own.py, line \d+, in stands_still\)",
+        said,
     )
 
 
 @pytest.mark.slow
 def test_a_stopped_process_is_recognised_and_the_run_is_ended(own: Path, monkeypatch) -> None:
-    (own / "own.py").write_text(FILE.replace('["slow"]', "[]").replace("1.6", "0.1").replace("epochs=2", "epochs=999"))
+    (own / "own.py").write_text(
+        FILE.replace('["slow"]', "[]").replace("1.6", "0.1").replace("epochs=2", "epochs=999")
+    )
     words = [
         sys.executable,
         "-m",
@@ -161,7 +179,8 @@ def test_a_hanging_rank_is_started_again(own: Path, monkeypatch, capfd) -> None:
     (own / "own.py").write_text(
         FILE.replace(
             "    time.sleep(float",
-            "    if os.path.exists('done'): return\n    open('done', 'w').close()\n    time.sleep(float",
+            "    if os.path.exists('done'): return\n    open('done', 'w').close()\n    "
+            "time.sleep(float",
         )
     )
     monkeypatch.setenv("HANG", "forward 1 7")
@@ -174,14 +193,25 @@ def test_a_hanging_rank_is_started_again(own: Path, monkeypatch, capfd) -> None:
 def test_never_is_never(own: Path, monkeypatch, capfd) -> None:
     monkeypatch.setenv("HANG", "forward 1 4")
     monkeypatch.setenv("FOR", "6")
-    assert train(JobFile("own.py"), strategy="ddp", devices="2xcpu", timeout=0).summary["steps"] == 10
+    assert (
+        train(JobFile("own.py"), strategy="ddp", devices="2xcpu", timeout=0).summary["steps"] == 10
+    )
     assert "rank 1 has not arrived" in capfd.readouterr().err, "and goes on when it has"
 
 
 @pytest.mark.slow
 def test_under_torchrun(own: Path) -> None:
     environment = {**os.environ, "HANG": "forward 0 4", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep", "train", "own.py"]
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "lockstep",
+        "train",
+        "own.py",
+    ]
     found = subprocess.run(
         [sys.executable, *words, "--timeout", "6"],
         env=environment,
@@ -192,13 +222,17 @@ def test_under_torchrun(own: Path) -> None:
     )
     assert found.returncode == 1
     assert "the training stands still: rank 0 has not arrived at" in found.stderr, found.stderr
-    assert re.search(r"lockstep: no progress for \d+ s, which is --timeout: rank 0 has not arrived", found.stderr)
+    assert re.search(
+        r"lockstep: no progress for \d+ s, which is --timeout: rank 0 has not arrived", found.stderr
+    )
 
 
 @pytest.mark.slow
 def test_in_a_loop_of_one_s_own_a_rank_that_others_wait_for_is_named(own: Path, capfd) -> None:
     def loop(world):
-        step = lockstep.parallelize(torch.nn.Linear(4, 2), torch.nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1))
+        step = lockstep.parallelize(
+            torch.nn.Linear(4, 2), torch.nn.MSELoss(), lambda p: torch.optim.SGD(p, lr=0.1)
+        )
         for number in range(3):
             if world.rank == 1 and number == 2:
                 time.sleep(7)
@@ -221,7 +255,8 @@ def test_dataparallel_says_which_replica_it_waits_for(own: Path, capfd) -> None:
     net(torch.tensor([[0.0, 0.0], [9.0, 0.0]]))
     said = capfd.readouterr().err
     assert re.search(
-        r"lockstep: \d threads? of replicas have not come to an end for 1 s: .*that of cpu:1 is at test_hangs.py", said
+        r"lockstep: \d threads? of replicas have not come to an end for 1 s: .*that of cpu:1 is at test_hangs.py",
+        said,
     )
 
 
@@ -230,18 +265,25 @@ def test_the_headline() -> None:
         return Account(rank, step, phase, collective, 31.0, "a.py, line 3, in f", {}, (1, 1, 1))
 
     waits = [12, "all_reduce", "float32 of 10"]
-    assert headline({0: one(0, 7, "reduce", waits), 1: one(1, 7, "reduce", [11, *waits[1:]])}, {}).startswith(
-        "mismatch"
+    assert headline(
+        {0: one(0, 7, "reduce", waits), 1: one(1, 7, "reduce", [11, *waits[1:]])}, {}
+    ).startswith("mismatch")
+    assert headline(
+        {0: one(0, 7, "backward"), 1: one(1, 7, "loading"), 2: one(2, 7, "forward")}, {}
+    ) == ("rank 1 has not arrived: it is in loading of step 7 (a.py, line 3, in f) for 31 s")
+    assert (
+        headline({0: one(0, 7, "reduce", waits)}, {1: "it is gone"})
+        == "rank 1 has not arrived: it is gone"
     )
-    assert headline({0: one(0, 7, "backward"), 1: one(1, 7, "loading"), 2: one(2, 7, "forward")}, {}) == (
-        "rank 1 has not arrived: it is in loading of step 7 (a.py, line 3, in f) for 31 s"
-    )
-    assert headline({0: one(0, 7, "reduce", waits)}, {1: "it is gone"}) == "rank 1 has not arrived: it is gone"
 
 
 def test_the_watch_costs_nothing_that_shows(own: Path, monkeypatch) -> None:
-    """Not its time, which a loaded machine would miss, but its work: it reads three numbers a second."""
-    monkeypatch.setattr(hang_report, "account", lambda *of: pytest.fail("no account is made in a healthy run"))
+    """Not its time, which a loaded machine would miss, but its work: it reads three numbers a
+    second.
+    """
+    monkeypatch.setattr(
+        hang_report, "account", lambda *of: pytest.fail("no account is made in a healthy run")
+    )
     train(JobFile("own.py"), devices="1xcpu", quiet=True)
 
 

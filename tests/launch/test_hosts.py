@@ -1,4 +1,6 @@
-"""Several hosts, which are network namespaces of this machine: the same bits as on one, slow links, lost hosts."""
+"""Several hosts, which are network namespaces of this machine: the same bits as on one, slow
+links, lost hosts.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ SLOW = 300
 
 
 def torchrun(number: int, hosts: Sequence[Host], ranks: int) -> list[str]:
-    """The words that start the ranks of a host, on a core for each: two threads would round otherwise than one."""
+    """The words that start the ranks of a host, on a core for each: two threads would round
+    otherwise than one.
+    """
     size, first = str(len(hosts)), hosts[0].address
     address = ["--node-rank", str(number), "--master-addr", first, "--master-port", "29500"]
     cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0))[:ranks])
@@ -80,7 +84,12 @@ def started(
     (folder / "runs").mkdir(exist_ok=True)
     return [
         host.start(
-            [*torchrun(number, hosts, ranks), *train, *([] if "--devices" in words else ["--devices", "cpu"]), *words],
+            [
+                *torchrun(number, hosts, ranks),
+                *train,
+                *([] if "--devices" in words else ["--devices", "cpu"]),
+                *words,
+            ],
             folder,
             ENVIRONMENT,
             own_disk=folder / "runs" if own_disks else None,
@@ -91,11 +100,15 @@ def started(
     ]
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], code: int | None = 0, seconds: float = 100) -> list[str]:
+def ended(
+    processes: Sequence[subprocess.Popen[str]], code: int | None = 0, seconds: float = 100
+) -> list[str]:
     """Wait for them all; gives what each has printed."""
     said = [process.communicate(timeout=seconds)[0] for process in processes]
     if code is not None:
-        assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(said)
+        assert [process.returncode for process in processes] == [code] * len(processes), "\n".join(
+            said
+        )
     return said
 
 
@@ -115,7 +128,14 @@ def on_one_machine(folder: Path, width: int) -> bytes:
     folder.mkdir()
     (folder / "job.py").write_text(JOB)
     words = [sys.executable, *TRAIN, "--devices", "4xcpu", "--set", f"width={width}"]
-    subprocess.run(words, cwd=folder, env={**os.environ, **ENVIRONMENT}, check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        words,
+        cwd=folder,
+        env={**os.environ, **ENVIRONMENT},
+        check=True,
+        capture_output=True,
+        timeout=100,
+    )
     return model_in(folder / "runs")
 
 
@@ -132,7 +152,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]
     return of
 
 
-def test_two_hosts_and_four_are_one_machine_to_the_bit(width: int, tmp_path: Path, expected: Any) -> None:
+def test_two_hosts_and_four_are_one_machine_to_the_bit(
+    width: int, tmp_path: Path, expected: Any
+) -> None:
     for hosts, ranks in ((2, 2), (4, 1)):
         folder = tmp_path / str(hosts)
         with cluster(hosts, folder) as machines:
@@ -147,8 +169,12 @@ def test_a_slow_link_changes_no_bit(tmp_path: Path, expected: Any) -> None:
     assert model_in(tmp_path / "runs") == expected(SLOW)
 
 
-def test_a_host_whose_own_name_is_loopback_is_reached_by_the_route(tmp_path: Path, expected: Any) -> None:
-    """As Debian sets up /etc/hosts. By itself gloo takes 127.0.1.1 there, and the ranks look for one another."""
+def test_a_host_whose_own_name_is_loopback_is_reached_by_the_route(
+    tmp_path: Path, expected: Any
+) -> None:
+    """As Debian sets up /etc/hosts. By itself gloo takes 127.0.1.1 there, and the ranks look for
+    one another.
+    """
     with cluster(2, tmp_path, own_name_is_loopback=True) as hosts:
         processes = started(hosts, tmp_path, ["--set", "pause=0.05"])
         listening = watched(hosts, processes)
@@ -158,7 +184,9 @@ def test_a_host_whose_own_name_is_loopback_is_reached_by_the_route(tmp_path: Pat
         assert {address for address, _ in places} <= {"0.0.0.0", host.address}
 
 
-def watched(hosts: Sequence[Host], processes: Sequence[subprocess.Popen[str]]) -> list[set[tuple[str, int]]]:
+def watched(
+    hosts: Sequence[Host], processes: Sequence[subprocess.Popen[str]]
+) -> list[set[tuple[str, int]]]:
     """Where the processes of each host listened until they ended."""
     found: list[set[tuple[str, int]]] = [set() for _ in hosts]
     while any(process.poll() is None for process in processes):
@@ -172,9 +200,18 @@ def test_a_rendezvous_address_that_is_loopback_is_refused_in_a_line(tmp_path: Pa
     """Without --local-addr torchrun tells all the first host's name."""
     with cluster(2, tmp_path, own_name_is_loopback=True) as hosts:
         (tmp_path / "job.py").write_text(JOB)
-        said = ended([replaceable(number, hosts, tmp_path, with_address=False) for number in range(2)], 1)
-    lines = [line for text in said for line in text.splitlines() if line.startswith("lockstep: MASTER_ADDR")]
-    assert lines and "is a loopback address here, which the other 1 of 2 nodes can't reach" in lines[0]
+        said = ended(
+            [replaceable(number, hosts, tmp_path, with_address=False) for number in range(2)], 1
+        )
+    lines = [
+        line
+        for text in said
+        for line in text.splitlines()
+        if line.startswith("lockstep: MASTER_ADDR")
+    ]
+    assert (
+        lines and "is a loopback address here, which the other 1 of 2 nodes can't reach" in lines[0]
+    )
     assert not list(tmp_path.glob("runs/*"))
 
 
@@ -185,8 +222,14 @@ def resumed(folder: Path, words: Sequence[str], own_disks: bool) -> list[str]:
     with cluster(2, folder) as hosts:
         ended(started(hosts, folder, ["--epochs", "2"], own_disks=own_disks))
         (run,) = (hosts[0].disk if own_disks else folder / "runs").iterdir()
-        again = [*words, "--resume", f"runs/{run.name}"]  # without the job file, which config.json names
-        return ended(started(hosts, folder, again, own_disks=own_disks, train=["-m", "lockstep", "train"]))
+        again = [
+            *words,
+            "--resume",
+            f"runs/{run.name}",
+        ]  # without the job file, which config.json names
+        return ended(
+            started(hosts, folder, again, own_disks=own_disks, train=["-m", "lockstep", "train"])
+        )
 
 
 @pytest.mark.parametrize("own_disks", [False, True], ids=["shared disk", "own disks"])
@@ -195,14 +238,18 @@ def test_a_run_is_kept_and_resumed(own_disks: bool, tmp_path: Path, expected: An
     assert "resuming after epoch 2, step 24" in said[0]
     assert model_in(tmp_path / ("host0-own/disk" if own_disks else "runs")) == expected(8)
     if own_disks:
-        assert not list((tmp_path / "host1-own" / "disk").iterdir()) and not list((tmp_path / "runs").iterdir())
+        assert not list((tmp_path / "host1-own" / "disk").iterdir()) and not list(
+            (tmp_path / "runs").iterdir()
+        )
 
 
 # Hosts that are lost
 
 
 def test_a_host_that_was_cut_off_for_a_while_goes_on(tmp_path: Path, expected: Any) -> None:
-    """What it sends meanwhile is sent again: nothing of ours, or of gloo's, gives up before the system does."""
+    """What it sends meanwhile is sent again: nothing of ours, or of gloo's, gives up before the
+    system does.
+    """
     with cluster(2, tmp_path) as hosts:
         processes = started(hosts, tmp_path, ["--set", "pause=0.1"])
         until(lambda: lines_of_metrics(tmp_path) >= 1, processes)
@@ -222,27 +269,54 @@ def lines_of_metrics(folder: Path) -> int:
     return len(files[-1].read_text().splitlines()) if files else 0
 
 
-def until(is_so: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], seconds: float = 60) -> None:
+def until(
+    is_so: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], seconds: float = 60
+) -> None:
     """Wait for it while these run."""
     end = time.monotonic() + seconds
     while not is_so():
         dead = [process for process in processes if process.poll() is not None]
-        assert not dead and time.monotonic() < end, dead[0].communicate()[0] if dead else "it takes too long"
+        assert not dead and time.monotonic() < end, (
+            dead[0].communicate()[0] if dead else "it takes too long"
+        )
         time.sleep(0.05)
 
 
 def replaceable(
     number: int, hosts: Sequence[Host], folder: Path, *, with_address: bool = True
 ) -> subprocess.Popen[str]:
-    """A training on a host, which torchrun starts again, with another host in the place of one that is lost."""
-    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts[0].address}:29400", "--rdzv-id", "one"]
+    """A training on a host, which torchrun starts again, with another host in the place of one
+    that is lost.
+    """
+    meeting = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{hosts[0].address}:29400",
+        "--rdzv-id",
+        "one",
+    ]
     meeting += ["--rdzv-conf", f"is_host={int(number == 0)}"]
-    meeting += ["--local-addr", hosts[number].address, "--max-restarts", "3"] if with_address else []
-    run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
+    meeting += (
+        ["--local-addr", hosts[number].address, "--max-restarts", "3"] if with_address else []
+    )
+    run = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "2",
+        *meeting,
+    ]
     return hosts[number].start(
         [*run, *TRAIN, "--devices", "cpu", "--set", "pause=0.1"],
         folder,
-        {**ENVIRONMENT, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else the new host waits for the old store
+        {
+            **ENVIRONMENT,
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        },  # else the new host waits for the old store
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
@@ -250,7 +324,9 @@ def replaceable(
 
 @pytest.fixture(scope="module")
 def with_a_lost_host(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of a training one of whose two hosts was lost and replaced, and what rank 0 has printed."""
+    """The folder of a training one of whose two hosts was lost and replaced, and what rank 0 has
+    printed.
+    """
     folder = tmp_path_factory.mktemp("lost")
     (folder / "job.py").write_text(JOB)
     with cluster(2, folder) as hosts:
@@ -261,9 +337,13 @@ def with_a_lost_host(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, st
         return folder, ended([processes[0], replaceable(1, hosts, folder)])[0]
 
 
-def test_torchrun_puts_another_host_in_the_place_of_a_lost_one(with_a_lost_host: Any, expected: Any) -> None:
+def test_torchrun_puts_another_host_in_the_place_of_a_lost_one(
+    with_a_lost_host: Any, expected: Any
+) -> None:
     folder, said = with_a_lost_host
-    assert "failed at step" in said and "because another rank did" in said and "Traceback" not in said
+    assert (
+        "failed at step" in said and "because another rank did" in said and "Traceback" not in said
+    )
     last = max(folder.glob("runs/*/model.safetensors"), key=lambda file: file.stat().st_mtime)
     assert last.read_bytes() == expected(8)
 
@@ -277,4 +357,6 @@ def test_a_run_that_is_not_there_is_refused_everywhere_in_a_line(tmp_path: Path)
     with cluster(2, tmp_path) as hosts:
         said = ended(started(hosts, tmp_path, ["--resume", "runs/none"]), 1)
     for text in said:
-        assert "lockstep: runs/none: no run is kept there" in text and text.count("Traceback") <= 1  # torchrun's own
+        assert (
+            "lockstep: runs/none: no run is kept there" in text and text.count("Traceback") <= 1
+        )  # torchrun's own

@@ -1,4 +1,6 @@
-"""Ranks start, answer, fail and stop as promised. Other processes are looked at from outside, through psutil."""
+"""Ranks start, answer, fail and stop as promised. Other processes are looked at from outside,
+through psutil.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,12 @@ def environment(**more: str) -> dict[str, str]:
 
 def python(*arguments: str | Path, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=50, **options
+        [sys.executable, *map(str, arguments)],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=50,
+        **options,
     )
 
 
@@ -76,7 +83,9 @@ def wait_until_gone(pids: list[int], seconds: float = 3.0) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def nothing_stays(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """After each test: no rank runs, and no scratch folder is left."""
     temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -94,7 +103,9 @@ def test_results_come_in_rank_order() -> None:
         total = world.all_reduce(torch.tensor([float(world.rank)]))
         return world.rank, world.size, world.local_rank, str(world.device), word, total.item()
 
-    assert launch(who, "3xcpu", ("hello",)) == [(i, 3, i, f"cpu:{i}", "hello", 3.0) for i in range(3)]
+    assert launch(who, "3xcpu", ("hello",)) == [
+        (i, 3, i, f"cpu:{i}", "hello", 3.0) for i in range(3)
+    ]
 
 
 def test_lambdas_and_local_classes_travel_both_ways() -> None:
@@ -102,7 +113,11 @@ def test_lambdas_and_local_classes_travel_both_ways() -> None:
         def __init__(self, left: object, right: object) -> None:
             self.left, self.right = left, right
 
-    found = launch(lambda world, f, pair: Pair(f(world.rank), pair.right), "2xcpu", (lambda x: x + 10, Pair(1, 2)))
+    found = launch(
+        lambda world, f, pair: Pair(f(world.rank), pair.right),
+        "2xcpu",
+        (lambda x: x + 10, Pair(1, 2)),
+    )
     assert [type(pair) for pair in found] == [Pair, Pair]
     assert [(pair.left, pair.right) for pair in found] == [(10, 2), (11, 2)]
 
@@ -143,7 +158,8 @@ def test_later_launches_are_quick_and_come_from_the_same_process() -> None:
 
 def test_starting_the_forking_process_needs_no_torch() -> None:
     code = (
-        "import sys; from lockstep.launch.processes import fork_server; fork_server.start(); print('torch' "
+        "import sys; from lockstep.launch.processes import fork_server; fork_server.start(); "
+        "print('torch' "
         "in sys.modules)"
     )
     began = time.monotonic()
@@ -178,15 +194,21 @@ def unguarded(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedP
     return python(script(body, tmp_path_factory.mktemp("unguarded")))
 
 
-def test_a_script_without_a_main_guard_runs_once(unguarded: subprocess.CompletedProcess[str]) -> None:
+def test_a_script_without_a_main_guard_runs_once(
+    unguarded: subprocess.CompletedProcess[str],
+) -> None:
     assert unguarded.stdout == "the script\n[0, 3]\n"
 
 
-def test_an_uncaught_failure_shows_the_rank_s_traceback_once(unguarded: subprocess.CompletedProcess[str]) -> None:
+def test_an_uncaught_failure_shows_the_rank_s_traceback_once(
+    unguarded: subprocess.CompletedProcess[str],
+) -> None:
     assert unguarded.returncode == 1
     assert unguarded.stderr.count("in breaks_here") == 1
     last = unguarded.stderr.splitlines()[-1]
-    assert last.endswith("RankFailed: rank 1 (cpu:1) failed before the first step: ValueError: bad value")
+    assert last.endswith(
+        "RankFailed: rank 1 (cpu:1) failed before the first step: ValueError: bad value"
+    )
 
 
 @pytest.mark.slow
@@ -203,11 +225,19 @@ def test_a_script_from_standard_input_runs() -> None:
     assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
 
 
-def test_ranks_see_the_surroundings_of_each_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_see_the_surroundings_of_each_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def look(world):
         import sys
 
-        return os.environ.get("LOCKSTEP_TEST"), os.getcwd(), sys.argv[-1], sys.path[0], sys.modules["__main__"].__dict__
+        return (
+            os.environ.get("LOCKSTEP_TEST"),
+            os.getcwd(),
+            sys.argv[-1],
+            sys.path[0],
+            sys.modules["__main__"].__dict__,
+        )
 
     for word in ("first", "second"):
         (tmp_path / word).mkdir()
@@ -224,12 +254,25 @@ def test_ranks_see_the_surroundings_of_each_launch(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad]
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        torch.enable_grad,
+    ],
 )
-def test_ranks_compute_in_the_modes_of_the_caller(mode: Callable[[], AbstractContextManager[object]]) -> None:
+def test_ranks_compute_in_the_modes_of_the_caller(
+    mode: Callable[[], AbstractContextManager[object]],
+) -> None:
     def modes(world):
         x = torch.ones(2, 2, requires_grad=True)
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), (x @ x).dtype, (x + 1).requires_grad
+        return (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            (x @ x).dtype,
+            (x + 1).requires_grad,
+        )
 
     with mode():
         here = modes(None)
@@ -241,11 +284,17 @@ def test_ranks_compute_in_the_modes_of_the_caller(mode: Callable[[], AbstractCon
 @pytest.mark.slow
 def test_a_large_result_comes_back() -> None:
     found = launch(lambda world: torch.full((25_000_000,), float(world.rank)), "2xcpu")
-    assert [(len(one), one[0].item(), one[-1].item()) for one in found] == [(25_000_000, 0, 0), (25_000_000, 1, 1)]
+    assert [(len(one), one[0].item(), one[-1].item()) for one in found] == [
+        (25_000_000, 0, 0),
+        (25_000_000, 1, 1),
+    ]
 
 
 def test_large_arguments_arrive() -> None:
-    assert launch(lambda world, data: data.sum().item(), "2xcpu", (torch.ones(5_000_000),)) == [5e6, 5e6]
+    assert launch(lambda world, data: data.sum().item(), "2xcpu", (torch.ones(5_000_000),)) == [
+        5e6,
+        5e6,
+    ]
 
 
 def test_events_arrive_in_order_with_their_rank() -> None:
@@ -312,13 +361,20 @@ def test_a_launch_inside_a_rank_is_refused() -> None:
 
 @pytest.mark.parametrize("call", ["train", "evaluate"])
 def test_a_training_inside_a_rank_is_refused(call: str) -> None:
-    with pytest.raises(InputError, match=r"this is rank \d of 2 already: start a training or a launch before"):
-        launch(lambda world: getattr(lockstep, call)(ZOO["mlp"], strategy="dp", devices="2xcpu"), "2xcpu")
+    with pytest.raises(
+        InputError, match=r"this is rank \d of 2 already: start a training or a launch before"
+    ):
+        launch(
+            lambda world: getattr(lockstep, call)(ZOO["mlp"], strategy="dp", devices="2xcpu"),
+            "2xcpu",
+        )
 
 
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(InputError, match=r"args\[1\] \(a lock\) can't be sent to the ranks: cannot pickle"):
+    with pytest.raises(
+        InputError, match=r"args\[1\] \(a lock\) can't be sent to the ranks: cannot pickle"
+    ):
         launch(lambda world, *args: None, "2xcpu", (1, lock))
 
     def holds_a_lock(world):
@@ -336,14 +392,20 @@ def test_a_result_that_cannot_be_sent_is_the_failure_of_its_rank() -> None:
 def test_nothing_listens_beyond_loopback() -> None:
     def listening(world):
         world.barrier()
-        found = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        found = [
+            c.laddr.ip
+            for c in psutil.Process().net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
         world.barrier()
         return found
 
     for addresses in launch(listening, "2xcpu"):
         assert addresses
         assert set(addresses) <= {"127.0.0.1", "::1"}
-    assert [c for c in forking_process().net_connections("inet") if c.status == psutil.CONN_LISTEN] == []
+    assert [
+        c for c in forking_process().net_connections("inet") if c.status == psutil.CONN_LISTEN
+    ] == []
 
 
 # Ranks that stay
@@ -372,7 +434,9 @@ def test_calls_on_standing_ranks_share_their_processes(standing: StandingRanks) 
     wait_until_gone(first, 1.0)
 
 
-def test_each_call_on_standing_ranks_finds_the_generators_of_the_first(standing: StandingRanks) -> None:
+def test_each_call_on_standing_ranks_finds_the_generators_of_the_first(
+    standing: StandingRanks,
+) -> None:
     def draws(world):
         return [*world.gather_objects(torch.rand(1).item()), world.folder]
 
@@ -385,14 +449,18 @@ def test_each_call_on_standing_ranks_finds_the_generators_of_the_first(standing:
     assert standing.call(draws) == first
 
 
-def test_a_failure_ends_standing_ranks_and_the_next_call_starts_others(standing: StandingRanks) -> None:
+def test_a_failure_ends_standing_ranks_and_the_next_call_starts_others(
+    standing: StandingRanks,
+) -> None:
     def fails(world):
         if world.rank == 1:
             raise ValueError("bad")
         world.barrier()
 
     first = standing.call(pids_of)
-    with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) failed before the first step: ValueError: bad"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 \(cpu:1\) failed before the first step: ValueError: bad"
+    ):
         standing.call(fails)
     wait_until_gone(first, 1.0)
     assert not {*standing.call(pids_of)} & {*first}
@@ -406,7 +474,9 @@ def test_a_standing_rank_that_is_killed_between_calls_is_named(standing: Standin
     wait_until_gone(first, 1.0)
 
 
-def test_what_cannot_be_sent_to_standing_ranks_is_named_and_they_stay(standing: StandingRanks) -> None:
+def test_what_cannot_be_sent_to_standing_ranks_is_named_and_they_stay(
+    standing: StandingRanks,
+) -> None:
     first = standing.call(pids_of)
     with pytest.raises(InputError, match=r"args\[0\] \(a lock\) can't be sent"):
         standing.call(lambda world, lock: None, threading.Lock())
@@ -427,19 +497,29 @@ def test_rank_0_is_heard_live_and_the_others_write_to_their_logs(tmp_path: Path)
         os.system("echo from a child")
         print("no newline at the end", end="")
 
-    launch(prints, "2xcpu", folder=tmp_path, on_output=lambda text, name: times.append((text, name, time.monotonic())))
+    launch(
+        prints,
+        "2xcpu",
+        folder=tmp_path,
+        on_output=lambda text, name: times.append((text, name, time.monotonic())),
+    )
     assert "".join(text for text, name, _ in times if name == "stdout") == (
         "out 0\nfrom a child\nno newline at the end"
     )
     assert "".join(text for text, name, _ in times if name == "stderr") == "err 0\n"
     assert times[-1][2] - times[0][2] > 0.25
-    assert (tmp_path / "ranks" / "1.log").read_text() == "out 1\nerr 1\nfrom a child\nno newline at the end"
+    assert (
+        tmp_path / "ranks" / "1.log"
+    ).read_text() == "out 1\nerr 1\nfrom a child\nno newline at the end"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ranks"]
 
 
 @pytest.mark.parametrize("name", ["with space", "run #3?", "50%25 ü"])
 def test_any_folder_name_will_do(name: str, tmp_path: Path) -> None:
-    assert launch(lambda world: world.folder, "2xcpu", folder=tmp_path / name) == [str(tmp_path / name)] * 2
+    assert (
+        launch(lambda world: world.folder, "2xcpu", folder=tmp_path / name)
+        == [str(tmp_path / name)] * 2
+    )
     assert [path.name for path in (tmp_path / name).iterdir()] == ["ranks"]
 
 
@@ -493,7 +573,11 @@ def raising_rank_is_named(trials: int) -> None:
     faults: list[float] = []
     for _ in range(trials):
         with pytest.raises(RankFailed) as caught:
-            launch(one_raises_and_three_wait, "4xcpu", on_event=lambda rank, moment: faults.append(moment))
+            launch(
+                one_raises_and_three_wait,
+                "4xcpu",
+                on_event=lambda rank, moment: faults.append(moment),
+            )
         assert time.monotonic() - faults[-1] < 2
         failed = caught.value
         assert str(failed) == "rank 2 (cpu:2) failed at step 4: ValueError: bad value"
@@ -515,7 +599,9 @@ def test_the_rank_that_raised_first_is_named_25_times_of_25() -> None:
 
 
 def test_the_tracebacks_of_other_ranks_are_kept_in_their_logs(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(supervisor, "_PATIENCE", 20.0)  # a loaded machine may take long to end the other
+    monkeypatch.setattr(
+        supervisor, "_PATIENCE", 20.0
+    )  # a loaded machine may take long to end the other
 
     def all_raise(world):
         if world.rank:
@@ -557,7 +643,10 @@ def test_an_exception_that_cannot_be_pickled_is_still_told() -> None:
 @pytest.mark.parametrize(
     ("end", "words"),
     [
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL at step 7 (out of memory?"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            "was killed by SIGKILL at step 7 (out of memory?",
+        ),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV at step 7"),
         (lambda: os.abort(), "was killed by SIGABRT at step 7"),
         (lambda: os._exit(3), "exited with code 3 at step 7, before its function returned"),
@@ -595,8 +684,12 @@ def test_a_stopped_rank_does_not_delay_the_end() -> None:
         world.barrier()
 
     faults: list[float] = []
-    with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) failed before the first step: ValueError: bad"):
-        launch(fails_beside_a_stopped_one, "3xcpu", on_event=lambda rank, moment: faults.append(moment))
+    with pytest.raises(
+        RankFailed, match=r"rank 1 \(cpu:1\) failed before the first step: ValueError: bad"
+    ):
+        launch(
+            fails_beside_a_stopped_one, "3xcpu", on_event=lambda rank, moment: faults.append(moment)
+        )
     assert time.monotonic() - faults[0] < 2
 
 
@@ -671,7 +764,9 @@ def test_who_failed_first(failures: list[Record | Death], rank: int) -> None:
 def test_an_error_that_came_from_a_peer_s_is_a_peer_s() -> None:
     try:
         try:
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1")
+            raise RuntimeError(
+                "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"
+            )
         except RuntimeError as error:
             raise LockstepError("the step failed") from error
     except LockstepError as error:
@@ -714,7 +809,9 @@ LONG = """
     ("number", "handler", "code", "word"),
     [
         (signal.SIGKILL, "", -signal.SIGKILL, ""),
-        pytest.param(signal.SIGINT, "", -signal.SIGINT, "KeyboardInterrupt\n", marks=pytest.mark.slow),
+        pytest.param(
+            signal.SIGINT, "", -signal.SIGINT, "KeyboardInterrupt\n", marks=pytest.mark.slow
+        ),
         pytest.param(signal.SIGTERM, "", -signal.SIGTERM, "", marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, "handler", 143, "SystemExit\n", marks=pytest.mark.slow),
     ],
@@ -723,7 +820,9 @@ LONG = """
 def test_no_process_outlives_the_person_s(
     number: signal.Signals, handler: str, code: int, word: str, tmp_path: Path
 ) -> None:
-    """Of three ranks one is stopped and two wait in a collective; each has a loader worker and a child elsewhere."""
+    """Of three ranks one is stopped and two wait in a collective; each has a loader worker and a
+    child elsewhere.
+    """
     command = [sys.executable, str(script(LONG, tmp_path)), str(tmp_path / "run"), handler]
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -751,7 +850,9 @@ def test_the_person_s_signal_handlers_are_left_alone() -> None:
     before = [signal.getsignal(number) for number in numbers]
 
     def inside(world):
-        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
+        return [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+        ]
 
     assert launch(inside, "2xcpu") == [[signal.SIG_IGN, signal.SIG_DFL, signal.SIG_DFL]] * 2
     with pytest.raises(RankFailed):
@@ -761,7 +862,9 @@ def test_the_person_s_signal_handlers_are_left_alone() -> None:
 
 def test_loader_workers_end_with_their_rank() -> None:
     def loads(world):
-        batches = iter(torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True))
+        batches = iter(
+            torch.utils.data.DataLoader(range(8), num_workers=2, persistent_workers=True)
+        )
         next(batches)
         world.batches = batches
         return [worker.pid for worker in batches._workers]
@@ -803,11 +906,18 @@ def torchrun(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
 def test_under_torchrun_each_process_is_a_rank_and_gets_all_results(
     torchrun: subprocess.CompletedProcess[str],
 ) -> None:
-    expected = [str([(rank * i, 0, 1, 2, f"cpu:{rank}", 2.0) for rank in range(2)]) for i in (10, 10, 20, 20)]
-    assert sorted(line for line in torchrun.stdout.splitlines() if line) == sorted(expected), torchrun.stderr
+    expected = [
+        str([(rank * i, 0, 1, 2, f"cpu:{rank}", 2.0) for rank in range(2)])
+        for i in (10, 10, 20, 20)
+    ]
+    assert sorted(line for line in torchrun.stdout.splitlines() if line) == sorted(expected), (
+        torchrun.stderr
+    )
 
 
-def test_under_torchrun_a_failure_names_rank_and_step(torchrun: subprocess.CompletedProcess[str]) -> None:
+def test_under_torchrun_a_failure_names_rank_and_step(
+    torchrun: subprocess.CompletedProcess[str],
+) -> None:
     assert torchrun.returncode == 1
     assert "rank 1 (cpu:1) failed at step 3: ValueError: bad value" in torchrun.stderr
 
@@ -821,7 +931,9 @@ def test_one_process_under_torchrun_needs_no_group(monkeypatch: pytest.MonkeyPat
         "MASTER_PORT": 1,
     }.items():
         monkeypatch.setenv(name, str(value))
-    assert launch(lambda world: (world.size, world.backend, str(world.device))) == [(1, None, "cpu:0")]
+    assert launch(lambda world: (world.size, world.backend, str(world.device))) == [
+        (1, None, "cpu:0")
+    ]
 
 
 FLAGS = """
@@ -851,19 +963,30 @@ CHANGES = [
 def test_precisions_that_were_set_by_old_and_by_new_names_reach_the_ranks(tmp_path: Path) -> None:
     """After the new one of a matrix product was set, every launch died of reading the old one."""
     (tmp_path / "flags.py").write_text(FLAGS.replace("CHANGES", repr(CHANGES)))
-    done = subprocess.run([sys.executable, "flags.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "flags.py"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def filled(world: Any, layer: torch.nn.Linear, others: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+def filled(
+    world: Any, layer: torch.nn.Linear, others: tuple[torch.Tensor, ...]
+) -> list[torch.Tensor]:
     layer.weight.data.fill_(5)
     return list(others)
 
 
 def test_tensors_that_share_memory_do_so_on_the_ranks() -> None:
-    """Found by trial: a loss that holds ``weight.detach()`` had the first weights under ddp, and went on with them."""
+    """Found by trial: a loss that holds ``weight.detach()`` had the first weights under ddp, and
+    went on with them.
+    """
     layer = torch.nn.Linear(3, 2)
-    others = layer.weight.data, layer.weight.detach()[1:], torch.arange(4)[::2], torch.ones(2, requires_grad=True)
+    others = (
+        layer.weight.data,
+        layer.weight.detach()[1:],
+        torch.arange(4)[::2],
+        torch.ones(2, requires_grad=True),
+    )
     found = launch(filled, "2xcpu", (layer, others))[1]
     assert [t.tolist() for t in found] == [[[5.0] * 3] * 2, [[5.0] * 3], [0, 2], [1.0, 1.0]]
     assert [t.requires_grad for t in found] == [False, False, False, True]

@@ -21,7 +21,9 @@ from lockstep.strategies import STRATEGIES, choose
     ],
     ids=str,
 )
-def test_each_process_reads_the_samples_of_its_replicas(layout: Layout, reads: list[tuple[int, int, int]]) -> None:
+def test_each_process_reads_the_samples_of_its_replicas(
+    layout: Layout, reads: list[tuple[int, int, int]]
+) -> None:
     assert layout.processes == len(reads)
     assert [layout.read_by(process) for process in range(layout.processes)] == reads
 

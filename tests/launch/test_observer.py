@@ -1,4 +1,6 @@
-"""Observers of updates: told of what a step does, each in its order, and of nothing once they are gone."""
+"""Observers of updates: told of what a step does, each in its order, and of nothing once they
+are gone.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,14 @@ def test_an_observer_is_told_of_an_update_until_it_leaves() -> None:
         step.observers.remove(listener)
     step(torch.randn(4, 3), torch.randn(4, 1))
     inside = ["forwarded 4"]
-    parts = {"forward and loss": inside, "backward": [], "weight": [], "gradients": None, "clip": [], "optimizer": []}
+    parts = {
+        "forward and loss": inside,
+        "backward": [],
+        "weight": [],
+        "gradients": None,
+        "clip": [],
+        "optimizer": [],
+    }
     expected: list[str] = []
     for words, within in parts.items():
         expected += [words] if within is None else [words, *within, f"end of {words}"]
@@ -51,7 +60,10 @@ def test_an_observer_is_told_of_an_update_until_it_leaves() -> None:
 
 def test_no_method_of_another_object_is_replaced() -> None:
     source = Path(lockstep.__file__).parent
-    replacing = {path.name for path in source.rglob("*.py") if "[method-assign]" in path.read_text()}
+    replacing = {
+        path.name for path in source.rglob("*.py") if "[method-assign]" in path.read_text()
+    }
     of_checkpoints = "recompute.py"  # PyTorch's own, which take no generator
-    of_layers = "sync_batchnorm.py"  # a forward: with another class in its place type(layer) would be another one
+    # a forward: with another class in its place type(layer) would be another one
+    of_layers = "sync_batchnorm.py"
     assert replacing == {of_checkpoints, of_layers}

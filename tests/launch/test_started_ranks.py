@@ -1,4 +1,6 @@
-"""Processes that others have started: they join where they can, and never train alone without a word."""
+"""Processes that others have started: they join where they can, and never train alone without a
+word.
+"""
 
 from __future__ import annotations
 
@@ -90,16 +92,27 @@ ALONE = {
         {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
         "LOCAL_RANK is not set, so that each would train alone: start them with torchrun",
     ),
-    "SLURM": ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, r"SLURM has started this process as one of 4 \(SLURM_PROCID"),
-    "srun": ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_TASKS"),
-    "Open MPI": ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI has started this process"),
+    "SLURM": (
+        {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"},
+        r"SLURM has started this process as one of 4 \(SLURM_PROCID",
+    ),
+    "srun": (
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_STEP_NUM_TASKS": "2"},
+        "SLURM_STEP_NUM_TASKS",
+    ),
+    "Open MPI": (
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+        "Open MPI has started this process",
+    ),
     "MPICH": ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPI has started this process as one of 2"),
 }
 CALLS: dict[str, Callable[[Path], Any]] = {
     "train": lambda path: lockstep.train(ZOO["mlp"], devices="1xcpu", folder=path, quiet=True),
     "evaluate": lambda path: lockstep.evaluate(ZOO["mlp"], devices="1xcpu"),
     "launch": lambda path: lockstep.launch(lambda world: None, devices="2xcpu"),
-    "parallelize": lambda path: lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu"),
+    "parallelize": lambda path: lockstep.parallelize(
+        mlp(), nn.CrossEntropyLoss(), plain_sgd, devices="1xcpu"
+    ),
 }
 
 
@@ -127,7 +140,9 @@ def test_who_would_train_alone_is_refused_in_a_line(
     ],
     ids=str,
 )
-def test_who_is_alone_trains(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_who_is_alone_trains(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     CALLS["train"](tmp_path)
@@ -141,13 +156,27 @@ FOUND = {
         (5, 7, 1, 2, 2, 4),
     ),
     "a step": (
-        {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS": "8", "SLURM_LOCALID": "0"}
+        {
+            "SLURM_PROCID": "1",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "8",
+            "SLURM_LOCALID": "0",
+        }
         | {"SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"},
         (1, 2, 0, 1, 1, 2),
     ),
     "Open MPI in a SLURM job": (
-        {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-        | {"OMPI_COMM_WORLD_LOCAL_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"},
+        {
+            "OMPI_COMM_WORLD_RANK": "3",
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        }
+        | {
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            "SLURM_PROCID": "0",
+            "SLURM_NTASKS": "4",
+            "SLURM_LOCALID": "0",
+        },
         (3, 4, 1, 2, 1, 2),
     ),
     "MPICH": (
@@ -155,7 +184,13 @@ FOUND = {
         (1, 4, 1, 4, 0, 1),
     ),
     "srun --mpi=pmi2": (
-        {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"}
+        {
+            "PMI_RANK": "1",
+            "PMI_SIZE": "2",
+            "SLURM_PROCID": "1",
+            "SLURM_NTASKS": "2",
+            "SLURM_LOCALID": "1",
+        }
         | {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "2"},
         (1, 2, 1, 2, 0, 1),
     ),
@@ -176,13 +211,24 @@ def test_slurm_and_mpi_make_a_rank(case: str, environment: dict[str, str]) -> No
     environment.update(variables | ADDRESS)
     assert started_as_rank()
     place = started_ranks.place()
-    assert (place.rank, place.size, place.local_rank, place.local_size, place.node, place.nodes) == expected
-    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [str(n) for n in expected[:3]]
+    assert (
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.node,
+        place.nodes,
+    ) == expected
+    assert [environment[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")] == [
+        str(n) for n in expected[:3]
+    ]
 
 
 def test_what_is_missing_is_named(environment: dict[str, str]) -> None:
     environment.update({"PMI_RANK": "1", "PMI_SIZE": "4", "MASTER_PORT": "29500"})
-    with pytest.raises(DeviceError, match=r"train alone: set MPI_LOCALRANKID and MASTER_ADDR \(docs/clusters.md\)"):
+    with pytest.raises(
+        DeviceError, match=r"train alone: set MPI_LOCALRANKID and MASTER_ADDR \(docs/clusters.md\)"
+    ):
         started_as_rank()
 
 
@@ -201,7 +247,9 @@ def test_one_accelerator_for_each_task_is_that_tasks_own(environment: dict[str, 
 
 
 def test_under_torchrun_one_accelerator_for_several_is_refused(environment: dict[str, str]) -> None:
-    environment.update(FOUND["SLURM"][0] | ADDRESS | {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"})
+    environment.update(
+        FOUND["SLURM"][0] | ADDRESS | {"CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "none"}
+    )
     assert started_as_rank()
     with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
         started_ranks.devices_of_this_rank(CARDS[:1])
@@ -219,9 +267,13 @@ def network(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dic
     """A host with two interfaces, whose route to the first node is by the second."""
     environment["MASTER_ADDR"] = "first"
     monkeypatch.setattr(
-        started_ranks, "_interfaces", lambda: {"127.0.0.1": "lo", "10.0.0.7": "eth0", "10.1.0.7": "ib0"}
+        started_ranks,
+        "_interfaces",
+        lambda: {"127.0.0.1": "lo", "10.0.0.7": "eth0", "10.1.0.7": "ib0"},
     )
-    monkeypatch.setattr(started_ranks, "_address_towards", {"first": "10.1.0.7", "me": "127.0.0.1"}.__getitem__)
+    monkeypatch.setattr(
+        started_ranks, "_address_towards", {"first": "10.1.0.7", "me": "127.0.0.1"}.__getitem__
+    )
     return environment
 
 
@@ -280,10 +332,21 @@ print(f"{launch(fn)}\\n", end="", flush=True)
 
 @pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_find_one_another(tmp_path: Path) -> None:
-    """Torchrun keeps its store. A rank that came first once waited at the other's former address, for minutes."""
+    """Torchrun keeps its store. A rank that came first once waited at the other's former
+    address, for minutes.
+    """
     (tmp_path / "again.py").write_text(RESTARTED)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1", "again.py"]
-    done = subprocess.run([sys.executable, *torchrun], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "again.py",
+    ]
+    done = subprocess.run(
+        [sys.executable, *torchrun], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0 and done.stdout.split("\n").count("[0, 1]") == 2, done.stderr
 
 
@@ -300,7 +363,9 @@ print(launch(lambda world: world.rank, "cpu"), read)
 
 @pytest.mark.slow
 def test_a_rank_that_comes_late_cuts_nobody_off(tmp_path: Path) -> None:
-    """Rank 0 served one store after the other at one port; who waited at the first for the second was cut off."""
+    """Rank 0 served one store after the other at one port; who waited at the first for the
+    second was cut off.
+    """
     (tmp_path / "late.py").write_text(LATE)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -308,11 +373,15 @@ def test_a_rank_that_comes_late_cuts_nobody_off(tmp_path: Path) -> None:
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "3"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "late.py"], cwd=tmp_path, env={**environment, "RANK": rank, "LOCAL_RANK": rank},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "late.py"],
+            cwd=tmp_path,
+            env={**environment, "RANK": rank, "LOCAL_RANK": rank},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in "012"
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=60)[0] for process in ranks]
     finally:
@@ -324,7 +393,8 @@ def test_a_rank_that_comes_late_cuts_nobody_off(tmp_path: Path) -> None:
 def test_local_ranks_have_their_place_in_the_environment() -> None:
     """Libraries look there: for whose turn it is to print, or to download."""
     found = lockstep.launch(
-        lambda world: [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")], devices="2xcpu"
+        lambda world: [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")],
+        devices="2xcpu",
     )
     assert found == [["0", "2", "0"], ["1", "2", "1"]]
     assert "RANK" not in os.environ

@@ -36,14 +36,19 @@ def shown(capsys: pytest.CaptureFixture[str], *told: tuple[float, Any]) -> list[
     return capsys.readouterr().out.splitlines()
 
 
-def test_in_a_pipe_a_line_comes_every_ten_seconds_at_most(capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_a_pipe_a_line_comes_every_ten_seconds_at_most(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     lines = shown(capsys, *((second / 5, at(second)) for second in range(1, 161)))
     assert lines == [
-        f"epoch 1/1  step {step}/900  loss 0.2500  80 samples/s  1:05 left" for step in (50, 100, 150)
-    ]  # fmt: skip
+        f"epoch 1/1  step {step}/900  loss 0.2500  80 samples/s  1:05 left"
+        for step in (50, 100, 150)
+    ]
 
 
-def test_lines_of_epochs_and_evaluations_come_at_once_and_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_epochs_and_evaluations_come_at_once_and_count(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     ended = Event("evaluated", 1, 40, LOSSES)
     lines = shown(capsys, (8, ended), (9, ended), (12, at(60)), (18.9, at(90)), (19, at(95)))
     assert lines[:2] == ["epoch   1  train loss 0.5000"] * 2
@@ -54,10 +59,16 @@ def test_in_a_pipe_the_last_log_is_shown(capsys: pytest.CaptureFixture[str]) -> 
     """Logs that come every three seconds were hidden by lines of progress."""
     told = [(3.0 * i, Line(f"log {i}", "log")) for i in range(1, 9)]
     between = [(second / 4, at(second)) for second in range(4, 100)]
-    assert shown(capsys, *sorted([*told, *between], key=lambda one: one[0])) == ["log 1", "log 4", "log 7"]
+    assert shown(capsys, *sorted([*told, *between], key=lambda one: one[0])) == [
+        "log 1",
+        "log 4",
+        "log 7",
+    ]
 
 
-def test_a_training_in_a_pipe_that_is_short_prints_nothing_within_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_in_a_pipe_that_is_short_prints_nothing_within_an_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert shown(capsys, (1, at(1)), (9.9, at(2))) == []
 
 
@@ -111,7 +122,9 @@ def test_in_a_notebook_the_live_line_is_a_widget_and_other_lines_are_text(
     assert any("step 7/900" in text for text in Widget.taken)
 
 
-def test_a_notebook_without_widgets_has_lines(notebook: None, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_without_widgets_has_lines(
+    notebook: None, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "ipywidgets")
     assert len(shown(capsys, (10.1, at(7)))) == 1
 

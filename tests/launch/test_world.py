@@ -1,4 +1,6 @@
-"""World: what the ranks of accelerators exchange over the CPU, where the host waits for it; whose cores a rank has."""
+"""World: what the ranks of accelerators exchange over the CPU, where the host waits for it;
+whose cores a rank has.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lockstep.launch.world import World
 
 
 def on_cards(world: World) -> None:
-    """From now on this rank's device is a card, whose collectives begin and don't hold the host, as NCCL's."""
+    """From now on this rank's device is a card, whose collectives begin and don't hold the host,
+    as NCCL's.
+    """
     world.devices, world.backend = (Device("meta", world.rank),), "nccl"
     over_cpu = dist.all_reduce
 
@@ -63,9 +67,13 @@ def test_objects_of_ranks_on_accelerators_go_over_the_cpu() -> None:
         ("cpu", "mpi", "mpi", False),
     ],
 )
-def test_a_group_on_accelerators_has_gloo_beside_it(kind, backend, asked, bound, monkeypatch) -> None:
+def test_a_group_on_accelerators_has_gloo_beside_it(
+    kind, backend, asked, bound, monkeypatch
+) -> None:
     found = {}
-    monkeypatch.setattr(dist, "init_process_group", lambda name, **named: found.update(named, name=name))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda name, **named: found.update(named, name=name)
+    )
     for name in ("settle", "pin", "bind"):
         monkeypatch.setattr(worlds._devices, name, lambda *of: None)
     monkeypatch.setattr(worlds, "enter", lambda world: None)
@@ -76,10 +84,17 @@ def test_a_group_on_accelerators_has_gloo_beside_it(kind, backend, asked, bound,
 
 
 def surroundings(world: World) -> tuple[list[str], int, set[int], int]:
-    return list(map(str, world.devices)), world.size, os.sched_getaffinity(0), torch.get_num_threads()
+    return (
+        list(map(str, world.devices)),
+        world.size,
+        os.sched_getaffinity(0),
+        torch.get_num_threads(),
+    )
 
 
-def test_a_rank_of_several_devices_has_the_cores_of_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_several_devices_has_the_cores_of_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     devices = slots(4)
     for rank, found in enumerate(launch(surroundings, devices, devices_per_rank=2)):

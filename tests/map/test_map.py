@@ -1,4 +1,6 @@
-"""``lockstep.map``: a function over processes, a module over devices; in order, lazily, and nothing stays behind."""
+"""``lockstep.map``: a function over processes, a module over devices; in order, lazily, and
+nothing stays behind.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_lambdas_local_classes_and_what_they_refer_to_travel_both_ways() -> None
         x: int
 
     offset = 10
-    found = list(lockstep.map(lambda p: Point(p.x + offset), [Point(1), Point(2), Point(3)], "2xcpu"))
+    found = list(
+        lockstep.map(lambda p: Point(p.x + offset), [Point(1), Point(2), Point(3)], "2xcpu")
+    )
     assert found == [Point(11), Point(12), Point(13)]
 
 
@@ -87,7 +91,9 @@ def test_the_work_is_done_by_as_many_processes_as_devices_and_not_by_this_one() 
 
 def test_one_device_is_this_process() -> None:
     before = random.getstate(), torch.get_rng_state(), torch.get_num_threads()
-    found = lockstep.map(lambda i: (i, os.getpid(), random.random(), torch.rand(1)), itertools.count(), "1xcpu")
+    found = lockstep.map(
+        lambda i: (i, os.getpid(), random.random(), torch.rand(1)), itertools.count(), "1xcpu"
+    )
     assert [next(found)[:2] for _ in range(3)] == [(i, os.getpid()) for i in range(3)]
     assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1])
     assert torch.get_num_threads() == before[2]
@@ -124,7 +130,12 @@ def test_tensors_and_arrays_of_any_size_in_any_nesting_come_back_as_they_were(si
     for i, found in enumerate(lockstep.map(made, items, "2xcpu")):
         expected = made(items[i])
         for a, b in zip(tensors(found), tensors(expected), strict=True):
-            assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+            assert (
+                a.dtype == b.dtype
+                and a.shape == b.shape
+                and a.stride() == b.stride()
+                and torch.equal(a, b)
+            )
         assert isinstance(found["weight"], nn.Parameter) and found["weight"].requires_grad
         assert (found["array"] == expected["array"]).all() and found["array"].dtype == np.int16
         found["own"].inside[0].add_(1)  # it is ours to write
@@ -132,14 +143,20 @@ def test_tensors_and_arrays_of_any_size_in_any_nesting_come_back_as_they_were(si
 
 def test_large_items_and_large_results_that_are_no_tensors_pass_too() -> None:
     words = ["word " * 300_000, "x", "another " * 500_000]
-    assert list(lockstep.map(lambda text: text + "!", words * 4, "2xcpu")) == [f"{w}!" for w in words * 4]
+    assert list(lockstep.map(lambda text: text + "!", words * 4, "2xcpu")) == [
+        f"{w}!" for w in words * 4
+    ]
 
 
 @pytest.mark.slow
 def test_very_many_tensors_in_one_item_and_one_result_pass_too() -> None:
-    items = [[torch.full((600,), float(i)), *(torch.zeros(600) for _ in range(9000))] for i in range(3)]
+    items = [
+        [torch.full((600,), float(i)), *(torch.zeros(600) for _ in range(9000))] for i in range(3)
+    ]
     found = lockstep.map(lambda tensors: [t + 1 for t in tensors], items, "2xcpu")
-    assert [(len(tensors), tensors[0][0].item()) for tensors in found] == [(9001, i + 1) for i in range(3)]
+    assert [(len(tensors), tensors[0][0].item()) for tensors in found] == [
+        (9001, i + 1) for i in range(3)
+    ]
 
 
 def test_a_map_may_feed_another() -> None:
@@ -236,7 +253,9 @@ def test_what_is_drawn_belongs_to_the_item_whatever_the_devices() -> None:
     def draws(_: int) -> tuple[float, float, float]:
         return torch.rand(()).item(), random.random(), float(np.random.rand())
 
-    one, two, three = (list(lockstep.map(draws, range(50), devices)) for devices in ("1xcpu", "2xcpu", "3xcpu"))
+    one, two, three = (
+        list(lockstep.map(draws, range(50), devices)) for devices in ("1xcpu", "2xcpu", "3xcpu")
+    )
     assert one == two == three and len(set(one)) == 50
     assert list(lockstep.map(draws, range(50), "2xcpu", seed=1)) != one
 
@@ -295,7 +314,11 @@ def test_a_module_computes_without_gradients_whatever_the_mode(mode: Any) -> Non
 
 
 def test_a_function_of_lists_gets_lists() -> None:
-    found = list(lockstep.map(lambda items: [(i, len(items)) for i in items], range(10), "2xcpu", batch_size=4))
+    found = list(
+        lockstep.map(
+            lambda items: [(i, len(items)) for i in items], range(10), "2xcpu", batch_size=4
+        )
+    )
     assert found == [(i, 4 if i < 8 else 2) for i in range(10)]
 
 
@@ -303,7 +326,9 @@ def test_a_function_of_lists_gets_lists() -> None:
 def test_a_function_of_lists_that_gives_too_few_is_told_both_numbers(devices: str) -> None:
     found = []
     with pytest.raises(ItemFailed, match=r"item 8 failed .* gave 1 results for 2 items") as caught:
-        for result in lockstep.map(lambda items: items[:4] if len(items) > 2 else [0], range(10), devices, 4):
+        for result in lockstep.map(
+            lambda items: items[:4] if len(items) > 2 else [0], range(10), devices, 4
+        ):
             found.append(result)
     assert found == list(range(8)) and caught.value.index == 8
 
@@ -313,7 +338,12 @@ def test_reduce_folds_in_order(devices: str) -> None:
     assert lockstep.map(str, range(12), devices, reduce=lambda a, b: f"({a}{b})") == (
         "(((((((((((01)2)3)4)5)6)7)8)9)10)11)"
     )
-    assert lockstep.map(lambda i: [i], range(3), devices, reduce=(lambda a, b: a + b, [9])) == [9, 0, 1, 2]
+    assert lockstep.map(lambda i: [i], range(3), devices, reduce=(lambda a, b: a + b, [9])) == [
+        9,
+        0,
+        1,
+        2,
+    ]
     assert lockstep.map(str, [], devices, reduce=(lambda a, b: a + b, "nothing")) == "nothing"
     with pytest.raises(InputError, match="there are no items; give a value to start with"):
         lockstep.map(str, [], devices, reduce=lambda a, b: a + b)
@@ -332,7 +362,11 @@ class Net(nn.Module):
         assert not self.training and not torch.is_grad_enabled()
         hidden = self.norm(self.linear(x))
         scale = scale.unsqueeze(1) if isinstance(scale, torch.Tensor) else scale
-        return {"logits": self.dropout(hidden) * scale, "pair": (hidden.sum(1), None), "names": [str(len(x))] * len(x)}
+        return {
+            "logits": self.dropout(hidden) * scale,
+            "pair": (hidden.sum(1), None),
+            "names": [str(len(x))] * len(x),
+        }
 
 
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu", "3xcpu"])
@@ -342,8 +376,12 @@ def test_a_module_gives_for_each_item_its_rows(devices: str) -> None:
     found = list(lockstep.map(net, images, devices, batch_size=5))
     assert net.training and not net.norm.running_mean.any(), "the module itself is as it was"
     expected = net.eval().linear(images) / (1 + net.norm.eps) ** 0.5
-    assert torch.allclose(torch.stack([row["logits"] for row in found]), expected, rtol=0, atol=1e-12)
-    assert torch.allclose(torch.stack([row["pair"][0] for row in found]), expected.sum(1), rtol=0, atol=1e-12)
+    assert torch.allclose(
+        torch.stack([row["logits"] for row in found]), expected, rtol=0, atol=1e-12
+    )
+    assert torch.allclose(
+        torch.stack([row["pair"][0] for row in found]), expected.sum(1), rtol=0, atol=1e-12
+    )
     assert [row["names"] for row in found] == ["5"] * 20 + ["3"] * 3
     assert found[0]["pair"][1] is None and not found[0]["logits"].requires_grad
 
@@ -356,7 +394,10 @@ def test_a_module_takes_tuples_and_dicts_as_in_a_job_and_batches_as_they_are() -
     tuples = lockstep.map(net, [(row, torch.tensor(2.0)) for row in x], "2xcpu", 3)
     dicts = lockstep.map(net, [{"x": row, "scale": torch.tensor(2.0)} for row in x], "2xcpu", 3)
     (whole,) = lockstep.map(net, [(x, 2.0)], "2xcpu")
-    for found in (torch.stack([r["logits"] for r in tuples]), torch.stack([r["logits"] for r in dicts])):
+    for found in (
+        torch.stack([r["logits"] for r in tuples]),
+        torch.stack([r["logits"] for r in dicts]),
+    ):
         torch.testing.assert_close(found, expected)
     assert torch.equal(whole["logits"], expected)
 
@@ -365,11 +406,17 @@ def test_items_of_varying_length_are_put_together_by_a_collate() -> None:
     sentences = [torch.arange(1, n + 2) for n in range(7)]
     embedding = nn.EmbeddingBag(9, 4, mode="sum", padding_idx=0)
     found = lockstep.map(
-        embedding, sentences, "2xcpu", 3, collate=lambda batch: nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        embedding,
+        sentences,
+        "2xcpu",
+        3,
+        collate=lambda batch: nn.utils.rnn.pad_sequence(batch, batch_first=True),
     )
     expected = torch.stack([embedding(s[None])[0] for s in sentences]).detach()
     torch.testing.assert_close(torch.stack(list(found)), expected)
-    with pytest.raises(InputError, match=r"items 0 to 2 can't be put together: .*; give a collate that can"):
+    with pytest.raises(
+        InputError, match=r"items 0 to 2 can't be put together: .*; give a collate that can"
+    ):
         list(lockstep.map(embedding, sentences, "2xcpu", 3))
 
 
@@ -380,7 +427,9 @@ def test_what_a_module_draws_follows_the_item_whatever_the_devices() -> None:
 
     net, x = Noisy(3, 2), torch.randn(40, 3)
     before = torch.get_rng_state()
-    one, two = (torch.stack(list(lockstep.map(net, x, devices, 4))) for devices in ("1xcpu", "2xcpu"))
+    one, two = (
+        torch.stack(list(lockstep.map(net, x, devices, 4))) for devices in ("1xcpu", "2xcpu")
+    )
     assert torch.equal(one, two) and torch.equal(torch.get_rng_state(), before)
     assert not torch.equal(one[:4] - net.weight.sum() * 0, one[4:8])
 
@@ -404,10 +453,16 @@ def test_a_module_that_fails_names_the_items() -> None:
             return super().forward(x)
 
     found = []
-    with pytest.raises(ItemFailed, match=r"items 6 to 8 failed on cpu:\d: ValueError: too large") as caught:
+    with pytest.raises(
+        ItemFailed, match=r"items 6 to 8 failed on cpu:\d: ValueError: too large"
+    ) as caught:
         for row in lockstep.map(Fails(1, 2), torch.arange(10.0)[:, None], "2xcpu", 3):
             found.append(row)
-    assert len(found) == 6 and caught.value.index == 6 and isinstance(caught.value.__cause__, ValueError)
+    assert (
+        len(found) == 6
+        and caught.value.index == 6
+        and isinstance(caught.value.__cause__, ValueError)
+    )
 
 
 def test_outputs_without_a_row_for_each_item_are_shown() -> None:
@@ -428,11 +483,15 @@ def test_an_item_that_fails_is_named_with_its_traceback_after_those_before_it(de
         return 1 / (i - 137)
 
     found = []
-    with pytest.raises(ItemFailed, match=r"^item 137 failed on cpu:\d: ZeroDivisionError: ") as caught:
+    with pytest.raises(
+        ItemFailed, match=r"^item 137 failed on cpu:\d: ZeroDivisionError: "
+    ) as caught:
         for result in lockstep.map(lambda i: inner(i), range(1000), devices):
             found.append(result)
     assert len(found) == 137
-    assert caught.value.index == 137 and "in inner\n    return 1 / (i - 137)" in caught.value.traceback
+    assert (
+        caught.value.index == 137 and "in inner\n    return 1 / (i - 137)" in caught.value.traceback
+    )
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -452,18 +511,26 @@ def test_exceptions_that_end_other_things_end_an_item_only(error: BaseException)
 
 def test_an_item_that_cant_be_sent_is_named_with_its_type_after_those_before_it() -> None:
     found = []
-    with pytest.raises(InputError, match=r"item 40 \(a lock\) can't be sent to a process: .*pickle"):
+    with pytest.raises(
+        InputError, match=r"item 40 \(a lock\) can't be sent to a process: .*pickle"
+    ):
         for result in lockstep.map(lambda i: i, [*range(40), threading.Lock(), *range(9)], "2xcpu"):
             found.append(result)
     assert found == list(range(40))
     with pytest.raises(InputError, match=r"item 5 \(a lock\) can't be sent"):
-        list(lockstep.map(lambda items: items, [*range(5), threading.Lock()], "2xcpu", batch_size=3))
+        list(
+            lockstep.map(lambda items: items, [*range(5), threading.Lock()], "2xcpu", batch_size=3)
+        )
 
 
 def test_a_result_that_cant_be_sent_back_is_named_with_its_type() -> None:
     found = []
-    with pytest.raises(ItemFailed, match=r"item 30 failed .*its result \(a lock\) can't be sent back") as caught:
-        for result in lockstep.map(lambda i: threading.Lock() if i == 30 else i, range(50), "2xcpu"):
+    with pytest.raises(
+        ItemFailed, match=r"item 30 failed .*its result \(a lock\) can't be sent back"
+    ) as caught:
+        for result in lockstep.map(
+            lambda i: threading.Lock() if i == 30 else i, range(50), "2xcpu"
+        ):
             found.append(result)
     assert found == list(range(30)) and caught.value.index == 30
 
@@ -513,7 +580,9 @@ def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
         def __call__(self, item: object) -> object:
             return item
 
-    with pytest.raises(lockstep.LockstepError, match=r"a process of the map \(cpu:\d\) could not begin: ValueError"):
+    with pytest.raises(
+        lockstep.LockstepError, match=r"a process of the map \(cpu:\d\) could not begin: ValueError"
+    ):
         list(lockstep.map(Unreadable(), range(3), "2xcpu"))
 
 
@@ -522,10 +591,19 @@ def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
     [
         (lambda: lockstep.map(3, range(3)), "a function or a module is expected first, not an int"),
         (lambda: lockstep.map(abs, 3), "items: an int can't be iterated"),
-        (lambda: lockstep.map(abs, [1], batch_size=0), "batch_size: 0, a whole number of at least 1"),
-        (lambda: lockstep.map(abs, [1], "2xcpu", reduce=(max, 1, 2)), "reduce: a function of two results, or a pair"),
+        (
+            lambda: lockstep.map(abs, [1], batch_size=0),
+            "batch_size: 0, a whole number of at least 1",
+        ),
+        (
+            lambda: lockstep.map(abs, [1], "2xcpu", reduce=(max, 1, 2)),
+            "reduce: a function of two results, or a pair",
+        ),
         (lambda: lockstep.map(abs, [1], collate=list), "collate: it is for a module"),
-        (lambda: lockstep.map(nn.Linear(1, 1), [1], collate=list), "collate: there is nothing to put together"),
+        (
+            lambda: lockstep.map(nn.Linear(1, 1), [1], collate=list),
+            "collate: there is nothing to put together",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(wrong: Any, says: str) -> None:
@@ -541,7 +619,9 @@ def test_devices_that_are_not_there_are_refused_at_once() -> None:
 @pytest.mark.parametrize("devices", ["1xcpu", "2xcpu"])
 @pytest.mark.parametrize("kind", ["tensor", "array", "list"])
 @pytest.mark.parametrize("batch_size", [None, 3])
-def test_a_generator_may_write_its_next_item_into_the_same_memory(devices, kind, batch_size) -> None:
+def test_a_generator_may_write_its_next_item_into_the_same_memory(
+    devices, kind, batch_size
+) -> None:
     made = {"tensor": torch.zeros(3), "array": np.zeros(3), "list": [0.0] * 3}[kind]
 
     def items() -> Iterator[object]:
@@ -629,7 +709,11 @@ def test_nothing_is_left_where_the_caller_is_killed(how: signal.Signals, tmp_pat
     while list(temporary.iterdir()) and time.monotonic() < limit:
         time.sleep(0.05)
     assert list(temporary.iterdir()) == []
-    assert not [name for name in set(os.listdir("/dev/shm")) - shared if "lockstep" in name or str(process.pid) in name]
+    assert not [
+        name
+        for name in set(os.listdir("/dev/shm")) - shared
+        if "lockstep" in name or str(process.pid) in name
+    ]
 
 
 def test_a_thousand_tensors_hold_no_files_open() -> None:
@@ -648,8 +732,12 @@ def test_a_map_in_a_map_runs_in_its_process_and_is_refused_more() -> None:
         inner = list(lockstep.map(lambda j: (i * j, os.getpid()), range(4)))
         return [value for value, _ in inner], {pid for _, pid in inner} == {os.getpid()}
 
-    assert list(lockstep.map(outer, range(3), "2xcpu")) == [([0, i, 2 * i, 3 * i], True) for i in range(3)]
-    with pytest.raises(ItemFailed, match=r"devices: this process is at item 0 of a map already, and has cpu:0 only"):
+    assert list(lockstep.map(outer, range(3), "2xcpu")) == [
+        ([0, i, 2 * i, 3 * i], True) for i in range(3)
+    ]
+    with pytest.raises(
+        ItemFailed, match=r"devices: this process is at item 0 of a map already, and has cpu:0 only"
+    ):
         list(lockstep.map(lambda i: list(lockstep.map(abs, [i], "2xcpu")), [1], "2xcpu"))
 
 
@@ -664,7 +752,9 @@ def test_a_training_may_run_in_a_map() -> None:
     def trained(lr: float) -> float:
         model = nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        step = lockstep.parallelize(model, nn.MSELoss(), optimizer, strategy="single", devices="1xcpu")
+        step = lockstep.parallelize(
+            model, nn.MSELoss(), optimizer, strategy="single", devices="1xcpu"
+        )
         return [step(torch.ones(4, 2), torch.ones(4, 1)).loss for _ in range(20)][-1]
 
     found = list(lockstep.map(trained, [0.0, 0.1], "2xcpu"))
@@ -683,7 +773,9 @@ def test_what_workers_print_comes_out(capsys: pytest.CaptureFixture[str]) -> Non
     assert sorted(err.split("\n")) == sorted(["", *(f"warning {i}" for i in range(20))])
 
 
-def test_a_bar_is_shown_on_a_terminal_only_and_can_be_switched_off(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_a_bar_is_shown_on_a_terminal_only_and_can_be_switched_off(
+    monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     assert list(lockstep.map(abs, range(5), "2xcpu")) == list(range(5))
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("TERM", "xterm")
@@ -705,8 +797,11 @@ def test_a_bar_is_shown_on_a_terminal_only_and_can_be_switched_off(monkeypatch: 
 def test_a_script_without_a_main_guard_may_map(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import lockstep\n\ndef f(i):\n    return i + 1\n\nprint(list(lockstep.map(f, range(5), '2xcpu')))\n"
+        "import lockstep\n\ndef f(i):\n    return i + 1\n\nprint(list(lockstep.map(f, range(5), "
+        "'2xcpu')))\n"
     )
     env = {**os.environ, "PYTHONPATH": str(Path(lockstep.__file__).parents[1])}
-    done = subprocess.run([sys.executable, script], env=env, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(
+        [sys.executable, script], env=env, capture_output=True, text=True, timeout=50
+    )
     assert (done.stdout, done.stderr) == ("[1, 2, 3, 4, 5]\n", "")

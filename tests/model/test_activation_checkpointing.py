@@ -66,7 +66,9 @@ class Normed(nn.Module):
 def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> None:
     job = job_of(Residual, optimizer=sgd, accumulate=accumulate, sync_batchnorm=accumulate == 1)
     if accumulate > 1:  # the running statistics of replicas are another story
-        job = dataclasses.replace(job, model=lambda: nn.Sequential(Residual().blocks[0], Block(), nn.Linear(6, 3)))
+        job = dataclasses.replace(
+            job, model=lambda: nn.Sequential(Residual().blocks[0], Block(), nn.Linear(6, 3))
+        )
     found = parity(
         job.replace(activation_checkpointing="auto"),
         way,
@@ -81,9 +83,17 @@ def test_checkpointed_blocks_give_the_same_numbers(way, devices, accumulate) -> 
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_dropout_in_a_block_draws_the_same_mask_again(way, devices, tmp_path) -> None:
     """The masks are those of a run without checkpointing, so the weights are too."""
-    job = dataclasses.replace(job_of(lambda: Residual(0.5), optimizer=sgd, precision="fp64", sync_batchnorm=True))
+    job = dataclasses.replace(
+        job_of(lambda: Residual(0.5), optimizer=sgd, precision="fp64", sync_batchnorm=True)
+    )
     plain, checkpointed = (
-        train(job.replace(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        train(
+            job.replace(activation_checkpointing=wanted),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+        )
         for wanted in (None, "blocks")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
@@ -106,7 +116,13 @@ def gated() -> nn.Module:
 def test_numbers_of_python_and_numpy_are_drawn_again_the_same(way, devices, tmp_path) -> None:
     job = job_of(gated, optimizer=sgd, precision="fp64")
     plain, checkpointed = (
-        train(job.replace(activation_checkpointing=wanted), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        train(
+            job.replace(activation_checkpointing=wanted),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+        )
         for wanted in (None, "auto")
     )
     assert differences(job, checkpointed, plain).worst < 1e-10
@@ -140,7 +156,11 @@ class Counting(Block):
 
 
 def test_attributes_that_count_move_once(tmp_path) -> None:
-    job = job_of(lambda: nn.Sequential(Counting(), Counting(), nn.Linear(6, 3)), optimizer=sgd, precision="fp64")
+    job = job_of(
+        lambda: nn.Sequential(Counting(), Counting(), nn.Linear(6, 3)),
+        optimizer=sgd,
+        precision="fp64",
+    )
     plain, checkpointed = (
         train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing=wanted)
         for wanted in (None, "0,1")
@@ -169,7 +189,8 @@ class OfClass(nn.Linear):
 
 
 @pytest.mark.parametrize(
-    ("block", "what"), [(lambda: Sharing({"calls": 0}), "1.counts"), (lambda: OfClass(6, 6), "OfClass.calls")]
+    ("block", "what"),
+    [(lambda: Sharing({"calls": 0}), "1.counts"), (lambda: OfClass(6, 6), "OfClass.calls")],
 )
 def test_what_would_change_twice_and_cannot_be_put_back_is_refused(block, what, tmp_path) -> None:
     """Found by trial: weights 5 % off without a line."""
@@ -212,10 +233,14 @@ class WithCache(nn.Module):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("fsdp", "2xcpu")])
+@pytest.mark.parametrize(
+    ("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("fsdp", "2xcpu")]
+)
 def test_a_cache_that_blocks_are_given_is_the_same_in_the_second_run(way, devices) -> None:
     job = job_of(WithCache, optimizer=sgd, activation_checkpointing="auto")
-    assert parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-12
+    assert (
+        parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-12
+    )
 
 
 class Watched(nn.Module):
@@ -249,18 +274,29 @@ def test_auto_finds_the_blocks_of_a_transformer_and_of_a_residual_net() -> None:
         *(f"encoder.layers.{i}" for i in range(3)),
         *(f"decoder.layers.{i}" for i in range(2)),
     ]
-    stages = nn.Sequential(nn.Linear(6, 6), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block()))
+    stages = nn.Sequential(
+        nn.Linear(6, 6), nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block(), Block())
+    )
     assert list(found_blocks(stages)) == ["1.0", "1.1", "2.0", "2.1", "2.2"]
 
 
 def test_dicts_of_layers_which_nobody_calls_are_no_blocks() -> None:
     """Found by trial: fsdp ended with a ValueError of ``fully_shard``."""
-    layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(6), "mix": nn.Linear(6, 6)}) for _ in range(2))
+    layers = nn.ModuleList(
+        nn.ModuleDict({"norm": nn.LayerNorm(6), "mix": nn.Linear(6, 6)}) for _ in range(2)
+    )
     assert found_blocks(layers) == {}
-    assert list(named_blocks(nn.ModuleDict({"layers": layers}), "layers", "blocks", StrategyError)) == [
-        "layers.0.norm", "layers.0.mix", "layers.1.norm", "layers.1.mix",
-    ]  # fmt: skip
-    within = nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()])}) for _ in range(2))
+    assert list(
+        named_blocks(nn.ModuleDict({"layers": layers}), "layers", "blocks", StrategyError)
+    ) == [
+        "layers.0.norm",
+        "layers.0.mix",
+        "layers.1.norm",
+        "layers.1.mix",
+    ]
+    within = nn.ModuleList(
+        nn.ModuleDict({"blocks": nn.ModuleList([Block(), Block()])}) for _ in range(2)
+    )
     assert list(found_blocks(within)) == ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1"]
 
 
@@ -274,16 +310,23 @@ def test_names_stay() -> None:
 
 @pytest.mark.parametrize(
     ("wanted", "says"),
-    [("blocs", 'no module "blocs"; did you mean "blocks"'), ("auto", "auto finds no list of like blocks")],
+    [
+        ("blocs", 'no module "blocs"; did you mean "blocks"'),
+        ("auto", "auto finds no list of like blocks"),
+    ],
 )
 def test_blocks_that_are_not_there_are_told(wanted: str, says: str, tmp_path) -> None:
-    job = job_of(Residual if wanted != "auto" else ZOO["mlp"].model, activation_checkpointing=wanted)
+    job = job_of(
+        Residual if wanted != "auto" else ZOO["mlp"].model, activation_checkpointing=wanted
+    )
     with pytest.raises(JobError, match=says):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
 
 def test_batch_norms_that_would_have_to_meet_in_backward_are_refused(tmp_path) -> None:
-    job = job_of(Normed, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, activation_checkpointing="body")
+    job = job_of(
+        Normed, drawn(SAMPLES, 2, 7, 7), sync_batchnorm=True, activation_checkpointing="body"
+    )
     train(job, strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True)
     with pytest.raises(JobError, match="choose blocks without"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path / "dp", quiet=True)
@@ -341,13 +384,22 @@ class Multiplied(Block):
 @pytest.mark.parametrize("way", ["single", slow("mp"), slow("ddp"), slow("fsdp")])
 @pytest.mark.parametrize("given", ["weights", "values", "hook", "outside"])
 def test_what_a_block_is_given_for_its_call_only_is_refused(given: str, way: str, tmp_path) -> None:
-    """Found by trial: backward computed the block again without it, so that gradients were wrong."""
+    """Found by trial: backward computed the block again without it, so that gradients were
+    wrong.
+    """
     kind = Multiplying if given == "outside" else Called
     job = job_of(lambda: kind(given), optimizer=sgd, activation_checkpointing="blocks")
     with pytest.raises(
-        StrategyError, match=r"activation_checkpointing: the gradient of .* is not that w|forward gives a block another"
+        StrategyError,
+        match=r"activation_checkpointing: the gradient of .* is not that w|forward gives a block another",
     ):
-        train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
+        train(
+            job,
+            strategy=way,
+            devices="1xcpu" if way == "single" else "2xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def test_a_block_that_writes_its_input_is_refused_in_a_sentence(tmp_path) -> None:
@@ -356,7 +408,9 @@ def test_a_block_that_writes_its_input_is_refused_in_a_sentence(tmp_path) -> Non
         return nn.Sequential(nn.Linear(6, 6), nn.Sequential(*blocks), nn.Linear(6, 3))
 
     job = job_of(model, activation_checkpointing="1")
-    with pytest.raises(StrategyError, match=r"can't be computed a second time .* write its input in place"):
+    with pytest.raises(
+        StrategyError, match=r"can't be computed a second time .* write its input in place"
+    ):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
 
@@ -375,15 +429,21 @@ class Penalized(nn.Module):
         return self.body.out(out + 0.01 * slope)
 
 
-@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), slow("dp", "2xcpu"), slow("ddp", "2xcpu")])
+@pytest.mark.parametrize(
+    ("way", "devices"), [("single", "1xcpu"), slow("dp", "2xcpu"), slow("ddp", "2xcpu")]
+)
 def test_backward_may_go_through_a_block_twice(way: str, devices: str) -> None:
     """Found by trial: it ended in an AttributeError."""
     job = job_of(Penalized, optimizer=sgd, activation_checkpointing="body.blocks")
-    assert parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-10
+    assert (
+        parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-10
+    )
 
 
 class Summed(nn.Module):
-    """Divides a gradient by its norm over the batch; blocks are checkpointed by the model itself, or by the setting."""
+    """Divides a gradient by its norm over the batch; blocks are checkpointed by the model
+    itself, or by the setting.
+    """
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -393,19 +453,33 @@ class Summed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
         for block in self.blocks:
-            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True) if self.reentrant else block(x)
+            x = (
+                torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
+                if self.reentrant
+                else block(x)
+            )
             if x.requires_grad:
                 x.register_hook(lambda grad: grad / grad.norm())
         return self.out(x)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of PyTorch, where none is computed
-def test_gradients_of_checkpointed_blocks_are_held_to_being_sums(reentrant: bool, tmp_path, capsys) -> None:
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad"
+)  # of PyTorch, where none is computed
+def test_gradients_of_checkpointed_blocks_are_held_to_being_sums(
+    reentrant: bool, tmp_path, capsys
+) -> None:
     """Found by trial: the inspection couldn't go backward twice, and said nothing."""
-    job = job_of(lambda: Summed(reentrant), activation_checkpointing=None if reentrant else "blocks", epochs=1)
+    job = job_of(
+        lambda: Summed(reentrant),
+        activation_checkpointing=None if reentrant else "blocks",
+        epochs=1,
+    )
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert "is not the sum of those of parts of the batch" in " ".join(capsys.readouterr().out.split())
+    assert "is not the sum of those of parts of the batch" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 class Once(torch.autograd.Function):
@@ -429,4 +503,7 @@ def test_gradients_that_can_not_be_compared_are_said(tmp_path, capsys) -> None:
 
     train(job_of(lambda: Calling(6, 3), epochs=1), strategy="dp", devices="2xcpu", folder=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert "gradients of parts of the batch could not be compared with those of the whole (ValueError: too" in said
+    assert (
+        "gradients of parts of the batch could not be compared with those of the whole "
+        "(ValueError: too" in said
+    )

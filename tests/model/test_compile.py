@@ -1,4 +1,6 @@
-"""Compiled models, under every strategy. The backend here traces and differentiates, and leaves out code generation."""
+"""Compiled models, under every strategy. The backend here traces and differentiates, and leaves
+out code generation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ WAYS = [("single", "1xcpu"), ("dp", "2xcpu"), FLAT, OVERLAPPED]
     ],
 )
 def test_compiled_models_give_the_numbers_of_one_device(kind: str, way, devices) -> None:
-    found = parity(ZOO[kind].replace(compile="aot_eager"), way, devices, against_settings={"compile": False})
+    found = parity(
+        ZOO[kind].replace(compile="aot_eager"), way, devices, against_settings={"compile": False}
+    )
     assert found.worst < 1e-10
 
 
@@ -57,8 +61,12 @@ class Clamped(nn.Module):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 def test_what_clamps_in_a_compiled_backward_sees_gradients_of_the_mean() -> None:
     """Found by trial: weights were 3 % off without a line, where items have weights."""
-    job = ZOO["mlp"].replace(model=Clamped, loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 9.0])), metrics={})
-    found = parity(job.replace(compile="aot_eager"), "single", "1xcpu", against_settings={"compile": False})
+    job = ZOO["mlp"].replace(
+        model=Clamped, loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 9.0])), metrics={}
+    )
+    found = parity(
+        job.replace(compile="aot_eager"), "single", "1xcpu", against_settings={"compile": False}
+    )
     assert found.worst < 1e-10
 
 
@@ -66,7 +74,9 @@ def test_what_clamps_in_a_compiled_backward_sees_gradients_of_the_mean() -> None
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_generated_code_gives_the_numbers_of_one_device(way, devices) -> None:
-    found = parity(ZOO["momentum"].replace(compile=True), way, devices, against_settings={"compile": False})
+    found = parity(
+        ZOO["momentum"].replace(compile=True), way, devices, against_settings={"compile": False}
+    )
     assert found.worst < 1e-10
 
 
@@ -83,14 +93,23 @@ def test_dropout_in_compiled_threads_is_refused(tmp_path) -> None:
 
 
 def test_a_model_that_is_compiled_already_is_pointed_to_the_setting(tmp_path, capsys) -> None:
-    """Found by trial: the advice was on functions in the model, and a line on an attribute that PyTorch made."""
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: torch.compile(nn.Linear(6, 3), backend="aot_eager"))
-    with pytest.raises(StrategyError, match=r"dp: the model is what torch\.compile gave: give the model itself"):
+    """Found by trial: the advice was on functions in the model, and a line on an attribute that
+    PyTorch made.
+    """
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: torch.compile(nn.Linear(6, 3), backend="aot_eager")
+    )
+    with pytest.raises(
+        StrategyError, match=r"dp: the model is what torch\.compile gave: give the model itself"
+    ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert len(notes) == 1
-    assert "can't be copied (the model is what torch.compile gave: give the model itself, and compile=True)" in notes[0]
+    assert (
+        "can't be copied (the model is what torch.compile gave: give the model itself, and "
+        "compile=True)" in notes[0]
+    )
 
 
 def test_a_compiled_model_keeps_its_names(tmp_path) -> None:
@@ -106,7 +125,8 @@ class Stack(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 6)) for _ in range(2)
+            nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Dropout(dropout), nn.Linear(12, 6))
+            for _ in range(2)
         )
         self.out = nn.Linear(6, 3)
 
@@ -119,16 +139,24 @@ class Stack(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_compiled_models_may_checkpoint_their_activations(way, devices) -> None:
-    job = dataclasses.replace(ZOO["momentum"], model=Stack, compile="aot_eager", activation_checkpointing="auto")
-    found = parity(job, way, devices, against_settings={"compile": False, "activation_checkpointing": None})
+    job = dataclasses.replace(
+        ZOO["momentum"], model=Stack, compile="aot_eager", activation_checkpointing="auto"
+    )
+    found = parity(
+        job, way, devices, against_settings={"compile": False, "activation_checkpointing": None}
+    )
     assert found.worst < 1e-10
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which the compiler hides, but not from threads
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # which the compiler hides, but not from threads
 @pytest.mark.parametrize(("way", "devices"), WAYS[1:3])
 def test_compiled_models_may_synchronise_batch_norm(way, devices, capfd) -> None:
-    """Found by trial: PyTorch's compiler went into it, with warnings, and took three times as long."""
+    """Found by trial: PyTorch's compiler went into it, with warnings, and took three times as
+    long.
+    """
     job = ZOO["convolutions with sync_batchnorm"].replace(compile="aot_eager")
     assert parity(job, way, devices, against_settings={"compile": False}).worst < 1e-10
     assert "torch/_dynamo" not in capfd.readouterr().err
@@ -136,7 +164,9 @@ def test_compiled_models_may_synchronise_batch_norm(way, devices, capfd) -> None
 
 @pytest.mark.slow
 def test_dropout_in_a_compiled_block_draws_the_same_mask_again(tmp_path) -> None:
-    job = dataclasses.replace(ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64")
+    job = dataclasses.replace(
+        ZOO["momentum"], model=lambda: Stack(0.5), compile="aot_eager", precision="fp64"
+    )
     plain, checkpointed = (
         train(job, devices="1xcpu", folder=tmp_path, quiet=True, activation_checkpointing=wanted)
         for wanted in (None, "blocks")
@@ -159,7 +189,9 @@ class WarmingUp(nn.Module):
 
 @pytest.mark.parametrize(("way", "devices"), WAYS[:3])
 def test_a_buffer_that_compiled_code_would_read_too_late_is_refused(way, devices, tmp_path) -> None:
-    """PyTorch computes such a value again in backward from the buffer, which has moved on: gradients twice as large."""
+    """PyTorch computes such a value again in backward from the buffer, which has moved on:
+    gradients twice as large.
+    """
     job = dataclasses.replace(ZOO["mlp"], model=WarmingUp, compile="aot_eager")
     with pytest.raises(StrategyError, match='writes its buffer "steps" in forward'):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
@@ -191,9 +223,13 @@ class Own(nn.Module):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("model", [Own, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))])
+@pytest.mark.parametrize(
+    "model", [Own, lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))]
+)
 @pytest.mark.parametrize(("way", "devices"), WAYS[:2])
-def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model, way, devices, tmp_path) -> None:
+def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(
+    model, way, devices, tmp_path
+) -> None:
     torch._dynamo.reset()
     graphs = []
 
@@ -211,17 +247,27 @@ def test_models_are_compiled_whether_their_class_is_ones_own_or_of_pytorch(model
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
+@pytest.mark.parametrize(
+    ("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")]
+)
 def test_an_unknown_backend_is_refused_and_the_nearest_offered(way, devices, tmp_path) -> None:
     job = ZOO["mlp"].replace(compile="inductr")
-    with pytest.raises(JobError, match=r'^compile: there is no backend or mode "inductr"; did you mean "inductor"'):
+    with pytest.raises(
+        JobError, match=r'^compile: there is no backend or mode "inductr"; did you mean "inductor"'
+    ):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     with pytest.raises(JobError, match='did you mean "max-autotune"'):
-        train(job.replace(compile="max-autotun"), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        train(
+            job.replace(compile="max-autotun"),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+        )
     assert not list(tmp_path.iterdir())
 
 
-# ---- modes ----------------------------------------------------------------------------------------------------------
+# ---- modes ---------------------------------------------------------------------------------------
 
 
 def compiled_with(monkeypatch: pytest.MonkeyPatch, wanted: bool | str) -> dict[str, Any]:
@@ -249,16 +295,26 @@ def test_a_word_is_a_mode_or_the_name_of_a_backend(monkeypatch: pytest.MonkeyPat
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler itself
 @pytest.mark.parametrize("mode", MODES)
 def test_each_mode_gives_the_numbers_of_one_device(mode: str) -> None:
-    found = parity(ZOO["momentum"].replace(compile=mode), "ddp", "2xcpu", against_settings={"compile": False})
+    found = parity(
+        ZOO["momentum"].replace(compile=mode), "ddp", "2xcpu", against_settings={"compile": False}
+    )
     assert found.worst < 1e-10
     assert mode in torch._inductor.list_mode_options()
 
 
 def test_cuda_graphs_are_refused_where_micro_batches_or_threads_would_share_them() -> None:
-    job, one, two = ZOO["mlp"].replace(compile="reduce-overhead"), Device("cuda", 0), Device("cuda", 1)
+    job, one, two = (
+        ZOO["mlp"].replace(compile="reduce-overhead"),
+        Device("cuda", 0),
+        Device("cuda", 1),
+    )
     refuse_graphs(job, World(devices=(one,)))
-    refuse_graphs(job.replace(accumulate=2), World(devices=slots(2)))  # there PyTorch leaves the graphs out
-    refuse_graphs(job.replace(compile="max-autotune-no-cudagraphs", accumulate=2), World(devices=(one, two)))
+    refuse_graphs(
+        job.replace(accumulate=2), World(devices=slots(2))
+    )  # there PyTorch leaves the graphs out
+    refuse_graphs(
+        job.replace(compile="max-autotune-no-cudagraphs", accumulate=2), World(devices=(one, two))
+    )
     with pytest.raises(JobError, match=r"accumulate is 2: take .*max-autotune-no-cudagraphs"):
         refuse_graphs(job.replace(accumulate=2), World(devices=(one,)))
     with pytest.raises(JobError, match=r"threads of one process.*take ddp"):
@@ -280,9 +336,13 @@ def test_each_replica_is_compiled_however_few_models_pytorch_compiles_by_one_cod
     """Replicas shared a code object, and beyond PyTorch's limit of 8 the rest ran as they were."""
     torch._dynamo.reset()
     step = lockstep.parallelize(
-        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss(),
-        lambda params: torch.optim.SGD(params, lr=0.1), strategy="dp", devices="3xcpu", compile="aot_eager",
-    )  # fmt: skip
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        nn.CrossEntropyLoss(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        strategy="dp",
+        devices="3xcpu",
+        compile="aot_eager",
+    )
     with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
         step(torch.ones(9, 6), torch.zeros(9, dtype=torch.long))
     torch._dynamo.reset()
@@ -290,13 +350,34 @@ def test_each_replica_is_compiled_however_few_models_pytorch_compiles_by_one_cod
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_without_a_compiler_compile_is_refused_in_one_line_and_nothing_is_made(way: str, tmp_path) -> None:
+def test_without_a_compiler_compile_is_refused_in_one_line_and_nothing_is_made(
+    way: str, tmp_path
+) -> None:
     (tmp_path / "job.py").write_text(FILE)
     # Code that was made before would be found in PyTorch's cache.
-    without = {"PATH": "/nonexistent", "CXX": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    words = [sys.executable, "-m", "lockstep", "train", "job.py", "--strategy", way, "--devices", "2xcpu"]
+    without = {
+        "PATH": "/nonexistent",
+        "CXX": "",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    words = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "job.py",
+        "--strategy",
+        way,
+        "--devices",
+        "2xcpu",
+    ]
     done = subprocess.run(
-        words, cwd=tmp_path, env={**os.environ, **without}, capture_output=True, text=True, check=False
+        words,
+        cwd=tmp_path,
+        env={**os.environ, **without},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 2
     assert done.stderr.startswith("lockstep: compile: no C++ compiler works here: install g++")

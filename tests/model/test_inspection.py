@@ -59,7 +59,9 @@ class WarmingUncut(Warming):
 
 
 class WarmingBeside(Warming):
-    """Beside its outputs it gives as many numbers as it is first given samples, which parts can't be told of."""
+    """Beside its outputs it gives as many numbers as it is first given samples, which parts
+    can't be told of.
+    """
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.size = vars(self).get("size", len(x))
@@ -173,7 +175,9 @@ class Noisy(Layer):
 
 
 class Sampling(Layer):
-    """An encoder of a variational autoencoder: samples, and two terms of a loss over all of them."""
+    """An encoder of a variational autoencoder: samples, and two terms of a loss over all of
+    them.
+    """
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         mean = super().forward(x)
@@ -298,7 +302,9 @@ def test_what_a_model_does_in_forward_is_seen(model, seen: Seen, samples: int) -
     with torch.random.fork_rng():
         torch.manual_seed(0)
         built = model()
-    inputs = drawn(samples, 4, 6) if isinstance(built, nn.TransformerEncoderLayer) else drawn(samples, 6)
+    inputs = (
+        drawn(samples, 4, 6) if isinstance(built, nn.TransformerEncoderLayer) else drawn(samples, 6)
+    )
     assert look(built, inputs, samples) == seen
 
 
@@ -320,7 +326,9 @@ def test_a_model_that_mixes_samples_of_a_sequence_first_batch_is_not_blamed() ->
 
 
 class Rounding(nn.Linear):
-    """As a convolution in TF32, whose rounding depends on how it is computed, and so on how many samples there are."""
+    """As a convolution in TF32, whose rounding depends on how it is computed, and so on how many
+    samples there are.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rounds = torch.backends.cudnn.conv.fp32_precision == "tf32"
@@ -349,7 +357,9 @@ class Difference(nn.Linear):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rounding_errors_that_are_left_of_a_difference_are_no_dependence_on_other_samples(dtype: torch.dtype) -> None:
+def test_rounding_errors_that_are_left_of_a_difference_are_no_dependence_on_other_samples(
+    dtype: torch.dtype,
+) -> None:
     model, x = Difference(6, 3).to(dtype), drawn(24, 6).to(dtype)
     assert 0 < model(x).abs().max() < 1e-5
     assert look(model, x, 24) == Seen()
@@ -366,7 +376,11 @@ def test_outputs_as_long_as_the_longest_sample_are_compared_as_far_as_both_go() 
 def test_a_loss_that_counts_the_padding_of_such_outputs_is_seen() -> None:
     """Found by trial: weights 2 to 6 % off without a line."""
     found = look(
-        Trimmed(), of_lengths(2, 1, 5, 4), 4, targets=torch.zeros(4), judge=lambda out, y, n: (out.square().sum(), n)
+        Trimmed(),
+        of_lengths(2, 1, 5, 4),
+        4,
+        targets=torch.zeros(4),
+        judge=lambda out, y, n: (out.square().sum(), n),
     )
     assert found.mixes
 
@@ -383,7 +397,9 @@ WRITES: list[Callable[[torch.Tensor], Any]] = [
 
 
 @pytest.mark.parametrize("size", [(2, 2), (7, 3), (1009, 40), (64, 1024)])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.complex64], ids=str
+)
 def test_a_digest_tells_whatever_was_written(dtype: torch.dtype, size: tuple[int, int]) -> None:
     generator = torch.Generator().manual_seed(5)
     tensor = (100 * torch.randn(size, generator=generator)).to(dtype)
@@ -419,9 +435,14 @@ class WidthOfThree(Layer):
 
 
 def test_objects_of_classes_that_cant_be_imported_are_compared_too() -> None:
-    """Found by trial: on ranks those of the script itself weren't, so what changed on one rank only wasn't seen."""
+    """Found by trial: on ranks those of the script itself weren't, so what changed on one rank
+    only wasn't seen.
+    """
     script = types.ModuleType("a_script_that_is_not_imported")
-    exec("class Box:\n    value = 1\n\nbox = Box()\n\ndef uses():\n    return box.value", vars(script))
+    exec(
+        "class Box:\n    value = 1\n\nbox = Box()\n\ndef uses():\n    return box.value",
+        vars(script),
+    )
     layer = Layer()
     layer.box = script.box  # type: ignore[attr-defined]
     outside = OutsideVariables([script.uses])
@@ -458,14 +479,20 @@ def test_hooks_from_one_function_have_a_variable_each() -> None:
     before = outside.prints()
     with outside.kept():
         model(drawn(8, 6))
-        assert {"kept", "kept (2)"} <= {name for name, its in outside.prints().items() if before[name] != its}
+        assert {"kept", "kept (2)"} <= {
+            name for name, its in outside.prints().items() if before[name] != its
+        }
     assert outside.prints() == before
     assert set(look(model, drawn(8, 6), 8).changes) >= {"kept", "kept (2)"}
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_the_copy_that_is_inspected_is_freed_at_once(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stayed until garbage was collected, so that updates in which forward is inspected took more memory."""
+def test_the_copy_that_is_inspected_is_freed_at_once(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed until garbage was collected, so that updates in which forward is inspected took
+    more memory.
+    """
     copies: list[weakref.ref[Any]] = []
 
     class Copied(Layer):
@@ -477,7 +504,15 @@ def test_the_copy_that_is_inspected_is_freed_at_once(again: bool, monkeypatch: p
     gc.disable()
     try:
         targets = torch.zeros(8, dtype=torch.long)
-        look(Copied(), drawn(8, 6), 8, targets=targets, judge=lambda o, y, n: (o.sum(), n), of=16, again=again)
+        look(
+            Copied(),
+            drawn(8, 6),
+            8,
+            targets=targets,
+            judge=lambda o, y, n: (o.sum(), n),
+            of=16,
+            again=again,
+        )
         assert copies and not any(one() for one in copies)
     finally:
         gc.enable()
@@ -506,7 +541,9 @@ class Itself(Layer):
         return super().forward(x)
 
 
-def test_a_model_whose_copy_fails_is_said_to_be_unseen_once_it_has_run_itself(tmp_path: Path, capsys: Any) -> None:
+def test_a_model_whose_copy_fails_is_said_to_be_unseen_once_it_has_run_itself(
+    tmp_path: Path, capsys: Any
+) -> None:
     """(Where it fails too, its own error is enough.)"""
     job = Job(
         model=Itself,
@@ -518,8 +555,8 @@ def test_a_model_whose_copy_fails_is_said_to_be_unseen_once_it_has_run_itself(tm
     )
     train(job, devices=1, folder=tmp_path)
     assert (
-        "not inspected further, since it can't take a part of its inputs (RuntimeError: not the one that was built"
-        in (" ".join(capsys.readouterr().out.split()))
+        "not inspected further, since it can't take a part of its inputs (RuntimeError: not the "
+        "one that was built" in (" ".join(capsys.readouterr().out.split()))
     )
 
 
@@ -529,7 +566,10 @@ class Capacity(nn.Module):
     def __init__(self, *, noisy: bool = False) -> None:
         super().__init__()
         self.noisy = noisy
-        self.router, self.experts = nn.Linear(6, 2), nn.ModuleList(nn.Linear(6, 3) for _ in range(2))
+        self.router, self.experts = (
+            nn.Linear(6, 2),
+            nn.ModuleList(nn.Linear(6, 3) for _ in range(2)),
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         scores = self.router(inputs)
@@ -543,7 +583,9 @@ class Capacity(nn.Module):
 
 @pytest.mark.parametrize("noisy", [False, True])
 def test_samples_that_act_on_one_another_in_more_than_a_local_batch_are_seen(noisy: bool) -> None:
-    """Found by trial: experts with room for more than what came from a local batch, 13 % off without a line."""
+    """Found by trial: experts with room for more than what came from a local batch, 13 % off
+    without a line.
+    """
     model = Capacity(noisy=noisy)
     with torch.no_grad():
         model.router.weight.zero_()
@@ -575,14 +617,20 @@ def test_time_first_inputs_are_said_not_to_be_cut() -> None:
 
 
 def test_inputs_that_cannot_be_cut_are_said_not_to_be_looked_at() -> None:
-    """Found by trial: a norm over all nodes of a batch of graphs trained weights 3 % off without a line."""
+    """Found by trial: a norm over all nodes of a batch of graphs trained weights 3 % off without
+    a line.
+    """
     inputs = {"input": torch.randint(5, (7,)), "offsets": torch.tensor([0, 2, 3, 6])}
     seen = look(nn.EmbeddingBag(5, 3, mode="sum"), inputs, 4)
-    assert seen.ragged and "isn't seen" in next(c.text for c in seen.of_replicas(with_dropout=False))
+    assert seen.ragged and "isn't seen" in next(
+        c.text for c in seen.of_replicas(with_dropout=False)
+    )
 
 
 class Beside(nn.Module):
-    """Outputs as long as the longest sample, or gradients that follow their norm; beside them a mean nobody reads."""
+    """Outputs as long as the longest sample, or gradients that follow their norm; beside them a
+    mean nobody reads.
+    """
 
     def __init__(self, what: str) -> None:
         super().__init__()
@@ -600,10 +648,16 @@ class Beside(nn.Module):
 
 @pytest.mark.parametrize(("what", "found"), [("", ""), ("hook", "backward"), ("padded", "mixes")])
 def test_a_mean_beside_the_outputs_hides_nothing(what: str, found: str) -> None:
-    """Found by trial: where there was one, neither gradients nor losses of padded outputs were looked at."""
+    """Found by trial: where there was one, neither gradients nor losses of padded outputs were
+    looked at.
+    """
     x = drawn(8, 6).double() * (torch.arange(6) < 6 - torch.arange(8)[:, None] // 2)
     seen = look(
-        Beside(what).double(), x, 8, targets=torch.ones(8), judge=lambda o, y, n: (o["logits"].square().mean() * n, n)
+        Beside(what).double(),
+        x,
+        8,
+        targets=torch.ones(8),
+        judge=lambda o, y, n: (o["logits"].square().mean() * n, n),
     )
     assert seen.of_batch == {"activation": "mean"}
     assert (seen.backward is not None, seen.mixes) == (found == "backward", found == "mixes")

@@ -66,7 +66,9 @@ def labels(*shape: int) -> Tensor:
     return targets
 
 
-def case(loss: Callable[[], Any], outputs: Callable[[], Tensor], targets: Callable[[], Tensor]) -> Any:
+def case(
+    loss: Callable[[], Any], outputs: Callable[[], Tensor], targets: Callable[[], Tensor]
+) -> Any:
     return loss, outputs, targets
 
 
@@ -79,26 +81,40 @@ CASES = {
     "ce": case(ce(), lambda: logits(N, C), lambda: classes(N)),
     "ce ignoring": case(ce(), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
     "ce ignoring a class": case(ce(ignore_index=2), lambda: logits(N, C), lambda: classes(N)),
-    "ce ignoring beyond the classes": case(ce(ignore_index=255), lambda: logits(N, C), lambda: classes(N, ignored=255)),
+    "ce ignoring beyond the classes": case(
+        ce(ignore_index=255), lambda: logits(N, C), lambda: classes(N, ignored=255)
+    ),
     "ce weighted": case(ce(weight=weights), lambda: logits(N, C), lambda: classes(N)),
-    "ce weighted ignoring": case(ce(weight=weights), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "ce weighted ignoring": case(
+        ce(weight=weights), lambda: logits(N, C), lambda: classes(N, ignored=-100)
+    ),
     "ce weighted ignoring 255": case(
         ce(weight=weights, ignore_index=255), lambda: logits(N, C), lambda: classes(N, ignored=255)
     ),
-    "ce smoothed": case(ce(label_smoothing=0.2), lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "ce smoothed": case(
+        ce(label_smoothing=0.2), lambda: logits(N, C), lambda: classes(N, ignored=-100)
+    ),
     "ce smoothed weighted": case(
-        ce(label_smoothing=0.2, weight=weights), lambda: logits(N, C), lambda: classes(N, ignored=-100)
+        ce(label_smoothing=0.2, weight=weights),
+        lambda: logits(N, C),
+        lambda: classes(N, ignored=-100),
     ),
     "ce bytes": case(ce(), lambda: logits(N, C), lambda: classes(N).byte()),
     "ce spatial": case(ce(), lambda: logits(*SPATIAL), lambda: classes(N, 3, 2, ignored=-100)),
     "ce spatial weighted smoothed": case(
-        ce(label_smoothing=0.1, weight=weights), lambda: logits(*SPATIAL), lambda: classes(N, 3, 2, ignored=-100)
+        ce(label_smoothing=0.1, weight=weights),
+        lambda: logits(*SPATIAL),
+        lambda: classes(N, 3, 2, ignored=-100),
     ),
     "ce probabilities": case(ce(), lambda: logits(N, C), lambda: logits(N, C).softmax(1)),
     "ce probabilities weighted smoothed": case(
-        ce(label_smoothing=0.1, weight=weights), lambda: logits(*SPATIAL), lambda: logits(*SPATIAL).softmax(1)
+        ce(label_smoothing=0.1, weight=weights),
+        lambda: logits(*SPATIAL),
+        lambda: logits(*SPATIAL).softmax(1),
     ),
-    "F.cross_entropy": case(lambda: F.cross_entropy, lambda: logits(N, C), lambda: classes(N, ignored=-100)),
+    "F.cross_entropy": case(
+        lambda: F.cross_entropy, lambda: logits(N, C), lambda: classes(N, ignored=-100)
+    ),
     "partial cross_entropy": case(
         lambda: functools.partial(F.cross_entropy, weight=weights(), ignore_index=1),
         lambda: logits(N, C),
@@ -106,18 +122,28 @@ CASES = {
     ),
     "nll": case(nn.NLLLoss, lambda: log_probs(N, C), lambda: classes(N, ignored=-100)),
     "nll weighted": case(
-        lambda: nn.NLLLoss(weight=weights(), ignore_index=3), lambda: log_probs(*SPATIAL), lambda: classes(N, 3, 2)
+        lambda: nn.NLLLoss(weight=weights(), ignore_index=3),
+        lambda: log_probs(*SPATIAL),
+        lambda: classes(N, 3, 2),
     ),
-    "F.nll_loss": case(lambda: F.nll_loss, lambda: log_probs(N, C), lambda: classes(N, ignored=-100)),
+    "F.nll_loss": case(
+        lambda: F.nll_loss, lambda: log_probs(N, C), lambda: classes(N, ignored=-100)
+    ),
     "mse": case(nn.MSELoss, lambda: logits(N, C), lambda: logits(N, C)),
     "mse flat": case(nn.MSELoss, lambda: logits(N), lambda: logits(N)),
     "F.mse_loss": case(lambda: F.mse_loss, lambda: logits(N, C), lambda: logits(N, C)),
     "l1": case(nn.L1Loss, lambda: logits(N, C), lambda: logits(N, C)),
-    "smooth l1": case(lambda: nn.SmoothL1Loss(beta=0.3), lambda: logits(N, C), lambda: logits(N, C)),
-    "smooth l1 sharp": case(lambda: nn.SmoothL1Loss(beta=0.0), lambda: logits(N, C), lambda: logits(N, C)),
+    "smooth l1": case(
+        lambda: nn.SmoothL1Loss(beta=0.3), lambda: logits(N, C), lambda: logits(N, C)
+    ),
+    "smooth l1 sharp": case(
+        lambda: nn.SmoothL1Loss(beta=0.0), lambda: logits(N, C), lambda: logits(N, C)
+    ),
     "huber": case(lambda: nn.HuberLoss(delta=0.4), lambda: logits(N, C), lambda: logits(N, C)),
     "bce": case(nn.BCELoss, lambda: torch.rand(N, C), lambda: torch.rand(N, C)),
-    "bce weighted": case(lambda: nn.BCELoss(weight=weights()), lambda: torch.rand(N, C), lambda: torch.rand(N, C)),
+    "bce weighted": case(
+        lambda: nn.BCELoss(weight=weights()), lambda: torch.rand(N, C), lambda: torch.rand(N, C)
+    ),
     "bce logits": case(nn.BCEWithLogitsLoss, lambda: logits(N), lambda: torch.rand(N)),
     "bce logits weighted": case(
         lambda: nn.BCEWithLogitsLoss(weight=weights(), pos_weight=weights().flip(0)),
@@ -126,10 +152,14 @@ CASES = {
     ),
     "kl": case(nn.KLDivLoss, lambda: log_probs(N, C), lambda: logits(N, C).softmax(1)),
     "kl batchmean": case(
-        lambda: nn.KLDivLoss(reduction="batchmean"), lambda: log_probs(*SPATIAL), lambda: logits(*SPATIAL).softmax(1)
+        lambda: nn.KLDivLoss(reduction="batchmean"),
+        lambda: log_probs(*SPATIAL),
+        lambda: logits(*SPATIAL).softmax(1),
     ),
     "kl log": case(
-        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True), lambda: log_probs(N, C), lambda: log_probs(N, C)
+        lambda: nn.KLDivLoss(reduction="batchmean", log_target=True),
+        lambda: log_probs(N, C),
+        lambda: log_probs(N, C),
     ),
     "poisson": case(nn.PoissonNLLLoss, lambda: logits(N, C), lambda: torch.rand(N, C) * 4),
     "poisson full": case(
@@ -140,11 +170,15 @@ CASES = {
     "soft margin": case(nn.SoftMarginLoss, lambda: logits(N, C), lambda: signs(N, C)),
     "hinge": case(lambda: nn.HingeEmbeddingLoss(margin=0.7), lambda: logits(N), lambda: signs(N)),
     "multi margin": case(
-        lambda: nn.MultiMarginLoss(p=2, margin=0.8, weight=weights()), lambda: logits(N, C), lambda: classes(N)
+        lambda: nn.MultiMarginLoss(p=2, margin=0.8, weight=weights()),
+        lambda: logits(N, C),
+        lambda: classes(N),
     ),
     "multi label margin": case(nn.MultiLabelMarginLoss, lambda: logits(N, C), lambda: labels(N, C)),
     "multi label soft margin": case(
-        lambda: nn.MultiLabelSoftMarginLoss(weight=weights()), lambda: logits(N, C), lambda: signs(N, C).clamp(min=0)
+        lambda: nn.MultiLabelSoftMarginLoss(weight=weights()),
+        lambda: logits(N, C),
+        lambda: signs(N, C).clamp(min=0),
     ),
     "multi label soft margin spatial": case(
         nn.MultiLabelSoftMarginLoss, lambda: logits(N, 3, C), lambda: signs(N, 3, C).clamp(min=0)
@@ -182,7 +216,9 @@ def test_what_is_known_to_be_additive_is_accepted_as_a_function_too(name: str) -
     check(lambda o, t: summed(o, t, len(o)), outputs, targets, N)
 
 
-@pytest.mark.parametrize("name", ["mse", "ce probabilities", "kl batchmean", "multi margin", "ce bytes", "bce logits"])
+@pytest.mark.parametrize(
+    "name", ["mse", "ce probabilities", "kl batchmean", "multi margin", "ce bytes", "bce logits"]
+)
 def test_the_count_is_a_python_number_where_no_data_need_be_read(name: str) -> None:
     make, make_outputs, make_targets = CASES[name]
     _, count = Totalled(make())(make_outputs(), make_targets(), N)
@@ -192,7 +228,12 @@ def test_the_count_is_a_python_number_where_no_data_need_be_read(name: str) -> N
 def test_a_count_of_targets_is_exact_and_a_scalar_tensor() -> None:
     targets = torch.tensor([1, -100, 2, -100, 0])
     total, count = Totalled(nn.CrossEntropyLoss())(logits(5, C), targets, 5)
-    assert isinstance(count, Tensor) and count.shape == () and not count.is_floating_point() and int(count) == 3
+    assert (
+        isinstance(count, Tensor)
+        and count.shape == ()
+        and not count.is_floating_point()
+        and int(count) == 3
+    )
     assert total.shape == ()
 
 
@@ -202,7 +243,10 @@ def test_all_targets_ignored_is_zero_over_zero() -> None:
 
 
 def test_a_sum_in_half_precision_neither_overflows_nor_loses_digits() -> None:
-    outputs, targets = torch.full((1000, 100), 20.0, dtype=torch.float16), torch.zeros(1000, 100, dtype=torch.float16)
+    outputs, targets = (
+        torch.full((1000, 100), 20.0, dtype=torch.float16),
+        torch.zeros(1000, 100, dtype=torch.float16),
+    )
     total, count = Totalled(nn.MSELoss())(outputs, targets, 1000)
     assert float(total) / float(count) == 400.0
     weighted = nn.CrossEntropyLoss(weight=weights().bfloat16())
@@ -230,13 +274,30 @@ def test_broadcast_along_a_row_is_counted_as_pytorch_does() -> None:
 @pytest.mark.parametrize(
     ("loss", "outputs", "targets", "shapes"),
     [
-        (nn.MSELoss(), (8, 1), (8,), r"outputs \(8, 1\) and targets \(8,\): .*every sample against others"),
-        (nn.BCELoss(weight=torch.rand(8)), (8,), (8,), r"weight \(8,\) has a number for each place in the batch"),
+        (
+            nn.MSELoss(),
+            (8, 1),
+            (8,),
+            r"outputs \(8, 1\) and targets \(8,\): .*every sample against others",
+        ),
+        (
+            nn.BCELoss(weight=torch.rand(8)),
+            (8,),
+            (8,),
+            r"weight \(8,\) has a number for each place in the batch",
+        ),
         (nn.CrossEntropyLoss(), (8,), (8,), r"outputs \(batch, classes, \.\.\.\) are expected"),
-        (nn.MultiLabelSoftMarginLoss(), (8,), (8,), r"outputs \(batch, classes, \.\.\.\) are expected"),
+        (
+            nn.MultiLabelSoftMarginLoss(),
+            (8,),
+            (8,),
+            r"outputs \(batch, classes, \.\.\.\) are expected",
+        ),
     ],
 )
-def test_shapes_that_mix_samples_are_refused(loss: nn.Module, outputs: Any, targets: Any, shapes: str) -> None:
+def test_shapes_that_mix_samples_are_refused(
+    loss: nn.Module, outputs: Any, targets: Any, shapes: str
+) -> None:
     with pytest.raises(LossError, match=shapes):
         Totalled(loss.double())(torch.rand(outputs), torch.rand(targets), 8)
 
@@ -254,15 +315,22 @@ def test_shapes_that_the_loss_cant_take_are_both_said_on_the_first_call_only() -
 
 
 def test_nested_outputs_are_told_by_their_shapes() -> None:
-    with pytest.raises(LossError, match=r"outputs dict\[a: \(2, 3\), b: tuple\[\(4,\), None\]\] and targets \(2,\)"):
+    with pytest.raises(
+        LossError, match=r"outputs dict\[a: \(2, 3\), b: tuple\[\(4,\), None\]\] and targets \(2,\)"
+    ):
         Totalled(nn.MSELoss())({"a": logits(2, 3), "b": (logits(4), None)}, classes(2), 2)
 
 
-# ---- a person's own losses ------------------------------------------------------------------------------------------
+# ---- a person's own losses -----------------------------------------------------------------------
 
 
 def check(
-    loss: Any, outputs: Any, targets: Any, samples: int, checks: LossCheck | None = None, **options: Any
+    loss: Any,
+    outputs: Any,
+    targets: Any,
+    samples: int,
+    checks: LossCheck | None = None,
+    **options: Any,
 ) -> LossCheck:
     """As a step does in an update."""
     checks = checks or LossCheck(Totalled(loss), cuts=True)
@@ -298,12 +366,15 @@ def contrastive(outputs: Tensor, targets: Tensor) -> Tensor:
 )
 def test_what_is_no_mean_over_samples_is_refused_with_both_numbers(loss: Any) -> None:
     with pytest.raises(
-        LossError, match=r"not a mean over samples \(whole [\d.e-]+, from two parts .*return \(total, count"
+        LossError,
+        match=r"not a mean over samples \(whole [\d.e-]+, from two parts .*return \(total, count",
     ):
         check(loss, logits(N, C), torch.rand(N, C).softmax(1), N)
 
 
-@pytest.mark.parametrize("loss", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")])
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(reduction="sum"), functools.partial(F.mse_loss, reduction="sum")]
+)
 def test_a_sum_is_refused_with_a_clear_word(loss: Any) -> None:
     with pytest.raises(LossError, match="a sum, its value depends on the batch size"):
         check(loss, logits(N, C), logits(N, C), N)
@@ -324,7 +395,9 @@ def test_of_a_single_sample_two_are_made() -> None:
     check(squared, logits(1, C), logits(1, C), 1)
 
 
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float32, True), (torch.bfloat16, True), (torch.float64, False)]
+)
 def test_the_tolerance_is_that_of_the_number_format(dtype: torch.dtype, close: bool) -> None:
     def almost(outputs: Tensor, targets: Tensor) -> Tensor:
         return squared(outputs, targets) * (1 + 1e-6 / len(outputs))
@@ -349,7 +422,11 @@ Pair = collections.namedtuple("Pair", "mean scale")
 def test_any_nesting_of_outputs_and_targets_is_cut() -> None:
     def loss(outputs: Outputs, targets: Any) -> Tensor:
         pair = outputs.rest["pair"]
-        return squared(outputs.first, targets["y"][0]) + squared(pair.mean, pair.scale) + (targets["k"] == "a")
+        return (
+            squared(outputs.first, targets["y"][0])
+            + squared(pair.mean, pair.scale)
+            + (targets["k"] == "a")
+        )
 
     outputs = Outputs(logits(N, C), {"pair": Pair(logits(N, 2), logits(N, 2)), "note": None})
     check(loss, outputs, {"y": [logits(N, C)], "k": "a"}, N)
@@ -360,7 +437,8 @@ def test_an_output_without_rows_for_samples_that_the_loss_reads_cant_be_checked(
         return squared(outputs[0], targets) + outputs[1]  # a balance over the whole batch, say
 
     with pytest.raises(
-        LossError, match=r'can\'t be checked: it reads outputs "1" \(\), without one row for each of the 13'
+        LossError,
+        match=r'can\'t be checked: it reads outputs "1" \(\), without one row for each of the 13',
     ):
         check(loss, (logits(N, C), torch.tensor(0.3)), logits(N, C), N)
 
@@ -387,7 +465,9 @@ def test_the_probe_leaves_gradients_random_numbers_and_state_alone() -> None:
     loss = Counting()
     outputs = logits(N, C).requires_grad_()
     state = torch.get_rng_state()
-    LossCheck(Totalled(loss), cuts=True)(outputs, torch.ones(N, C), Piece(squared(outputs, 1.0) * N, N, N))
+    LossCheck(Totalled(loss), cuts=True)(
+        outputs, torch.ones(N, C), Piece(squared(outputs, 1.0) * N, N, N)
+    )
     assert torch.equal(state, torch.get_rng_state())
     assert float(loss.calls) == 0 and outputs.grad is None
 
@@ -409,7 +489,10 @@ def test_total_and_count_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (torch.ones(4), r"shape \(4,\), not a scalar: reduction='none'\? return the sum and the count"),
+        (
+            torch.ones(4),
+            r"shape \(4,\), not a scalar: reduction='none'\? return the sum and the count",
+        ),
         (torch.ones(1), r"shape \(1,\), not a scalar"),
         (1.5, "returned a float, a scalar tensor or"),
         (None, "returned None, a scalar tensor or"),
@@ -438,7 +521,9 @@ def test_a_loss_that_learns_belongs_in_the_model() -> None:
         Totalled(Learned())
 
 
-@pytest.mark.parametrize(("loss", "said"), [(nn.MSELoss, r"write MSELoss\(\)"), ("mse", "loss is a str")])
+@pytest.mark.parametrize(
+    ("loss", "said"), [(nn.MSELoss, r"write MSELoss\(\)"), ("mse", "loss is a str")]
+)
 def test_what_is_no_loss_is_refused(loss: Any, said: str) -> None:
     with pytest.raises(LossError, match=said):
         Totalled(loss)
@@ -504,14 +589,18 @@ def test_a_count_that_depends_on_parameters_is_refused() -> None:
 
     loss = Totalled(overlap)
     outputs = logits(4, 2)
-    with pytest.raises(LossError, match=r"overlap: the count depends on parameters.*count\.detach\(\)"):
+    with pytest.raises(
+        LossError, match=r"overlap: the count depends on parameters.*count\.detach\(\)"
+    ):
         loss(outputs.requires_grad_(), torch.ones(4, 2), 4)
     with torch.no_grad():
         loss(outputs, torch.ones(4, 2), 4)
 
 
 def test_what_a_loss_holds_is_compared_by_value() -> None:
-    """Found by trial: equal class weights that a callback had set on two ranks were said to be other ones."""
+    """Found by trial: equal class weights that a callback had set on two ranks were said to be
+    other ones.
+    """
     loss = nn.CrossEntropyLoss(weight=torch.ones(3))
     before = Totalled(loss).state()
     loss.weight = torch.ones(3)
@@ -527,7 +616,9 @@ class Classified:
 
 
 def test_a_models_own_loss_is_held_against_its_logits_where_a_label_is_new() -> None:
-    """Found by trial: a model that leaves padding out by another label than -100, in the third batch first."""
+    """Found by trial: a model that leaves padding out by another label than -100, in the third
+    batch first.
+    """
 
     def outputs_of(targets: Tensor) -> Classified:
         its = logits(4, C)
@@ -538,5 +629,7 @@ def test_a_models_own_loss_is_held_against_its_logits_where_a_label_is_new() -> 
         targets = torch.tensor([1, 2, 3, 4])
         loss(outputs_of(targets), targets, 4)
     targets = torch.tensor([1, 2, 0, 4])
-    with pytest.raises(LossError, match=r"model_loss: the model's loss is .* over the 4 labels that count"):
+    with pytest.raises(
+        LossError, match=r"model_loss: the model's loss is .* over the 4 labels that count"
+    ):
         loss(outputs_of(targets), targets, 4)

@@ -20,7 +20,12 @@ from lockstep.strategies.ddp import DDP
 from lockstep.verify import differences, parity
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, sgd, state_of
 
-WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"), "2xcpu"), ("dp", "3xcpu")]
+WAYS = [
+    ("dp", "2xcpu"),
+    (DDP(reduce="flat"), "2xcpu"),
+    (DDP(reduce="overlapped"), "2xcpu"),
+    ("dp", "3xcpu"),
+]
 
 
 @pytest.mark.sweep
@@ -28,18 +33,40 @@ WAYS = [("dp", "2xcpu"), (DDP(reduce="flat"), "2xcpu"), (DDP(reduce="overlapped"
     ("kind", "precision"),
     [
         pytest.param(kind, precision, marks=() if (i + j) % 2 == 0 else pytest.mark.slow)
-        for i, kind in enumerate(["momentum", "ignored tokens and tied weights", "accumulation", "clipping"])
+        for i, kind in enumerate(
+            ["momentum", "ignored tokens and tied weights", "accumulation", "clipping"]
+        )
         for j, precision in enumerate(["bf16", "fp16"])
     ],
 )
-def test_half_precision_is_as_near_to_one_device_as_the_format_allows(precision, kind, tmp_path) -> None:
+def test_half_precision_is_as_near_to_one_device_as_the_format_allows(
+    precision, kind, tmp_path
+) -> None:
     job = ZOO[kind]
-    exact = train(job.replace(precision="fp32"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    single = train(job.replace(precision=precision), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    exact = train(
+        job.replace(precision="fp32"),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
+    single = train(
+        job.replace(precision=precision),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     floor = differences(job, single, exact).worst
     assert 1e-6 < floor < 0.2, "the format rounds, and the training is one"
     for way, devices in WAYS:
-        several = train(job.replace(precision=precision), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        several = train(
+            job.replace(precision=precision),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+        )
         # Both lie within about the floor of the exact one, to either side.
         assert differences(job, several, single).worst < 2 * floor
 
@@ -55,7 +82,9 @@ def test_fp32_is_as_near_to_one_device_as_rounding_allows(way, devices) -> None:
 def test_weights_of_classes_are_in_the_format_of_the_job(way: str) -> None:
     loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
     assert parity(ZOO["momentum"].replace(loss=loss), way, "2xcpu", precision="fp64").worst < 1e-10
-    assert loss.weight is not None and loss.weight.dtype is torch.float32, "the person's own is left alone"
+    assert loss.weight is not None and loss.weight.dtype is torch.float32, (
+        "the person's own is left alone"
+    )
 
 
 class Weighted(nn.Module):
@@ -67,10 +96,14 @@ class Weighted(nn.Module):
         self.register_buffer("calls", torch.zeros(()))
         self.temperature = 1.0
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
             self.calls += self.training
-        each = nn.functional.cross_entropy(outputs / self.temperature, targets, self.weight, reduction="none")
+        each = nn.functional.cross_entropy(
+            outputs / self.temperature, targets, self.weight, reduction="none"
+        )
         return each.sum() * (1 + 0.1 * self.calls), self.weight[targets].sum()
 
 
@@ -87,9 +120,13 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("make", [Weighted, lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))])
+@pytest.mark.parametrize(
+    "make", [Weighted, lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))]
+)
 def test_what_is_changed_in_a_loss_later_acts_in_the_format_of_the_job(make, change) -> None:
-    """Found by trial: the format's copy of the loss was made once, so that later weights of classes did nothing."""
+    """Found by trial: the format's copy of the loss was made once, so that later weights of
+    classes did nothing.
+    """
     found = []
     for its in (None, "fp64"):
         torch.manual_seed(0)
@@ -124,8 +161,12 @@ def steep(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, i
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS])
-def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, devices, tmp_path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=Overflowing, loss=steep, optimizer=tiny, precision="fp16")
+def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(
+    way, devices, tmp_path
+) -> None:
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Overflowing, loss=steep, optimizer=tiny, precision="fp16"
+    )
     run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     state = state_of(run.folder)
     assert state["scaler"]["scale"] < 65536
@@ -135,7 +176,9 @@ def test_a_step_that_overflows_is_left_out_by_all_and_the_scale_is_halved(way, d
 @pytest.mark.sweep
 @pytest.mark.parametrize(("way", "devices"), WAYS)
 def test_what_overflows_on_one_device_is_what_overflows_on_several(way, devices, tmp_path) -> None:
-    """PyTorch's DistributedDataParallel takes a mean; gradients multiplied for that beforehand overflowed earlier."""
+    """PyTorch's DistributedDataParallel takes a mean; gradients multiplied for that beforehand
+    overflowed earlier.
+    """
     job = ZOO["a layer unused in some steps, the last one too"].replace(precision="fp16")
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     several = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
@@ -149,15 +192,25 @@ def tiny(params: object) -> torch.optim.Optimizer:
 
 
 def test_the_scale_of_fp16_is_taken_up_by_a_resume(tmp_path) -> None:
-    job = dataclasses.replace(ZOO["momentum"], loss=nn.CrossEntropyLoss(), optimizer=sgd, precision="fp16")
+    job = dataclasses.replace(
+        ZOO["momentum"], loss=nn.CrossEntropyLoss(), optimizer=sgd, precision="fp16"
+    )
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=3)
     part = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=1)
-    resumed = train(job, strategy="single", devices="1xcpu", resume=part.folder, quiet=True, epochs=3)
+    resumed = train(
+        job, strategy="single", devices="1xcpu", resume=part.folder, quiet=True, epochs=3
+    )
     assert differences(job, resumed, whole).worst == 0.0
 
 
 def test_weights_and_outputs_keep_their_names_and_formats(tmp_path) -> None:
-    run = train(ZOO["mlp"].replace(precision="bf16"), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        ZOO["mlp"].replace(precision="bf16"),
+        strategy="dp",
+        devices="2xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     assert {p.dtype for p in run.model().parameters()} == {torch.float32}
 
 
@@ -172,7 +225,9 @@ class Turned(nn.Module):
 
 def test_fp64_computes_complex_numbers_in_double_precision_too(tmp_path) -> None:
     data = TensorDataset(torch.view_as_complex(drawn(16, 6, 2)), labels(16, 3))
-    job = Job(model=Turned, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=8)
+    job = Job(
+        model=Turned, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=8
+    )
     run = train(job, precision="fp64", devices="1xcpu", folder=tmp_path, quiet=True)
     assert run.model().turn.dtype == torch.complex128
 
@@ -180,7 +235,13 @@ def test_fp64_computes_complex_numbers_in_double_precision_too(tmp_path) -> None
 def test_complex_parameters_are_refused_under_fp16(tmp_path) -> None:
     job = ZOO["complex parameters"]
     with pytest.raises(JobError, match=r"is complex.*take bf16"):
-        train(job.replace(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        train(
+            job.replace(precision="fp16"),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
     assert not list(tmp_path.iterdir())
 
 
@@ -195,11 +256,17 @@ def test_a_format_that_a_device_does_not_have_is_one_line(way, tmp_path, monkeyp
 
     monkeypatch.setattr(torch, "autocast", lacking)
     with pytest.raises(JobError, match=r"precision: fp16 doesn't work on cpu here[:,] [^\n]+$"):
-        train(ZOO["mlp"].replace(precision="fp16"), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        train(
+            ZOO["mlp"].replace(precision="fp16"),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
     assert not list(tmp_path.iterdir())
 
 
-# ---- TensorFloat-32 -------------------------------------------------------------------------------------------------
+# ---- TensorFloat-32 ------------------------------------------------------------------------------
 
 
 def rounds() -> bool:
@@ -211,7 +278,9 @@ def rounds() -> bool:
 
 
 class Watched(nn.Module):
-    """Notes in a buffer whether products were rounded while it computed; for it, CPUs round as CUDA devices do."""
+    """Notes in a buffer whether products were rounded while it computed; for it, CPUs round as
+    CUDA devices do.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,7 +314,13 @@ def on_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tf32_is_on_for_as_long_as_the_run_lasts_on_each_rank(way, devices, tmp_path) -> None:
     before = call.flags()
     for name in ("tf32", "fp32"):
-        run = train(WATCHED.replace(precision=name), strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        run = train(
+            WATCHED.replace(precision=name),
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+        )
         held = run.model().state_dict()
         found = {held["forward_rounded"].item(), held["backward_rounded"].item()}
         assert found == {float(name == "tf32")}
@@ -275,7 +350,9 @@ def test_tf32_is_off_again_after_a_run_that_fails_and_beside_flags_of_ones_own(t
 def test_on_cpu_devices_tf32_is_fp32_and_a_line_says_so(tmp_path, capfd) -> None:
     before = call.flags()
     runs = [
-        train(ZOO["mlp"].replace(precision=name), strategy="single", devices="1xcpu", folder=tmp_path)
+        train(
+            ZOO["mlp"].replace(precision=name), strategy="single", devices="1xcpu", folder=tmp_path
+        )
         for name in ("tf32", "fp32")
     ]
     assert differences(ZOO["mlp"], *runs).worst == 0.0
@@ -289,8 +366,12 @@ def test_parameters_of_16_bits_are_trained_on_cpu_devices(dtype: torch.dtype) ->
     """Found by trial: fused SGD left whole vectors of them as they were, without a word."""
     model = mlp().to(dtype)
     before = [p.detach().clone() for p in model.parameters()]
-    step = parallelize(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.5), devices="1xcpu")
+    step = parallelize(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.5), devices="1xcpu"
+    )
     step(drawn(8, 6).to(dtype), labels(8, 3))
     assert not any(map(torch.equal, before, model.parameters()))
-    with pytest.raises(JobError, match="fused: there is no fused SGD for this model's parameters here"):
+    with pytest.raises(
+        JobError, match="fused: there is no fused SGD for this model's parameters here"
+    ):
         build_optimizer(ZOO["mlp"].replace(fused=True), model)

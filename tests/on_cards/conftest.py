@@ -1,6 +1,8 @@
-"""Tests on simulated cards: in a process of their own, since the cards are all of a process's accelerators.
+"""Tests on simulated cards: in a process of their own, since the cards are all of a process's
+accelerators.
 
-``tests/test_on_cards.py`` runs them. By hand: ``SIMULATED_CARDS=8 python -m pytest tests/on_cards``.
+``tests/test_on_cards.py`` runs them. By hand: ``SIMULATED_CARDS=8 python -m pytest
+tests/on_cards``.
 """
 
 from __future__ import annotations

@@ -37,12 +37,23 @@ def test_the_largest_batch_is_what_a_card_says_it_has_memory_for() -> None:
 
 def test_the_largest_batch_within_a_budget_of_a_card() -> None:
     net = nn.Linear(256, 256, bias=False).to("card:0")
-    assert 100 <= largest_batch(lambda batch: net(torch.ones(batch, 256, device="card:0")), "card:0", 100 * 2048) <= 101
+    assert (
+        100
+        <= largest_batch(
+            lambda batch: net(torch.ones(batch, 256, device="card:0")), "card:0", 100 * 2048
+        )
+        <= 101
+    )
 
 
 def test_a_checkpoint_is_copied_from_a_card_without_the_host_waiting(tmp_path) -> None:
     writer = Writer(tmp_path, World(), 2)
-    state = {"model": {"weight": torch.arange(4.0, device="card:1"), "bias": torch.ones(2, device="card:0")}}
+    state = {
+        "model": {
+            "weight": torch.arange(4.0, device="card:1"),
+            "bias": torch.ones(2, device="card:0"),
+        }
+    }
     before = counts("blocking_copies")
     writer.save(1, state, {})
     assert counts("blocking_copies") == before
@@ -73,5 +84,8 @@ def test_parameters_in_common_memory_are_moved_together_or_not_at_all() -> None:
             moved[0].weight.fill_(3.0)
         assert moved[1].weight.device == card
         assert moved[1].weight.cpu().eq(3.0).all()
-    with pytest.raises(StrategyError, match=r"weight\" have memory in common .* can't be moved or converted together"):
+    with pytest.raises(
+        StrategyError,
+        match=r"weight\" have memory in common .* can't be moved or converted together",
+    ):
         place_tensors(tied(), {"1.weight": torch.device("card:2")}, card)

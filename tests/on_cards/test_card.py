@@ -104,7 +104,9 @@ def test_two_cards_work_at_the_same_time_and_a_copy_between_them_holds_both() ->
 
 def test_gradients_are_those_of_the_cpu() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3))
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(100, 3)
+    )
     x, y = torch.randn(6, 2, 5, 5), torch.randint(3, (6,))
     nn.functional.cross_entropy(model(x), y).backward()
     expected = [p.grad for p in model.parameters()]

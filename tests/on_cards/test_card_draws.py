@@ -1,4 +1,6 @@
-"""Random numbers of micro-batches that overlap on two cards: those that they draw one after the other."""
+"""Random numbers of micro-batches that overlap on two cards: those that they draw one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def gradients(step: Step, updates: int) -> list[dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("since", [0, 2])
 @pytest.mark.parametrize("how", ["on a card", "in a checkpoint", "on the CPU", "from Python"])
-def test_micro_batches_that_overlap_draw_what_one_card_draws(how: str, since: int, monkeypatch) -> None:
+def test_micro_batches_that_overlap_draw_what_one_card_draws(
+    how: str, since: int, monkeypatch
+) -> None:
     overlapped: list[bool] = []
     run = Runner.run
 

@@ -1,6 +1,8 @@
-"""What a micro-batch computes out of its turns waits for its copies, and its copies for it; seen by the cards' clocks.
+"""What a micro-batch computes out of its turns waits for its copies, and its copies for it; seen by
+the cards' clocks.
 
-(Simulated cards compute at once what is given to their computing streams, so a wait too few changes no number there.)
+(Simulated cards compute at once what is given to their computing streams, so a wait too few changes
+no number there.)
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def clocks() -> list[float]:
     return [card.clock_of(0), card.clock_of(1)]
 
 
-def test_a_copy_begins_where_the_stage_was_left_and_holds_only_its_own_micro_batch(queues: CardQueues) -> None:
+def test_a_copy_begins_where_the_stage_was_left_and_holds_only_its_own_micro_batch(
+    queues: CardQueues,
+) -> None:
     x = torch.ones(3, device=ONE)
     for _ in range(8):
         x * 2  # another micro-batch, which has its turn there now

@@ -16,7 +16,8 @@ def test_each_measurement_for_a_gpu_runs_on_cards(tmp_path) -> None:
     assert [row["failed"] for row in rows if "failed" in row] == []
     assert all(ratio["median"] > 0 for row in rows for ratio in row["ratios"])
     names = (
-        "resnet50 small experiment ddp stages look two-cards images replicas-resnet50 replicas-small loss loss-memory"
+        "resnet50 small experiment ddp stages look two-cards images replicas-resnet50 "
+        "replicas-small loss loss-memory"
     )
     assert [row["benchmark"] for row in rows] == names.split()
     kept = json.loads((tmp_path / "gpu.json").read_text())

@@ -1,4 +1,6 @@
-"""What the host does in an update on accelerators: it waits for nothing, and gives them little beyond the bare step."""
+"""What the host does in an update on accelerators: it waits for nothing, and gives them little
+beyond the bare step.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ IN_RANKS = {"ddp flat", "ddp overlapped", "fsdp"}
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)
+    )
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -61,7 +65,9 @@ def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 def with_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
     total, count = masked_pair(outputs, targets)
     size = outputs.square().sum()
-    return Loss(total + 0.01 * size, count, parts={"masked": (total, count), "size": (size, len(targets))})
+    return Loss(
+        total + 0.01 * size, count, parts={"masked": (total, count), "size": (size, len(targets))}
+    )
 
 
 def data(samples: int) -> TensorDataset:
@@ -82,7 +88,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped and accumulated": {"clip_norm": 0.5, "accumulate": 2},
     "bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16", "optimizer": functools.partial(torch.optim.SGD, lr=0.1, fused=True)},
+    "fp16": {
+        "precision": "fp16",
+        "optimizer": functools.partial(torch.optim.SGD, lr=0.1, fused=True),
+    },
     "adamw": {"optimizer": functools.partial(torch.optim.AdamW, lr=0.01)},
 }
 CASES = [("cross-entropy", "plain"), *((name, "bf16") for name in LOSSES)]
@@ -98,8 +107,8 @@ def waited(world: World, way: str, loss: str, settings: str, source: str) -> dic
         way: a name of ``WAYS``.
         loss: a name of ``LOSSES``.
         settings: a name of ``SETTINGS``.
-        source: of the batches: ``"loader"``, ``"loop"`` for tensors on the CPU in a loop of one's own, or ``"card"``
-            for a dataset that is on the card.
+        source: of the batches: ``"loader"``, ``"loop"`` for tensors on the CPU in a loop of one's
+            own, or ``"card"`` for a dataset that is on the card.
     """
     strategy, _ = WAYS[way]
     dataset = data(400)
@@ -143,13 +152,17 @@ def test_an_update_waits_for_no_card(way: str, loss: str, settings: str) -> None
 @pytest.mark.parametrize("source", ["loop", "card"])
 @pytest.mark.parametrize("way", ["single", "dp", "pp"])
 def test_nor_does_one_on_data_of_a_loop_or_of_a_card(way: str, source: str) -> None:
-    found = waited(World(devices=devices.parse(WAYS[way][1])), way, "a pair with a mask", "plain", source)
+    found = waited(
+        World(devices=devices.parse(WAYS[way][1])), way, "a pair with a mask", "plain", source
+    )
     assert found == dict.fromkeys(WAITING, 0)
 
 
 @pytest.mark.parametrize("loss", ["cross-entropy", "a pair with a mask"])
 @pytest.mark.parametrize("way", ["single", "dp", "mp", "pp"])
-def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(way: str, loss: str) -> None:
+def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(
+    way: str, loss: str
+) -> None:
     def waited_for(batches: int) -> int:
         strategy, place = WAYS[way]
         dataset = data(16 * batches)
@@ -168,17 +181,19 @@ def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(way: str
 BEYOND = {"single": 4, "mp": 4, "dp": 14, "pp": 12, "ddp flat": 12, "ddp overlapped": 16}
 """Operators beyond those of a step by hand.
 
-Where nothing is cut: two for the count, and two for 1 / count. Else the counts of all parts, the sums of totals and
-counts, and the weighting of the gradients; under ``dp`` what puts tensors together for a copy; under ``ddp`` what
-PyTorch's reducer does, or the flat gradient.
+Where nothing is cut: two for the count, and two for 1 / count. Else the counts of all parts, the
+sums of totals and counts, and the weighting of the gradients; under ``dp`` what puts tensors
+together for a copy; under ``ddp`` what PyTorch's reducer does, or the flat gradient.
 """
 
 
-# ---- operators ------------------------------------------------------------------------------------------------------
+# ---- operators -----------------------------------------------------------------------------------
 
 
 def given(world: World, way: str, loss: str) -> float:
-    """Operators that the cards of this process are given in an update, the mean over updates 17 to 23."""
+    """Operators that the cards of this process are given in an update, the mean over updates 17
+    to 23.
+    """
     strategy, _ = WAYS[way]
     dataset = data(400)
     job = Job(model=net, loss=LOSSES[loss], optimizer=sgd, train_data=dataset, batch_size=16)
@@ -195,7 +210,9 @@ def given(world: World, way: str, loss: str) -> float:
 
 
 def bare(way: str, loss: str) -> int:
-    """Those of forwards, backwards, sums of the gradients of replicas, and the optimizer, as written by hand."""
+    """Those of forwards, backwards, sums of the gradients of replicas, and the optimizer, as
+    written by hand.
+    """
     first, last = net().to("card:0"), net()
     last.to("card:1")
     if way in ("mp", "pp"):
@@ -238,9 +255,17 @@ def test_copies_between_cards_dont_grow_with_the_number_of_parameters(way: str) 
 
     def crossings(layers: int) -> int:
         def build() -> nn.Module:
-            return nn.Sequential(nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(layers)), nn.Linear(16, 4))
+            return nn.Sequential(
+                nn.Linear(6, 16), *(nn.Linear(16, 16) for _ in range(layers)), nn.Linear(16, 4)
+            )
 
-        job = Job(model=build, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=data(80), batch_size=16)
+        job = Job(
+            model=build,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=sgd,
+            train_data=data(80),
+            batch_size=16,
+        )
         strategy, place = WAYS[way]
         world = World(devices=devices.parse(place))
         step = strategy.prepare(job, world)
@@ -254,15 +279,25 @@ def test_copies_between_cards_dont_grow_with_the_number_of_parameters(way: str) 
     assert crossings(2) == crossings(9)
 
 
-# ---- logs ------------------------------------------------------------------------------------------------------------
+# ---- logs ----------------------------------------------------------------------------------------
 
 
-def test_a_log_reads_results_once_and_steps_between_logs_read_nothing(tmp_path, monkeypatch) -> None:
-    """Totals are one read and counts another, as at the end of an epoch; the norm of the gradients is a third."""
+def test_a_log_reads_results_once_and_steps_between_logs_read_nothing(
+    tmp_path, monkeypatch
+) -> None:
+    """Totals are one read and counts another, as at the end of an epoch; the norm of the
+    gradients is a third.
+    """
     monkeypatch.setattr(Pace, "show", lambda *args: None)  # which reads by the clock
 
     def reads(**settings: Any) -> int:
-        job = Job(model=net, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=data(16 * 35), batch_size=16)
+        job = Job(
+            model=net,
+            loss=nn.CrossEntropyLoss(),
+            optimizer=sgd,
+            train_data=data(16 * 35),
+            batch_size=16,
+        )
         before = sum(counts(*WAITING).values())
         train(job, strategy="single", devices="card:1", folder=tmp_path, quiet=True, **settings)
         return sum(counts(*WAITING).values()) - before
@@ -273,7 +308,7 @@ def test_a_log_reads_results_once_and_steps_between_logs_read_nothing(tmp_path, 
     assert reads(log_every=10, clip_norm=1.0) == clipped + 3 * 3
 
 
-# ---- the state of data -----------------------------------------------------------------------------------------------
+# ---- the state of data ---------------------------------------------------------------------------
 
 
 class Moving(TensorDataset):
@@ -322,8 +357,16 @@ class MovingStream(IterableDataset[Any]):
 @pytest.mark.parametrize("kind", [Moving, MovingStream])
 def test_the_state_of_data_that_is_saved_is_of_the_batches_trained_on(kind: Any, tmp_path) -> None:
     """A batch is copied ahead, so that the dataset's own state is that of one more."""
-    job = Job(model=net, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=kind, batch_size=8, epochs=2,
-              loader_workers=0, shuffle=False)  # fmt: skip
+    job = Job(
+        model=net,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=kind,
+        batch_size=8,
+        epochs=2,
+        loader_workers=0,
+        shuffle=False,
+    )
     on: dict[str, Any] = {"strategy": "single", "devices": "card:1", "quiet": True}
     whole = train(job, folder=tmp_path / "whole", **on)
     first = train(job, folder=tmp_path, steps=5, **on)

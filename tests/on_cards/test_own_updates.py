@@ -1,4 +1,6 @@
-"""On cards: the updates of a step function, and of a loop that accumulates by hand, are those of one CPU device."""
+"""On cards: the updates of a step function, and of a loop that accumulates by hand, are those of
+one CPU device.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,17 @@ SIZES = [[5, 3, 1], [2], [1, 7]]
 
 
 def both(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """A head that counts some samples only, in some local batches none, and a body that moves after it."""
+    """A head that counts some samples only, in some local batches none, and a body that moves
+    after it.
+    """
     x, y = batch
     hidden = models["body"](x)
     logits = models["head"](hidden.detach())
-    update("head", nn.functional.cross_entropy(logits, y, ignore_index=1, reduction="sum"), (y != 1).sum())
+    update(
+        "head",
+        nn.functional.cross_entropy(logits, y, ignore_index=1, reduction="sum"),
+        (y != 1).sum(),
+    )
     update("body", nn.functional.cross_entropy(models["head"](hidden), y, reduction="sum"), len(y))
 
 
@@ -45,7 +53,9 @@ def job() -> Job:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_function_on_cards_ends_where_one_device_does(way: str, tmp_path: Path) -> None:
     expected = train(job(), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    found = differences(job(), train(job(), strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True), expected)
+    found = differences(
+        job(), train(job(), strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True), expected
+    )
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND
 
@@ -54,7 +64,12 @@ def by_hand(strategy: str, devices: Any, world: Any = None) -> Tensor:
     torch.manual_seed(0)
     model = mlp()
     step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), plain_sgd, strategy=strategy, devices=devices, precision="fp64"
+        model,
+        nn.CrossEntropyLoss(),
+        plain_sgd,
+        strategy=strategy,
+        devices=devices,
+        precision="fp64",
     )
     number = 0
     for sizes in SIZES:

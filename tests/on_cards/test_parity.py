@@ -52,7 +52,9 @@ def _is_fast(number: int, way: str) -> bool:
         for turn, way in enumerate(WAYS)
     ],
 )
-def test_a_strategy_on_cards_ends_where_one_device_does(kind: str, way: str, reference, tmp_path_factory) -> None:
+def test_a_strategy_on_cards_ends_where_one_device_does(
+    kind: str, way: str, reference, tmp_path_factory
+) -> None:
     strategy, devices = WAYS[way]
     job = ZOO[kind].replace(precision="fp64")
     if way == "ddp=2xpp=2" and job.sync_batchnorm:
@@ -69,7 +71,9 @@ def test_a_strategy_on_cards_ends_where_one_device_does(kind: str, way: str, ref
             quiet=True,
             accumulate=parts,
         )
-    run = train(job, strategy=strategy, devices=devices, folder=tmp_path_factory.mktemp("run"), quiet=True)
+    run = train(
+        job, strategy=strategy, devices=devices, folder=tmp_path_factory.mktemp("run"), quiet=True
+    )
     found = differences(job, run, reference[kind, parts])
     assert found.worst < 1e-10, str(found)
     assert any(found.moved.values())

@@ -1,4 +1,5 @@
-"""Pipelines over cards in virtual time: each card computes in its own order of the schedule, and copies hold nobody.
+"""Pipelines over cards in virtual time: each card computes in its own order of the schedule, and
+copies hold nobody.
 
 An update takes what `simulate` says of its schedule, which is what ``auto`` chooses by.
 """
@@ -21,7 +22,10 @@ from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.strategies.pp import PP
 
 card = torch.ops.simulated_card
-COSTS = {"aten::addmm": 1.0, "aten::mm": 1.0}  # of a linear layer's forward, and twice in its backward
+COSTS = {
+    "aten::addmm": 1.0,
+    "aten::mm": 1.0,
+}  # of a linear layer's forward, and twice in its backward
 SHARE = 0.95
 """Of the schedule's ideal, what is reached at least."""
 
@@ -95,7 +99,9 @@ def costs(copy: float) -> Iterator[None]:
 def taken(model: type[nn.Module], schedule: str, cards: int, microbatches: int) -> float:
     """Virtual seconds of the third update of a model with one layer for each stage."""
     stages = cards * (2 if schedule == "interleaved" else 1)
-    data = TensorDataset(torch.randn(3 * microbatches, 4), torch.zeros(3 * microbatches, dtype=torch.long))
+    data = TensorDataset(
+        torch.randn(3 * microbatches, 4), torch.zeros(3 * microbatches, dtype=torch.long)
+    )
     job = Job(
         model=lambda: model(stages),
         loss=nn.CrossEntropyLoss(),
@@ -116,27 +122,40 @@ def ideal(schedule: str, cards: int, microbatches: int, transfer: float = 0.0) -
     """What the schedule takes; the first layer's input needs no gradient."""
     equal = [1.0] * cards, [2.0] * cards
     fits = schedule == "fitted"
-    order = fitted(range(cards), microbatches, *equal) if fits else SCHEDULES[schedule](cards, microbatches)
+    order = (
+        fitted(range(cards), microbatches, *equal)
+        if fits
+        else SCHEDULES[schedule](cards, microbatches)
+    )
     stages = 1 + max(action.stage for action in order[-1])
     return simulate(order, 1.0, [1.0, *[2.0] * (stages - 1)], transfer).makespan
 
 
 NAMES = (*SCHEDULES, "fitted")
-SWEEP = [(name, cards, count) for name in NAMES for cards in (2, 3, 4, 6, 8) for count in (4, 8, 16, 32)]
+SWEEP = [
+    (name, cards, count) for name in NAMES for cards in (2, 3, 4, 6, 8) for count in (4, 8, 16, 32)
+]
 
 
 @pytest.mark.parametrize(
     ("schedule", "cards", "microbatches"),
-    [pytest.param(*c, marks=() if c[1] in (2, 4) and c[2] == 8 else pytest.mark.slow) for c in SWEEP],
+    [
+        pytest.param(*c, marks=() if c[1] in (2, 4) and c[2] == 8 else pytest.mark.slow)
+        for c in SWEEP
+    ],
 )
-def test_an_update_takes_what_its_schedule_does(schedule: str, cards: int, microbatches: int) -> None:
+def test_an_update_takes_what_its_schedule_does(
+    schedule: str, cards: int, microbatches: int
+) -> None:
     with costs(copy=0.01):
         found = taken(Chain, schedule, cards, microbatches)
     assert ideal(schedule, cards, microbatches) / found >= SHARE
 
 
 @pytest.mark.parametrize("model", [Skips, Tied, Masked])
-def test_so_it_does_where_more_than_one_tensor_goes_from_card_to_card(model: type[nn.Module]) -> None:
+def test_so_it_does_where_more_than_one_tensor_goes_from_card_to_card(
+    model: type[nn.Module],
+) -> None:
     with costs(copy=0.01):
         found = taken(model, "1f1b", 4, 8)
     assert ideal("1f1b", 4, 8) / found >= SHARE

@@ -24,7 +24,13 @@ def sgd(parameters) -> torch.optim.Optimizer:
 
 def crossings_where_one_rank_has_a_sample(world: World) -> int:
     data = TensorDataset(torch.randn(9, 6), torch.zeros(9, dtype=torch.long))
-    job = Job(model=lambda: nn.Linear(6, 4), loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=data, batch_size=4)
+    job = Job(
+        model=lambda: nn.Linear(6, 4),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=data,
+        batch_size=4,
+    )
     way = FSDP()
     step = way.prepare(job, world)
     for batch in way.training_loader(job, world, data).epoch(0):  # the last one has one sample
@@ -64,9 +70,18 @@ def test_replicas_of_stages_draw_numbers_of_their_own_on_each_card() -> None:
 
 def peak_of_an_update(world: World, precision: str) -> int:
     def model() -> nn.Module:
-        return nn.Sequential(nn.Linear(6, 256), nn.Sequential(*(Residual(256) for _ in range(32))), nn.Linear(256, 3))
+        return nn.Sequential(
+            nn.Linear(6, 256), nn.Sequential(*(Residual(256) for _ in range(32))), nn.Linear(256, 3)
+        )
 
-    job = Job(model=model, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=(), batch_size=16, precision=precision)
+    job = Job(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=(),
+        batch_size=16,
+        precision=precision,
+    )
     step = FSDP().prepare(job, world)
     for _ in range(3):
         torch.accelerator.reset_peak_memory_stats(world.device.torch)
@@ -77,7 +92,9 @@ def peak_of_an_update(world: World, precision: str) -> int:
 @pytest.mark.slow
 def test_an_update_under_bf16_keeps_no_narrow_copy_of_all_weights() -> None:
     """On four ranks that would be half as much again as all that a rank keeps."""
-    wide, narrow = (lockstep.launch(peak_of_an_update, "card:0,1,2,3", (p,))[1] for p in ("fp32", "bf16"))
+    wide, narrow = (
+        lockstep.launch(peak_of_an_update, "card:0,1,2,3", (p,))[1] for p in ("fp32", "bf16")
+    )
     assert narrow <= 1.05 * wide
 
 
@@ -86,7 +103,13 @@ def last_look_with_little_room(world: World, room: int) -> tuple[float, list[str
     said: list[str] = []
     world.tell = lambda event: said.append(str(event))
     data = TensorDataset(torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
-    job = Job(model=lambda: nn.Linear(6, 4), loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=data, batch_size=4)
+    job = Job(
+        model=lambda: nn.Linear(6, 4),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=data,
+        batch_size=4,
+    )
     step = FSDP().prepare(job, world)
     step(torch.randn(2, 6), torch.zeros(2, dtype=torch.long))
     return step.last_look, said
@@ -95,5 +118,10 @@ def last_look_with_little_room(world: World, room: int) -> tuple[float, list[str
 def test_a_model_that_a_card_has_no_room_for_is_not_put_together_on_it() -> None:
     (look, said), (others, _) = lockstep.launch(last_look_with_little_room, "card:0,1", (223,))
     assert look == others == 0
-    assert any("card:0 has 223 B free, and the whole model takes 112 B: what forward does is not" in s for s in said)
-    assert [look for look, _ in lockstep.launch(last_look_with_little_room, "card:0,1", (224,))] == [math.inf] * 2
+    assert any(
+        "card:0 has 223 B free, and the whole model takes 112 B: what forward does is not" in s
+        for s in said
+    )
+    assert [
+        look for look, _ in lockstep.launch(last_look_with_little_room, "card:0,1", (224,))
+    ] == [math.inf] * 2

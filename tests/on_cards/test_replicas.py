@@ -17,7 +17,9 @@ pytestmark = pytest.mark.usefixtures("float64")
 def test_replicas_on_one_accelerator_follow_one_another_with_the_same_numbers() -> None:
     plain, net = pair(Net().to("card:0"), ["card:0", "card:0"])
     threads: list[int] = []
-    net.module.register_forward_hook(lambda module, args, output: threads.append(threading.get_ident()))
+    net.module.register_forward_hook(
+        lambda module, args, output: threads.append(threading.get_ident())
+    )
     x = torch.randn(7, 6, device="card:0", requires_grad=True)
     for module in (plain, net):
         out = module(x).square().sum() * module(x[:3]).sum()

@@ -1,6 +1,7 @@
 """Stages on two cards, which see a tensor that was left on the wrong one.
 
-Each model is trained over cards, forward, backward and update, and must end where one device that accumulates does.
+Each model is trained over cards, forward, backward and update, and must end where one device that
+accumulates does.
 """
 
 from __future__ import annotations
@@ -52,11 +53,17 @@ def updated(step: Step, job: Job) -> dict[str, torch.Tensor]:
     start = 0
     for size in SIZES:
         step.seed(7)
-        inputs, targets = each(lambda t: t.double() if t.is_floating_point() else t, batch(job, start, size))
+        inputs, targets = each(
+            lambda t: t.double() if t.is_floating_point() else t, batch(job, start, size)
+        )
         result = step(inputs, targets)
         assert result.loss == result.loss
         start += size
-    return {name: value.cpu() for name, value in step.state_dict()["model"].items() if isinstance(value, torch.Tensor)}
+    return {
+        name: value.cpu()
+        for name, value in step.state_dict()["model"].items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def over_cards(job: Job, way: PP, count: int) -> Step:
@@ -68,11 +75,15 @@ def compare(job: Job, way: PP, count: int) -> Step:
     job = job.replace(precision="fp64")
     step = over_cards(job, way, count)
     found = updated(step, job)
-    one = Single().prepare(job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1)))
+    one = Single().prepare(
+        job.replace(accumulate=way.num_microbatches(job)), World(devices=slots(1))
+    )
     expected = updated(one, job)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=BOUND, atol=BOUND, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            found[name], value, rtol=BOUND, atol=BOUND, msg=lambda m, name=name: f"{name}: {m}"
+        )
     stages = stage_of(step.model, way.device_map or even_split(step.model, count), count)
     for name, p in step.model.named_parameters():
         place = torch.device("card", stages[name])
@@ -90,7 +101,11 @@ OWN_DRAWS = ("dropout", "dropout computed again")
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in KINDS if k not in OWN_DRAWS],
+    [
+        pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow)
+        for k in KINDS
+        if k not in OWN_DRAWS
+    ],
 )
 def test_over_two_cards_each_kind_ends_where_one_device_does(kind: str) -> None:
     job, device_map = KINDS[kind]
@@ -151,7 +166,9 @@ class Writing(nn.Linear):
 
 
 class Functional(nn.Module):
-    """The container calls functions with what it holds itself, running statistics too, after the last card's layers."""
+    """The container calls functions with what it holds itself, running statistics too, after the
+    last card's layers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +195,9 @@ class Packed(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         lengths = (tokens > 3).sum(1).clamp(min=1).cpu()
-        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
         packed, state = self.one(packed)
         packed, (hidden, _) = self.two(packed, state)
         padded, _ = nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)
@@ -186,7 +205,9 @@ class Packed(nn.Module):
 
 
 class Masked(nn.Module):
-    """Masks and positions made in forward, on the CPU and where the inputs are; None and ints passed on."""
+    """Masks and positions made in forward, on the CPU and where the inputs are; None and ints
+    passed on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +221,9 @@ class Masked(nn.Module):
         causal = torch.ones(time, time, dtype=torch.bool, device=tokens.device).triu(1)
         for i, block in enumerate(self.blocks):
             mask = causal if i % 2 else causal.cpu()
-            x, state = block(x, mask=mask, padding=(tokens == 0) & (tokens != tokens[:, :1]), state=(None, i))
+            x, state = block(
+                x, mask=mask, padding=(tokens == 0) & (tokens != tokens[:, :1]), state=(None, i)
+            )
             assert state == (None, i)
         return self.out(x).transpose(1, 2)
 
@@ -226,7 +249,9 @@ class Rerunning(nn.Module):
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(checkpoint(self.body, torch.tanh(self.stem(x)), use_reentrant=self.reentrant))
+        return self.out(
+            checkpoint(self.body, torch.tanh(self.stem(x)), use_reentrant=self.reentrant)
+        )
 
 
 class Skipping(nn.Module):
@@ -359,7 +384,9 @@ class Apart(nn.Module):
 
 def of_both(outputs: Any, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     kept = targets > 0
-    both = nn.functional.cross_entropy(outputs["left"] + outputs["right"], targets, reduction="none")
+    both = nn.functional.cross_entropy(
+        outputs["left"] + outputs["right"], targets, reduction="none"
+    )
     return both[kept].sum(), kept.sum()
 
 
@@ -409,7 +436,10 @@ PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
     "functions of the container": (_job(Functional), {"second": 1, "": 0}),
     "packed sequences": (_job(Packed, _words, labels(SAMPLES, 3)), {"words": 0, "one": 0, "": 1}),
     "masks and positions": (_job(Masked, _words, _following, metrics={}), None),
-    "a checkpoint around both cards": (_job(lambda: Rerunning(False)), {"stem": 0, "body.left": 0, "": 1}),
+    "a checkpoint around both cards": (
+        _job(lambda: Rerunning(False)),
+        {"stem": 0, "body.left": 0, "": 1},
+    ),
     "a reentrant checkpoint": (_job(lambda: Rerunning(True)), {"stem": 0, "body.left": 0, "": 1}),
     "a gradient within forward": (_job(Penalised), {"first": 0, "second": 1}),
     "layers called past their hooks": (_job(Direct), {"first": 0, "second": 1, "out": 0}),
@@ -432,7 +462,9 @@ def test_what_meets_between_layers_is_moved(kind: str) -> None:
 
 
 class Dropping(nn.Module):
-    """Dropout of a checkpoint that lies on the other card than its input does; the mask is seen in the gradient."""
+    """Dropout of a checkpoint that lies on the other card than its input does; the mask is seen
+    in the gradient.
+    """
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -526,7 +558,9 @@ def test_a_copy_is_made_anew_of_what_was_written_to() -> None:
 
 
 class Watched(TorchDispatchMode):
-    """Counts what the host reads of cards, and numbers that are moved from one device to another."""
+    """Counts what the host reads of cards, and numbers that are moved from one device to
+    another.
+    """
 
     reads = moves = 0
 
@@ -595,7 +629,9 @@ class Failing(nn.Sequential):
 computed_in: set[torch.dtype] = set()
 
 
-def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_failed(monkeypatch) -> None:
+def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_failed(
+    monkeypatch,
+) -> None:
     job = _job(Failing)
     step = over_cards(job, PP({"0": 0, "1": 1}, 4), 2)
     for number in range(3):
@@ -606,7 +642,9 @@ def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_fa
     monkeypatch.setattr(Failing, "fails", True)
     with pytest.raises(ValueError, match="as it was told") as failed:
         step(*batch(job, 3, 8))
-    assert failed.value.__notes__ == ["raised in stage 1 (card:1), forward of micro-batch 0, at step 4"]
+    assert failed.value.__notes__ == [
+        "raised in stage 1 (card:1), forward of micro-batch 0, at step 4"
+    ]
     monkeypatch.setattr(Failing, "fails", False)
     assert step(*batch(job, 4, 8)).loss > 0
 
@@ -614,7 +652,14 @@ def test_threads_of_micro_batches_have_the_callers_autocast_and_say_where_one_fa
 def test_a_profile_over_cards_has_the_time_of_the_stages(tmp_path: Path) -> None:
     job, device_map = PLACED["a weight on both cards"]
     job = job.replace(batch_size=4, epochs=2)
-    run = train(job, strategy=PP(device_map, 2), devices="card:0,1", folder=tmp_path, profile=True, quiet=True)
+    run = train(
+        job,
+        strategy=PP(device_map, 2),
+        devices="card:0,1",
+        folder=tmp_path,
+        profile=True,
+        quiet=True,
+    )
     (row,) = json.loads((run.folder / "profile" / "summary.json").read_text())["ranks"]
     assert row["phases"]["stages"] > row["phases"]["optimizer"] / 100
 
@@ -659,7 +704,10 @@ def test_evaluation_and_saved_state_over_cards_are_those_of_one_device() -> None
     saved = step.state_dict()
     step(inputs, targets)
     step.load_state_dict(saved)
-    assert all(p.device == step.optimizer.state[p]["momentum_buffer"].device for p in step.model.parameters())
+    assert all(
+        p.device == step.optimizer.state[p]["momentum_buffer"].device
+        for p in step.model.parameters()
+    )
     outputs, total, count = (value.cpu() for value in step.evaluate(inputs, targets))
     one.load_state_dict(tree_map(lambda t: t.cpu() if isinstance(t, torch.Tensor) else t, saved))
     for found, expected in zip((outputs, total, count), one.evaluate(inputs, targets), strict=True):
@@ -668,7 +716,9 @@ def test_evaluation_and_saved_state_over_cards_are_those_of_one_device() -> None
 
 def test_sparse_gradients_are_clipped_together_with_those_of_another_device() -> None:
     rows, dense = nn.Parameter(torch.zeros(4, 2)), nn.Parameter(torch.zeros(3, device="card:0"))
-    rows.grad = torch.sparse_coo_tensor([[1, 1]], [[3.0, 0.0], [0.0, 0.0]], (4, 2), check_invariants=True)
+    rows.grad = torch.sparse_coo_tensor(
+        [[1, 1]], [[3.0, 0.0], [0.0, 0.0]], (4, 2), check_invariants=True
+    )
     dense.grad = torch.tensor([0.0, 4.0, 0.0], device="card:0")
     clip_gradients([dense, rows], 1.0)
     torch.testing.assert_close(dense.grad.cpu(), torch.tensor([0.0, 0.8, 0.0]), rtol=1e-5, atol=0)
@@ -690,11 +740,16 @@ def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting() -> None
         return ((outputs - values).square() * mask).sum() / mask.sum()
 
     def updates(uneven_in: int, steps: int) -> Step:
-        step = over_cards(KINDS["a sequence"][0].replace(precision="fp64", loss=loss), PP(microbatches=2), 2)
+        step = over_cards(
+            KINDS["a sequence"][0].replace(precision="fp64", loss=loss), PP(microbatches=2), 2
+        )
         for number in range(1, steps + 1):
             mask = torch.ones(8, 3)
             mask[5, 1:] = 0 if number == uneven_in else 1
-            step(drawn(8, 6, seed=number).double(), (drawn(8, 3, seed=number).double(), mask.double()))
+            step(
+                drawn(8, 6, seed=number).double(),
+                (drawn(8, 3, seed=number).double(), mask.double()),
+            )
         return step
 
     updates(uneven_in=9, steps=4).check()

@@ -1,4 +1,6 @@
-"""DataParallel on CPU devices: the numbers of the plain module, and the manners of torch.nn.DataParallel."""
+"""DataParallel on CPU devices: the numbers of the plain module, and the manners of
+torch.nn.DataParallel.
+"""
 
 import contextlib
 import copy
@@ -64,7 +66,9 @@ def same(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, **EXACT)
 
 
-def pair(net: nn.Module, slots: Any = "2xcpu", **settings: Any) -> tuple[nn.Module, DataParallel[Any]]:
+def pair(
+    net: nn.Module, slots: Any = "2xcpu", **settings: Any
+) -> tuple[nn.Module, DataParallel[Any]]:
     """The plain module, and a copy of it in parallel."""
     return net, DataParallel(copy.deepcopy(net), slots, **settings)
 
@@ -72,7 +76,9 @@ def pair(net: nn.Module, slots: Any = "2xcpu", **settings: Any) -> tuple[nn.Modu
 # The numbers
 
 
-@pytest.mark.parametrize("slots", ["2xcpu", "3xcpu", "5xcpu", [torch.device("cpu")] * 2, [devices.slots(1)[0]] * 2])
+@pytest.mark.parametrize(
+    "slots", ["2xcpu", "3xcpu", "5xcpu", [torch.device("cpu")] * 2, [devices.slots(1)[0]] * 2]
+)
 @pytest.mark.parametrize("size", [30, 7, 2, 1])
 def test_outputs_and_gradients_are_those_of_the_plain_module(size: int, slots: Any) -> None:
     plain, net = pair(Net(), slots)
@@ -88,7 +94,9 @@ def test_outputs_and_gradients_are_those_of_the_plain_module(size: int, slots: A
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("fused", [False, True])
-def test_training_ends_where_the_plain_module_does_with_fused_optimizers_too(optimizer: Any, fused: bool) -> None:
+def test_training_ends_where_the_plain_module_does_with_fused_optimizers_too(
+    optimizer: Any, fused: bool
+) -> None:
     plain, net = pair(Net(), "3xcpu")
     ones = [optimizer(m.parameters(), lr=0.05, fused=fused) for m in (plain, net)]
     for size in (12, 12, 7, 1):
@@ -100,7 +108,9 @@ def test_training_ends_where_the_plain_module_does_with_fused_optimizers_too(opt
     same(list(net.module.parameters()), list(plain.parameters()))
 
 
-def test_several_forwards_may_come_before_one_backward_and_several_backwards_after_one_forward() -> None:
+def test_several_forwards_may_come_before_one_backward_and_several_backwards_after_one_forward() -> (
+    None
+):
     plain, net = pair(Net())
     x, y = torch.randn(5, 6), torch.randn(8, 6)
     for module in (plain, net):
@@ -174,7 +184,9 @@ def test_another_module_in_its_place_is_seen() -> None:
 
 def test_parameters_that_were_not_used_have_no_gradient_and_those_used_twice_the_sum() -> None:
     linear = nn.Linear(4, 4)
-    plain, net = pair(Applied(lambda a, b, c, x: a(b(a(x))), linear, nn.Linear(4, 4), nn.Linear(4, 4)))
+    plain, net = pair(
+        Applied(lambda a, b, c, x: a(b(a(x))), linear, nn.Linear(4, 4), nn.Linear(4, 4))
+    )
     plain.parts.append(linear)
     net.module.parts.append(net.module.parts[0])
     for module in (plain, net.module):
@@ -183,11 +195,16 @@ def test_parameters_that_were_not_used_have_no_gradient_and_those_used_twice_the
     plain(x).sum().backward()
     net(x).sum().backward()
     assert gradients(net.module)[-1] is None
-    same([g for g in gradients(net.module) if g is not None], [g for g in gradients(plain) if g is not None])
+    same(
+        [g for g in gradients(net.module) if g is not None],
+        [g for g in gradients(plain) if g is not None],
+    )
 
 
 def test_a_parameter_that_one_replica_alone_uses_has_its_gradient() -> None:
-    plain, net = pair(Applied(lambda a, b, x: b(x) if x.sum() > 0 else a(x), nn.Linear(2, 2), nn.Linear(2, 2)))
+    plain, net = pair(
+        Applied(lambda a, b, x: b(x) if x.sum() > 0 else a(x), nn.Linear(2, 2), nn.Linear(2, 2))
+    )
     x = torch.tensor([[1.0, 1], [2, 2], [-1, -1], [-2, -2]])
     (plain(x[:2]).sum() + plain(x[2:]).sum()).backward()
     net(x).sum().backward()
@@ -196,7 +213,12 @@ def test_a_parameter_that_one_replica_alone_uses_has_its_gradient() -> None:
 
 def test_outputs_used_in_part_and_outputs_that_are_inputs_or_parameters() -> None:
     def function(linear: nn.Linear, x: torch.Tensor) -> Any:
-        return {"x": x, "out": [linear(x), (x * 2, x.long())], "weight": linear.weight, "none": None}
+        return {
+            "x": x,
+            "out": [linear(x), (x * 2, x.long())],
+            "weight": linear.weight,
+            "none": None,
+        }
 
     plain, net = pair(Applied(function, nn.Linear(3, 3)))
     x = torch.randn(4, 3, requires_grad=True)
@@ -209,7 +231,9 @@ def test_outputs_used_in_part_and_outputs_that_are_inputs_or_parameters() -> Non
     found = net(y)
     assert not found["out"][1][1].requires_grad and found["none"] is None
     (found["x"].sum() + found["weight"].sum()).backward()
-    same(net.module.parts[0].weight.grad, torch.full((3, 3), 2.0))  # each replica gives the weight: it is there twice
+    same(
+        net.module.parts[0].weight.grad, torch.full((3, 3), 2.0)
+    )  # each replica gives the weight: it is there twice
     same(y.grad, x.grad + 1)
 
 
@@ -250,7 +274,9 @@ def test_gradients_go_on_into_what_came_before_and_hooks_on_parameters_see_the_s
     seen: list[list[torch.Tensor]] = [[], []]
     for module, mine in zip((plain, net.module), seen, strict=True):
         module.second.weight.register_hook(lambda grad, mine=mine: mine.append(grad.clone()))
-        module.second.bias.register_post_accumulate_grad_hook(lambda p, mine=mine: mine.append(p.grad.clone()))
+        module.second.bias.register_post_accumulate_grad_hook(
+            lambda p, mine=mine: mine.append(p.grad.clone())
+        )
     plain(before(x)).sum().backward()
     wanted = before.weight.grad
     before.zero_grad()
@@ -328,11 +354,18 @@ def test_sparse_complex_and_channels_last_gradients_keep_their_kind() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpoints_give_the_same_gradients_with_graphs_that_live_together(reentrant: bool) -> None:
+def test_activation_checkpoints_give_the_same_gradients_with_graphs_that_live_together(
+    reentrant: bool,
+) -> None:
     def function(one: nn.Module, other: nn.Module, x: torch.Tensor) -> Any:
-        return checkpoint(other, checkpoint(one, x, use_reentrant=reentrant), use_reentrant=reentrant)
+        return checkpoint(
+            other, checkpoint(one, x, use_reentrant=reentrant), use_reentrant=reentrant
+        )
 
-    inner = [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4, affine=False).eval()) for _ in range(2)]
+    inner = [
+        nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.BatchNorm1d(4, affine=False).eval())
+        for _ in range(2)
+    ]
     plain, net = pair(Applied(function, *inner))
     x, y = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
     for module in (plain, net):
@@ -409,7 +442,9 @@ def test_forwards_and_backwards_from_several_threads_do_not_meet() -> None:
     batches = [torch.randn(4 + i, 6) for i in range(6)]
     for x in batches:
         plain(x).square().sum().backward()
-    threads = [threading.Thread(target=lambda x=x: net(x).square().sum().backward()) for x in batches]
+    threads = [
+        threading.Thread(target=lambda x=x: net(x).square().sum().backward()) for x in batches
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -417,7 +452,9 @@ def test_forwards_and_backwards_from_several_threads_do_not_meet() -> None:
     torch.testing.assert_close(gradients(net.module), gradients(plain), rtol=1e-10, atol=1e-10)
 
 
-def test_the_shares_of_another_threads_forward_are_not_taken_for_ones_own(recwarn: pytest.WarningsRecorder) -> None:
+def test_the_shares_of_another_threads_forward_are_not_taken_for_ones_own(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     class Meddled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             nets[0].sizes = (3, 3)  # as a forward of six samples in another thread would
@@ -445,7 +482,9 @@ def test_grad_mode_inference_mode_and_the_mode_of_the_module_are_followed() -> N
     with torch.inference_mode():
         assert net.eval()(x).is_inference()
     assert net.train()(x).requires_grad
-    assert seen == [(False, False, True)] * 2 + [(False, True, False)] * 2 + [(True, False, True)] * 2
+    assert (
+        seen == [(False, False, True)] * 2 + [(False, True, False)] * 2 + [(True, False, True)] * 2
+    )
     same(net.eval()(x), net.module(x))
     assert not net.requires_grad_(False)(x).requires_grad
 
@@ -468,7 +507,9 @@ def test_autocast_is_followed_and_weights_are_cast_anew_each_time() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         fourth = net(x)
     assert one.dtype == torch.bfloat16 and net.module.weight.grad.dtype == torch.float32
-    assert torch.equal(other, one * 2) and torch.equal(third, one * 4) and torch.equal(fourth, one * 8)
+    assert (
+        torch.equal(other, one * 2) and torch.equal(third, one * 4) and torch.equal(fourth, one * 8)
+    )
 
     class Half(nn.Linear):
         @torch.autocast("cpu", torch.bfloat16)
@@ -481,7 +522,9 @@ def test_autocast_is_followed_and_weights_are_cast_anew_each_time() -> None:
 def test_hooks_run_in_each_replica_and_on_the_whole_once() -> None:
     net, inner, outer, back = DataParallel(Net(), "2xcpu"), [], [], []
     net.module.register_forward_pre_hook(lambda module, args: inner.append(len(args[0])))
-    net.module.first.register_full_backward_hook(lambda module, given, got: back.append(len(got[0])))
+    net.module.first.register_full_backward_hook(
+        lambda module, given, got: back.append(len(got[0]))
+    )
     net.register_forward_hook(lambda module, args, output: outer.append(len(output)))
     net(torch.randn(7, 6, requires_grad=True)).sum().backward()
     assert sorted(inner) == [3, 4] and sorted(back) == [3, 4] and outer == [7]
@@ -515,7 +558,9 @@ def test_what_a_replica_sets_is_lost_and_what_the_first_writes_in_a_buffer_stays
 
 
 def test_all_replicas_begin_with_the_first_ones_buffers() -> None:
-    net = DataParallel(Applied(lambda norm, x: (norm(x), norm.running_mean[None] + 0), nn.BatchNorm1d(2)), "2xcpu")
+    net = DataParallel(
+        Applied(lambda norm, x: (norm(x), norm.running_mean[None] + 0), nn.BatchNorm1d(2)), "2xcpu"
+    )
     net(torch.randn(8, 2))
     before = net.module.parts[0].running_mean.clone()
     means = net.eval()(torch.randn(8, 2))[1]
@@ -535,7 +580,9 @@ def test_layers_with_ways_of_their_own_work() -> None:
 
         def forward_impl(self, x: torch.Tensor) -> torch.Tensor:
             self.rnn.flatten_parameters()
-            return self.other(self.linear(self.rnn(x)[0]) * self.list[1] * self.list[0] + self.dict["a"])
+            return self.other(
+                self.linear(self.rnn(x)[0]) * self.list[1] * self.list[0] + self.dict["a"]
+            )
 
     module = Odd()
     net = DataParallel(module, "2xcpu")
@@ -634,7 +681,9 @@ def test_dropout_in_checkpoints_and_in_nested_parallels_is_drawn_again_the_same(
     def function(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(lambda x: F.dropout(linear(x), 0.5), x, use_reentrant=False)
 
-    net = DataParallel(DataParallel(Applied(function, nn.Linear(3, 3, bias=False)), "2xcpu"), "2xcpu")
+    net = DataParallel(
+        DataParallel(Applied(function, nn.Linear(3, 3, bias=False)), "2xcpu"), "2xcpu"
+    )
     x = torch.randn(12, 3)
     out = net(x)
     out.sum().backward()
@@ -651,8 +700,12 @@ def test_arguments_of_any_nesting_by_position_and_by_name() -> None:
         x: torch.Tensor
         factor: float
 
-    def function(a: torch.Tensor, pair: Any, given: Given, *, named: Any = None, factor: float = 1.0) -> Any:
-        return a + pair[1][0] * given.x * given.factor * factor + (0 if named is None else named["x"])
+    def function(
+        a: torch.Tensor, pair: Any, given: Given, *, named: Any = None, factor: float = 1.0
+    ) -> Any:
+        return (
+            a + pair[1][0] * given.x * given.factor * factor + (0 if named is None else named["x"])
+        )
 
     x = torch.randn(10, 3)
     args = (x.cos(), (x.sin(), [x]), Given(x.tan(), 2.0))
@@ -687,8 +740,12 @@ def test_a_replica_may_change_its_share_in_place() -> None:
 
 
 @pytest.mark.parametrize("wants_gradients", [True, False])
-def test_a_share_changed_in_place_is_noticed_by_what_had_saved_the_whole(wants_gradients: bool) -> None:
-    """Shares have versions of their own: backward went on with the changed values, and gave wrong gradients."""
+def test_a_share_changed_in_place_is_noticed_by_what_had_saved_the_whole(
+    wants_gradients: bool,
+) -> None:
+    """Shares have versions of their own: backward went on with the changed values, and gave
+    wrong gradients.
+    """
     before = nn.Linear(3, 3).requires_grad_(not wants_gradients)
     for module in pair(Applied(lambda linear, x: linear(x.mul_(2)), nn.Linear(3, 3))):
         x = torch.randn(6, 3, requires_grad=wants_gradients) * 1
@@ -708,7 +765,9 @@ def test_outputs_of_any_nesting_keep_their_types() -> None:
     x = torch.randn(5, 2)
     found = DataParallel(Applied(function), "2xcpu")(x)
     same(found[:3], function(x)[:3])
-    assert type(found[1]) is tuple and type(found[2]) is OrderedDict and found[3:] == [None, 3, "word"]
+    assert (
+        type(found[1]) is tuple and type(found[2]) is OrderedDict and found[3:] == [None, 3, "word"]
+    )
 
 
 def test_modules_without_inputs_or_with_nothing_to_cut_run() -> None:
@@ -760,13 +819,20 @@ def test_scalars_become_a_vector_and_unequal_shares_are_warned_of_once() -> None
 def test_samples_in_another_dimension_than_the_joined_one_are_said_once() -> None:
     net = DataParallel(nn.GRU(4, 5, batch_first=True), "2xcpu")
     x = torch.randn(6, 2, 4)
-    with pytest.warns(UserWarning, match=r"gave tensors \(1, 3, 5\), .* in dimension 1, .*: transpose them") as caught:
+    with pytest.warns(
+        UserWarning, match=r"gave tensors \(1, 3, 5\), .* in dimension 1, .*: transpose them"
+    ) as caught:
         net(x)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         net(x)
-        for function in (lambda x: x, lambda x: x[:, 0], lambda x: x.sum((0, 1))[None], lambda x: [x, {"a": x.mT}]):
+        for function in (
+            lambda x: x,
+            lambda x: x[:, 0],
+            lambda x: x.sum((0, 1))[None],
+            lambda x: [x, {"a": x.mT}],
+        ):
             DataParallel(Applied(function), "2xcpu")(x)
         DataParallel(nn.GRU(4, 5), "2xcpu", dim=1)(x)
 
@@ -778,14 +844,18 @@ def test_that_scalars_became_a_vector_is_said_once() -> None:
         for _ in range(3):
             net(torch.randn(4, 1))
     assert caught[0].filename == __file__
-    assert [str(warning.message)[:40] for warning in caught] == ["Was asked to gather along dimension 0, b"]
+    assert [str(warning.message)[:40] for warning in caught] == [
+        "Was asked to gather along dimension 0, b"
+    ]
 
 
 def test_balanced_outputs_stay_where_they_are_and_train() -> None:
     plain, net = pair(Net(), balanced=True)
     x = torch.randn(7, 6)
     outputs = net(x)
-    assert isinstance(outputs, Balanced) and len(outputs) == 2 and outputs.devices == list(net.devices)
+    assert (
+        isinstance(outputs, Balanced) and len(outputs) == 2 and outputs.devices == list(net.devices)
+    )
     assert [len(output) for output in outputs] == [4, 3]
     sum(output.square().sum() for output in outputs).backward()
     plain(x).square().sum().backward()
@@ -855,7 +925,9 @@ def test_the_function_does_once_what_the_module_does() -> None:
         same(found, wanted)
     same(data_parallel(module, (x,), "2xcpu"), wanted)
     same(data_parallel(module, None, "2xcpu", module_kwargs={"x": x}), wanted)
-    same(data_parallel(Applied(lambda a, *, b: a + b), (x,), "2xcpu", module_kwargs={"b": x}), x * 2)
+    same(
+        data_parallel(Applied(lambda a, *, b: a + b), (x,), "2xcpu", module_kwargs={"b": x}), x * 2
+    )
 
 
 # The machine
@@ -874,11 +946,15 @@ def test_one_device_calls_the_module_itself() -> None:
     assert net.module.calls == 1 and net.device_ids == [0]
 
 
-def test_forward_and_backward_run_on_the_cores_of_each_slot_and_the_caller_keeps_its_threads() -> None:
+def test_forward_and_backward_run_on_the_cores_of_each_slot_and_the_caller_keeps_its_threads() -> (
+    None
+):
     seen: dict[str, set[Any]] = {"forward": set(), "backward": set()}
 
     def where() -> tuple[int, Any]:
-        return torch.get_num_threads(), tuple(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else ()
+        return torch.get_num_threads(), tuple(os.sched_getaffinity(0)) if hasattr(
+            os, "sched_getaffinity"
+        ) else ()
 
     class Watched(torch.autograd.Function):
         @staticmethod
@@ -892,7 +968,9 @@ def test_forward_and_backward_run_on_the_cores_of_each_slot_and_the_caller_keeps
             return grad
 
     before = where()
-    net = DataParallel(Applied(lambda linear, x: Watched.apply(linear(x)), nn.Linear(2, 2)), "2xcpu")
+    net = DataParallel(
+        Applied(lambda linear, x: Watched.apply(linear(x)), nn.Linear(2, 2)), "2xcpu"
+    )
     net(torch.randn(4, 2)).sum().backward()
     slots = devices.slots(2)
     wanted = {(slot.threads, slot.cores if before[1] else ()) for slot in slots}
@@ -913,14 +991,18 @@ def test_backwards_of_replicas_run_at_the_same_time() -> None:
             barrier.wait()
             return grad
 
-    net = DataParallel(Applied(lambda linear, x: Meeting.apply(linear(x)), nn.Linear(2, 2)), "3xcpu")
+    net = DataParallel(
+        Applied(lambda linear, x: Meeting.apply(linear(x)), nn.Linear(2, 2)), "3xcpu"
+    )
     net(torch.randn(6, 2)).sum().backward()
 
 
 def test_the_memory_of_the_replicas_is_the_modules() -> None:
     seen: list[int] = []
     net = DataParallel(Net(), "2xcpu")
-    net.module.first.register_forward_hook(lambda module, args, output: seen.append(module.weight.data_ptr()))
+    net.module.first.register_forward_hook(
+        lambda module, args, output: seen.append(module.weight.data_ptr())
+    )
     for _ in range(3):
         net(torch.randn(4, 6)).sum().backward()
     assert seen == [net.module.first.weight.data_ptr()] * 6
@@ -952,7 +1034,14 @@ def test_zero_grad_inside_a_replica_is_warned_of() -> None:
 
 
 def test_buffers_of_any_kind_are_those_of_the_original_in_every_replica() -> None:
-    kinds = [torch.randn(3, 4), torch.arange(5), torch.randn(()), torch.zeros(0), torch.randn(2, 6).t(), torch.eye(2)]
+    kinds = [
+        torch.randn(3, 4),
+        torch.arange(5),
+        torch.randn(()),
+        torch.zeros(0),
+        torch.randn(2, 6).t(),
+        torch.eye(2),
+    ]
     kinds.append(torch.eye(3).to_sparse())
     module = nn.Module()
     for number, buffer in enumerate(kinds):
@@ -971,10 +1060,14 @@ def test_bad_input_gets_one_clear_error_each() -> None:
     with pytest.raises(InputError, match="a batch of 0"):
         net(torch.randn(0, 6))
     both = DataParallel(Applied(lambda a, b: a), "2xcpu")
-    with pytest.raises(InputError, match=r"different sizes along dimension 0 \(shapes \(4, 1\) and \(5, 1\)\)"):
+    with pytest.raises(
+        InputError, match=r"different sizes along dimension 0 \(shapes \(4, 1\) and \(5, 1\)\)"
+    ):
         both(torch.randn(4, 1), torch.randn(5, 1))
     different = DataParallel(Applied(lambda x: x if x.sum() > 0 else [x]), "2xcpu")
-    with pytest.raises(InputError, match=r"different structure.*float64\(1, 1\).*\[float64\(1, 1\)\]"):
+    with pytest.raises(
+        InputError, match=r"different structure.*float64\(1, 1\).*\[float64\(1, 1\)\]"
+    ):
         different(torch.tensor([[1.0], [-1.0]]))
     with pytest.raises(InputError, match="takes a module, not function"):
         DataParallel(lambda x: x, "2xcpu")  # type: ignore[type-var]
@@ -982,9 +1075,13 @@ def test_bad_input_gets_one_clear_error_each() -> None:
         DataParallel(Net(), [97, 98])
     with pytest.raises(DeviceError, match="empty list"):
         DataParallel(Net(), [])
-    with pytest.raises(InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'):
+    with pytest.raises(
+        InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'
+    ):
         DataParallel(Net().to("meta"), "2xcpu")(torch.randn(4, 6))
-    with pytest.raises(InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'):
+    with pytest.raises(
+        InputError, match=r'on device cpu \(device_ids\[0\]\) but "[a-z.]+" is on meta'
+    ):
         data_parallel(Net().to("meta"), torch.randn(4, 6), "2xcpu")
     with pytest.raises(InputError, match=r"LazyLinear.*can't be replicated"):
         DataParallel(nn.LazyLinear(2), "2xcpu")(torch.randn(4, 6))
@@ -992,19 +1089,27 @@ def test_bad_input_gets_one_clear_error_each() -> None:
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, of what is in beta or going
 def test_sparse_and_nested_inputs_are_refused_by_several_devices_and_given_on_by_one() -> None:
-    several, one = (DataParallel(Applied(lambda x: 2 * x), devices) for devices in ("2xcpu", "1xcpu"))
-    with pytest.raises(InputError, match=r"layout sparse_coo \(shape \(4, 4\)\) can't be cut: give its to_dense"):
+    several, one = (
+        DataParallel(Applied(lambda x: 2 * x), devices) for devices in ("2xcpu", "1xcpu")
+    )
+    with pytest.raises(
+        InputError, match=r"layout sparse_coo \(shape \(4, 4\)\) can't be cut: give its to_dense"
+    ):
         several(torch.eye(4).to_sparse())
     same(one(torch.eye(4).to_sparse()).to_dense(), 2 * torch.eye(4))
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(2, 4)], layout=layout)
-        with pytest.raises(InputError, match="a nested tensor can't be cut: give its to_padded_tensor"):
+        with pytest.raises(
+            InputError, match="a nested tensor can't be cut: give its to_padded_tensor"
+        ):
             several(nested)
         same(one(nested).to_padded_tensor(0.0), 2 * nested.to_padded_tensor(0.0))
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch's own, of what is in beta or going
-def test_transforms_that_do_not_follow_threads_are_refused_by_several_devices_and_work_on_one() -> None:
+def test_transforms_that_do_not_follow_threads_are_refused_by_several_devices_and_work_on_one() -> (
+    None
+):
     module, x = nn.Linear(3, 2), torch.randn(4, 3)
     several, one = (DataParallel(module, devices) for devices in ("2xcpu", "1xcpu"))
 
@@ -1019,7 +1124,9 @@ def test_transforms_that_do_not_follow_threads_are_refused_by_several_devices_an
         directional,
     ]
     for way in ways:
-        with pytest.raises(InputError, match=r"don't follow a batch to the threads of replicas: .*net.module"):
+        with pytest.raises(
+            InputError, match=r"don't follow a batch to the threads of replicas: .*net.module"
+        ):
             way(several)
         same(way(one), way(module))
     with pytest.raises(InputError, match=r"torch.jit.trace and torch.export don't follow"):
@@ -1030,13 +1137,21 @@ def test_transforms_that_do_not_follow_threads_are_refused_by_several_devices_an
 
 def test_shares_that_were_padded_to_lengths_of_their_own_are_told_of_total_length() -> None:
     class Recurrent(nn.GRU):
-        def forward(self, x: torch.Tensor, lengths: torch.Tensor, total: int | None) -> torch.Tensor:  # type: ignore[override]
-            packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            return nn.utils.rnn.pad_packed_sequence(super().forward(packed)[0], True, total_length=total)[0]
+        def forward(
+            self, x: torch.Tensor, lengths: torch.Tensor, total: int | None
+        ) -> torch.Tensor:  # type: ignore[override]
+            packed = nn.utils.rnn.pack_padded_sequence(
+                x, lengths, batch_first=True, enforce_sorted=False
+            )
+            return nn.utils.rnn.pad_packed_sequence(
+                super().forward(packed)[0], True, total_length=total
+            )[0]
 
     plain, net = pair(Recurrent(4, 5, batch_first=True))
     x, lengths = torch.randn(4, 7, 4), torch.tensor([7, 6, 5, 4])
-    with pytest.raises(InputError, match=r"\(2, 7, 5\), \(2, 5, 5\).*differ in dimension 1.*total_length"):
+    with pytest.raises(
+        InputError, match=r"\(2, 7, 5\), \(2, 5, 5\).*differ in dimension 1.*total_length"
+    ):
         net(x, lengths, None)
     same(net(x, lengths, 7), plain(x, lengths, 7))
 

@@ -1,4 +1,6 @@
-"""Level devices: the fullest device of each way to train a classifier whose output layer is large."""
+"""Level devices: the fullest device of each way to train a classifier whose output layer is
+large.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +26,50 @@ from lockstep.parallel.balance.level import busy_seconds, covered
 
 BATCH, WIDTH, CLASSES = 64, 64, 2000
 TWO = slots(2)
-Way = Callable[[nn.Sequential, torch.optim.Optimizer], Callable[[torch.Tensor, torch.Tensor], object]]
+Way = Callable[
+    [nn.Sequential, torch.optim.Optimizer], Callable[[torch.Tensor, torch.Tensor], object]
+]
 
 
-def gathered(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor, torch.Tensor], object]:
+def gathered(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], object]:
     net, criterion = DataParallel(model, TWO), nn.CrossEntropyLoss()
     return updating(optimizer, lambda inputs, labels: criterion(net(inputs), labels))
 
 
-def balanced(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    net, loss_of = DataParallel(model, TWO, balanced=True), ParallelLoss(None, nn.CrossEntropyLoss(), TWO)
+def balanced(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    net, loss_of = (
+        DataParallel(model, TWO, balanced=True),
+        ParallelLoss(None, nn.CrossEntropyLoss(), TWO),
+    )
     return updating(optimizer, lambda inputs, labels: loss_of(net(inputs), labels).loss)
 
 
-def chunked(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor, torch.Tensor], object]:
+def chunked(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], object]:
     net = DataParallel(model[0], TWO, balanced=True)
     loss_of = ParallelLoss(model[1], nn.CrossEntropyLoss(), TWO, chunk_size=8)
 
     def loss(inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         hidden = net(inputs)
-        rows = Balanced([share.unsqueeze(0) for share in hidden], hidden.devices)  # samples in the place of time
+        rows = Balanced(
+            [share.unsqueeze(0) for share in hidden], hidden.devices
+        )  # samples in the place of time
         return loss_of(rows, labels.view(len(hidden), -1)).loss
 
     return updating(optimizer, loss)
 
 
-def by_dp(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor, torch.Tensor], object]:
-    return lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices="2xcpu")
+def by_dp(
+    model: nn.Sequential, optimizer: torch.optim.Optimizer
+) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    return lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices="2xcpu"
+    )
 
 
 def updating(
@@ -67,7 +86,9 @@ def updating(
 def stepping(way: Way) -> tuple[nn.Sequential, Callable[[int], object]]:
     """A model, and its step on a batch of so many samples."""
     generator = torch.Generator().manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(32, WIDTH), nn.ReLU()), nn.Linear(WIDTH, CLASSES)).double()
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(32, WIDTH), nn.ReLU()), nn.Linear(WIDTH, CLASSES)
+    ).double()
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8)

@@ -47,12 +47,16 @@ def test_devices_are_found_where_none_are_named() -> None:
         return threading.current_thread().name
 
     assert parallel_apply([name] * 2, [torch.zeros(1), 0]) == ["lockstep cpu:0", "lockstep cpu:1"]
-    assert parallel_apply([name] * 2, [torch.zeros(1), 0], devices=[None, None])[1] == "lockstep cpu:1"
+    assert (
+        parallel_apply([name] * 2, [torch.zeros(1), 0], devices=[None, None])[1] == "lockstep cpu:1"
+    )
     assert parallel_apply([name], [0], devices=devices.slots(2)[1]) == ["lockstep cpu:1"]
     assert parallel_apply([], []) == []
 
 
-@pytest.mark.parametrize("wrong", [{"inputs": [1]}, {"kwargs_tup": [{}]}, {"devices": "3xcpu"}, {"devices": [None]}])
+@pytest.mark.parametrize(
+    "wrong", [{"inputs": [1]}, {"kwargs_tup": [{}]}, {"devices": "3xcpu"}, {"devices": [None]}]
+)
 def test_lists_of_different_lengths_are_refused(wrong: dict[str, object]) -> None:
     given: dict[str, object] = {"inputs": [1, 2], **wrong}
     with pytest.raises(InputError, match=r"2 modules, but [13]"):
@@ -125,7 +129,9 @@ def test_threads_stay_for_the_next_call() -> None:
 
     first = parallel_apply([which] * 2, [0, 0], devices="2xcpu")
     assert parallel_apply([which] * 2, [0, 0], devices="2xcpu") == first
-    assert parallel_apply([which], [0], devices=[devices.slots(2)[0]]) == first[:1], "a smaller batch uses fewer"
+    assert parallel_apply([which], [0], devices=[devices.slots(2)[0]]) == first[:1], (
+        "a smaller batch uses fewer"
+    )
 
 
 def test_calls_inside_calls_do_not_wait_for_one_another() -> None:
@@ -193,7 +199,9 @@ def test_a_team_that_would_wait_for_itself_is_refused(team: Team) -> None:
 def test_a_closed_team_makes_new_threads(team: Team) -> None:
     before = team.run([threading.get_ident] * 3)
     team.close()
-    assert set(team.run([threading.get_ident] * 3)).isdisjoint(before) or team.run([int, int, int]) == [0, 0, 0]
+    assert set(team.run([threading.get_ident] * 3)).isdisjoint(before) or team.run(
+        [int, int, int]
+    ) == [0, 0, 0]
 
 
 def test_threads_end_with_their_team() -> None:
@@ -278,5 +286,7 @@ def test_a_forked_process_makes_threads_of_its_own() -> None:
             os._exit(0 if good else 1)
         raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], timeout=60, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], timeout=60, env=dict(os.environ)
+    )
     assert done.returncode == 0

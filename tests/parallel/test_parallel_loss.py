@@ -1,4 +1,6 @@
-"""A parallel loss: the numbers of the plain one, on any number of devices, in chunks of any size."""
+"""A parallel loss: the numbers of the plain one, on any number of devices, in chunks of any
+size.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def tokens(batch: int = BATCH, time: int = TIME) -> tuple[torch.Tensor, torch.Te
 
 
 def smoothed(log_p: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL to a smoothed target, a sum over rows that are no padding: the criterion of the Annotated Transformer."""
+    """KL to a smoothed target, a sum over rows that are no padding: the criterion of the
+    Annotated Transformer.
+    """
     wanted = torch.full_like(log_p, 0.1 / (WORDS - 2))
     wanted.scatter_(1, targets[:, None], 0.9)
     wanted[:, PADDING] = 0
@@ -72,7 +76,9 @@ WEIGHTS = torch.linspace(0.5, 2, WORDS, dtype=torch.float64)
 CRITERIA: dict[str, Callable[[], Any]] = {
     "cross-entropy": lambda: nn.CrossEntropyLoss(ignore_index=PADDING),
     "cross-entropy, a sum": lambda: nn.CrossEntropyLoss(ignore_index=PADDING, reduction="sum"),
-    "smoothed, weighted": lambda: nn.CrossEntropyLoss(WEIGHTS, ignore_index=PADDING, label_smoothing=0.1),
+    "smoothed, weighted": lambda: nn.CrossEntropyLoss(
+        WEIGHTS, ignore_index=PADDING, label_smoothing=0.1
+    ),
     "NLL": lambda: nn.NLLLoss(ignore_index=PADDING),
     "NLL, a sum": lambda: functools.partial(F.nll_loss, ignore_index=PADDING, reduction="sum"),
     "KL": lambda: kl,
@@ -83,13 +89,17 @@ def is_log(name: str) -> bool:
     return name.startswith(("NLL", "KL"))
 
 
-def plain(generator: nn.Module, criterion: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def plain(
+    generator: nn.Module, criterion: Any, hidden: torch.Tensor, targets: torch.Tensor
+) -> torch.Tensor:
     """The loss as one would write it."""
     logits = generator(hidden).flatten(0, 1)
     found = criterion(logits, targets.flatten())
     if isinstance(found, tuple):
         return found[0] / found[1]
-    is_sum = getattr(criterion, "reduction", None) == "sum" or getattr(criterion, "keywords", {}).get("reduction")
+    is_sum = getattr(criterion, "reduction", None) == "sum" or getattr(
+        criterion, "keywords", {}
+    ).get("reduction")
     return found / (targets != PADDING).sum() if is_sum else found
 
 
@@ -109,7 +119,11 @@ def same(one: dict[str, torch.Tensor | None], other: dict[str, torch.Tensor | No
 
 
 def both(
-    model: Tied, generator: nn.Module, criterion: Any, loss_of: ParallelLoss, batch: tuple[torch.Tensor, torch.Tensor]
+    model: Tied,
+    generator: nn.Module,
+    criterion: Any,
+    loss_of: ParallelLoss,
+    batch: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
     """The plain and the parallel loss have the same value and gradients."""
     inputs, targets = batch
@@ -127,15 +141,29 @@ def both(
 def test_it_has_the_value_and_the_gradients_of_the_plain_loss(name: str, devices: int) -> None:
     criterion = CRITERIA[name]()
     model = Tied()
-    generator: nn.Module = nn.Sequential(model.generator, nn.LogSoftmax(-1)) if is_log(name) else model.generator
+    generator: nn.Module = (
+        nn.Sequential(model.generator, nn.LogSoftmax(-1)) if is_log(name) else model.generator
+    )
     for chunk_size in (1, 4, TIME, 100, None):
-        both(model, generator, criterion, ParallelLoss(generator, criterion, f"{devices}xcpu", chunk_size), tokens())
+        both(
+            model,
+            generator,
+            criterion,
+            ParallelLoss(generator, criterion, f"{devices}xcpu", chunk_size),
+            tokens(),
+        )
 
 
 @pytest.mark.parametrize("batch, time", [(1, TIME), (2, 1), (3, 5), (8, 2)])
 def test_batches_smaller_than_the_devices_and_single_time_steps(batch: int, time: int) -> None:
     model, criterion = Tied(), nn.CrossEntropyLoss(ignore_index=PADDING)
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "3xcpu", 2), tokens(batch, time))
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, "3xcpu", 2),
+        tokens(batch, time),
+    )
 
 
 def test_a_share_or_a_chunk_whose_tokens_are_all_ignored_counts_nothing() -> None:
@@ -144,7 +172,13 @@ def test_a_share_or_a_chunk_whose_tokens_are_all_ignored_counts_nothing() -> Non
     targets[:2] = PADDING  # the whole share of the first slot
     targets[:, 2:4] = PADDING  # and a chunk of the other
     targets[3, 0] = 5
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 2), (inputs, targets))
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, "2xcpu", 2),
+        (inputs, targets),
+    )
 
 
 def test_nothing_but_ignored_tokens_is_an_error_of_the_mean_alone() -> None:
@@ -161,24 +195,38 @@ def test_nothing_but_ignored_tokens_is_an_error_of_the_mean_alone() -> None:
 def test_no_time_steps_at_all_give_zeros() -> None:
     hidden = torch.randn(4, 0, WIDTH, requires_grad=True)
     generator = nn.Linear(WIDTH, WORDS)
-    found = ParallelLoss(generator, nn.CrossEntropyLoss(), "2xcpu", 2)(hidden, torch.zeros(4, 0, dtype=torch.long))
+    found = ParallelLoss(generator, nn.CrossEntropyLoss(), "2xcpu", 2)(
+        hidden, torch.zeros(4, 0, dtype=torch.long)
+    )
     found.total.backward()
-    assert found.total == 0 and found.count == 0 and hidden.grad is not None and hidden.grad.shape == hidden.shape
+    assert (
+        found.total == 0
+        and found.count == 0
+        and hidden.grad is not None
+        and hidden.grad.shape == hidden.shape
+    )
 
 
 def test_hidden_states_without_time_are_a_classifiers() -> None:
     generator, criterion = nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss()
     hidden, targets = torch.randn(5, WIDTH, requires_grad=True), torch.randint(WORDS, (5,))
-    expected = torch.autograd.grad(criterion(generator(hidden), targets), [hidden, *generator.parameters()])
+    expected = torch.autograd.grad(
+        criterion(generator(hidden), targets), [hidden, *generator.parameters()]
+    )
     found = torch.autograd.grad(
-        ParallelLoss(generator, criterion, "2xcpu")(hidden, targets).loss, [hidden, *generator.parameters()]
+        ParallelLoss(generator, criterion, "2xcpu")(hidden, targets).loss,
+        [hidden, *generator.parameters()],
     )
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("time", [None, 1, 4])
-def test_targets_and_states_without_time_beside_hidden_states_without_it_and_with(time: int | None) -> None:
-    """Rows of (batch, width) are the criterion's as they are, and nothing takes a width for a time."""
+def test_targets_and_states_without_time_beside_hidden_states_without_it_and_with(
+    time: int | None,
+) -> None:
+    """Rows of (batch, width) are the criterion's as they are, and nothing takes a width for a
+    time.
+    """
 
     def nearest(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
         soft = F.cross_entropy(logits, targets["soft"], reduction="sum")
@@ -189,7 +237,9 @@ def test_targets_and_states_without_time_beside_hidden_states_without_it_and_wit
     targets = {"soft": torch.rand(5, WORDS), "state": torch.rand(5, 4)}
     loss_of = ParallelLoss(generator, nearest, "2xcpu")
     if time is not None:
-        with pytest.raises(InputError, match=r"targets \(5, \d+\) beside outputs of 5 samples and \d time steps"):
+        with pytest.raises(
+            InputError, match=r"targets \(5, \d+\) beside outputs of 5 samples and \d time steps"
+        ):
             loss_of(hidden, targets)
         return
     total, count = nearest(generator(hidden), targets)
@@ -199,14 +249,18 @@ def test_targets_and_states_without_time_beside_hidden_states_without_it_and_wit
 
 
 def test_targets_may_be_a_nest_of_tensors() -> None:
-    def weighted(logits: torch.Tensor, targets: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    def weighted(
+        logits: torch.Tensor, targets: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         each = F.cross_entropy(logits, targets["words"], reduction="none")
         return (each * targets["weights"]).sum(), targets["weights"].sum()
 
     model = Tied()
     inputs, words = tokens()
     weights = torch.rand(BATCH, TIME)
-    each = F.cross_entropy(model.generator(model(inputs)).flatten(0, 1), words.flatten(), reduction="none")
+    each = F.cross_entropy(
+        model.generator(model(inputs)).flatten(0, 1), words.flatten(), reduction="none"
+    )
     ((each * weights.flatten()).sum() / weights.sum()).backward()
     expected = gradients(model)
     loss_of = ParallelLoss(model.generator, weighted, "2xcpu", 3)
@@ -223,7 +277,10 @@ def test_targets_may_be_probabilities_of_words(criterion: nn.Module) -> None:
     expected.backward()
     theirs = gradients(model)
     found = ParallelLoss(generator, criterion, "2xcpu", 3)(model(inputs), soft)
-    assert found.loss.item() == pytest.approx(expected.item(), rel=1e-12) and found.count == BATCH * TIME
+    assert (
+        found.loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        and found.count == BATCH * TIME
+    )
     found.loss.backward()
     same(gradients(model), theirs)
 
@@ -281,7 +338,9 @@ def test_it_is_one_part_of_a_loss_of_several() -> None:
 def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
     model = Tied()
     inputs, targets = tokens()
-    loss = ParallelLoss(model.generator, nn.CrossEntropyLoss(), "2xcpu", 4)(model(inputs), targets).loss
+    loss = ParallelLoss(model.generator, nn.CrossEntropyLoss(), "2xcpu", 4)(
+        model(inputs), targets
+    ).loss
     loss.backward(retain_graph=True)
     first = {name: grad.clone() for name, grad in gradients(model).items() if grad is not None}
     loss.backward(retain_graph=True)
@@ -312,7 +371,13 @@ def test_what_is_frozen_gets_no_gradient(frozen: str) -> None:
     else:
         model.embedding.requires_grad_(False)
         model.trunk.requires_grad_(False)
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 4), tokens())
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, "2xcpu", 4),
+        tokens(),
+    )
 
 
 def test_without_gradients_it_only_evaluates() -> None:
@@ -358,7 +423,13 @@ def test_a_deep_generator_with_uses_of_a_weight_that_are_not_linear_layers() -> 
 
     model, criterion = Tied(), nn.CrossEntropyLoss(ignore_index=PADDING)
     model.generator = Deep()  # type: ignore[assignment]
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 4), tokens())
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, "2xcpu", 4),
+        tokens(),
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -373,10 +444,16 @@ def test_a_generator_may_checkpoint_its_activations(reentrant: bool) -> None:
 
     model, criterion = Tied(), nn.CrossEntropyLoss(ignore_index=PADDING)
     model.generator = Checkpointed()  # type: ignore[assignment]
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, "2xcpu", 4), tokens())
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, "2xcpu", 4),
+        tokens(),
+    )
 
 
-# ---- random numbers -------------------------------------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def test_dropout_in_the_generator_has_a_stream_for_each_slot() -> None:
@@ -397,7 +474,9 @@ def test_dropout_in_the_generator_has_a_stream_for_each_slot() -> None:
     assert once(2)[0] != first[0]
     same_rows = ParallelLoss(generator, nn.CrossEntropyLoss(), "2xcpu", TIME)
     twice = same_rows(hidden[:1].expand(2, -1, -1), targets[:1].expand(2, -1)).total
-    halves = [ParallelLoss(generator, nn.CrossEntropyLoss(), "1xcpu", TIME)(hidden[:1], targets[:1]).total]
+    halves = [
+        ParallelLoss(generator, nn.CrossEntropyLoss(), "1xcpu", TIME)(hidden[:1], targets[:1]).total
+    ]
     assert twice.item() != pytest.approx(2 * halves[0].item())  # each slot drew another mask
 
 
@@ -419,13 +498,16 @@ def test_a_generator_without_dropout_leaves_the_callers_random_numbers_alone() -
     assert torch.equal(torch.get_rng_state(), before)
 
 
-# ---- outputs that were left on their devices ------------------------------------------------------------------------
+# ---- outputs that were left on their devices -----------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [1, 5, 6])
 def test_outputs_left_on_their_devices_are_taken_as_they_are(batch: int) -> None:
     torch.manual_seed(1)
-    net, criterion = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss()
+    net, criterion = (
+        nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)),
+        nn.CrossEntropyLoss(),
+    )
     inputs, targets = torch.randn(batch, 4), torch.randint(3, (batch,))
     expected = criterion(net(inputs), targets)
     expected.backward()
@@ -450,24 +532,30 @@ def test_a_generator_takes_the_hidden_states_that_replicas_left() -> None:
 
 def test_outputs_of_any_nesting_go_to_a_criterion_without_a_generator() -> None:
     def loss(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return F.cross_entropy(outputs["logits"], targets, reduction="sum") + outputs["aside"].sum(), len(targets)
+        return F.cross_entropy(outputs["logits"], targets, reduction="sum") + outputs[
+            "aside"
+        ].sum(), len(targets)
 
     logits, aside = torch.randn(5, 3, requires_grad=True), torch.randn(5, requires_grad=True)
     targets = torch.randint(3, (5,))
     total, count = loss({"logits": logits, "aside": aside}, targets)
     expected = torch.autograd.grad(total / count, [logits, aside])
     found = ParallelLoss(None, loss, "2xcpu")({"logits": logits, "aside": aside}, targets)
-    torch.testing.assert_close(torch.autograd.grad(found.loss, [logits, aside]), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.loss, [logits, aside]), expected, rtol=1e-12, atol=1e-12
+    )
 
 
 def test_without_a_generator_a_chunk_size_cuts_outputs_in_time() -> None:
     logits, targets = torch.randn(4, 5, 3, requires_grad=True), torch.randint(3, (4, 5))
     expected = torch.autograd.grad(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits)
     found = ParallelLoss(None, nn.CrossEntropyLoss(), "3xcpu", chunk_size=2)(logits, targets)
-    torch.testing.assert_close(torch.autograd.grad(found.loss, logits), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        torch.autograd.grad(found.loss, logits), expected, rtol=1e-12, atol=1e-12
+    )
 
 
-# ---- number formats and memory --------------------------------------------------------------------------------------
+# ---- number formats and memory -------------------------------------------------------------------
 
 
 def test_a_scaled_loss_in_reduced_precision_is_near_to_the_plain_one() -> None:
@@ -485,12 +573,18 @@ def test_a_scaled_loss_in_reduced_precision_is_near_to_the_plain_one() -> None:
         scaler.scale(loss).backward()
         found.append(gradients(model))
     for name, expected in found[0].items():
-        assert expected is not None and (found[1][name] - expected).abs().max() < 0.03 * expected.abs().max()
+        assert (
+            expected is not None
+            and (found[1][name] - expected).abs().max() < 0.03 * expected.abs().max()
+        )
 
 
 def test_the_logits_never_exist_whole_and_memory_is_level() -> None:
     batch, time, width, words = 8, 16, 8, 5000
-    hidden, targets = torch.randn(batch, time, width, requires_grad=True), torch.randint(words, (batch, time))
+    hidden, targets = (
+        torch.randn(batch, time, width, requires_grad=True),
+        torch.randint(words, (batch, time)),
+    )
     generator = nn.Linear(width, words)
     criterion = nn.CrossEntropyLoss()
 
@@ -527,7 +621,7 @@ def test_nothing_of_a_batch_lives_on_after_it() -> None:
         gc.enable()
 
 
-# ---- what bad input gets --------------------------------------------------------------------------------------------
+# ---- what bad input gets -------------------------------------------------------------------------
 
 
 def test_what_it_is_made_of_is_checked() -> None:
@@ -555,7 +649,9 @@ def test_what_it_is_made_of_is_checked() -> None:
         ((3, 4, 5, WIDTH), (3, 4), "one tensor"),
     ],
 )
-def test_shapes_that_do_not_go_together(hidden: tuple[int, ...], targets: tuple[int, ...], message: str) -> None:
+def test_shapes_that_do_not_go_together(
+    hidden: tuple[int, ...], targets: tuple[int, ...], message: str
+) -> None:
     loss_of = ParallelLoss(nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss(), "2xcpu", 2)
     with pytest.raises(InputError, match=message):
         loss_of(torch.randn(hidden), torch.zeros(targets, dtype=torch.long))
@@ -563,24 +659,34 @@ def test_shapes_that_do_not_go_together(hidden: tuple[int, ...], targets: tuple[
 
 def test_no_outputs_at_all_are_a_batch_of_0() -> None:
     with pytest.raises(InputError, match="batch of 0"):
-        ParallelLoss(None, nn.CrossEntropyLoss())(Balanced([], []), torch.zeros(0, dtype=torch.long))
+        ParallelLoss(None, nn.CrossEntropyLoss())(
+            Balanced([], []), torch.zeros(0, dtype=torch.long)
+        )
 
 
 def test_replicas_that_left_different_times_are_refused() -> None:
     outputs = Balanced([torch.randn(2, 3, WIDTH), torch.randn(2, 4, WIDTH)], list(slots(2)))
     with pytest.raises(InputError, match=r"\(2, 3, 6\) and \(2, 4, 6\) don't make one batch"):
-        ParallelLoss(nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss())(outputs, torch.zeros(4, 3, dtype=torch.long))
+        ParallelLoss(nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss())(
+            outputs, torch.zeros(4, 3, dtype=torch.long)
+        )
 
 
 def test_a_generator_that_can_not_be_cut_in_chunks_is_refused() -> None:
     hidden, targets = torch.randn(4, 4, WIDTH), torch.zeros(4, 4, dtype=torch.long)
 
     def loss_of(*layers: nn.Module) -> Any:
-        return ParallelLoss(nn.Sequential(*layers), nn.CrossEntropyLoss(), "2xcpu", 2)(hidden, targets)
+        return ParallelLoss(nn.Sequential(*layers), nn.CrossEntropyLoss(), "2xcpu", 2)(
+            hidden, targets
+        )
 
-    with pytest.raises(InputError, match="0 is a BatchNorm1d, which would normalize each chunk of tokens by itself"):
+    with pytest.raises(
+        InputError, match="0 is a BatchNorm1d, which would normalize each chunk of tokens by itself"
+    ):
         loss_of(nn.BatchNorm1d(4), nn.Linear(WIDTH, WORDS))
-    with pytest.raises(InputError, match=r"gave float64\(24, 13\).*\(2, 2, vocabulary\) is expected"):
+    with pytest.raises(
+        InputError, match=r"gave float64\(24, 13\).*\(2, 2, vocabulary\) is expected"
+    ):
         loss_of(nn.Flatten(0, 1), nn.Linear(WIDTH, WORDS), _Repeated())
     with pytest.raises(InputError, match=r"LazyLinear.*uninitialized"):
         loss_of(nn.LazyLinear(WORDS))
@@ -593,7 +699,10 @@ class _Repeated(nn.Module):
 
 def test_tensors_that_want_gradients_and_would_get_none_are_refused() -> None:
     other = torch.randn(WORDS, requires_grad=True)
-    hidden, targets = torch.randn(3, 4, WIDTH, requires_grad=True), torch.zeros(3, 4, dtype=torch.long)
+    hidden, targets = (
+        torch.randn(3, 4, WIDTH, requires_grad=True),
+        torch.zeros(3, 4, dtype=torch.long),
+    )
 
     def closed_over(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         return F.cross_entropy(logits + other, targets, reduction="sum"), len(targets)
@@ -630,4 +739,10 @@ def test_it_can_be_copied_with_its_model() -> None:
 def test_on_one_gpu_it_has_the_numbers_of_the_plain_loss(devices: list[int]) -> None:
     model, criterion = Tied().cuda(), nn.CrossEntropyLoss(ignore_index=PADDING)
     inputs, targets = (t.cuda() for t in tokens())
-    both(model, model.generator, criterion, ParallelLoss(model.generator, criterion, devices, 4), (inputs, targets))
+    both(
+        model,
+        model.generator,
+        criterion,
+        ParallelLoss(model.generator, criterion, devices, 4),
+        (inputs, targets),
+    )

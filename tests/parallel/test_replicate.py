@@ -31,7 +31,9 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
 
 
-def replicas_give_the_same_gradients(net: nn.Module, x: torch.Tensor, slots: str, bound: float) -> None:
+def replicas_give_the_same_gradients(
+    net: nn.Module, x: torch.Tensor, slots: str, bound: float
+) -> None:
     net(x).square().sum().backward()
     wanted = [p.grad for p in net.parameters()]
     net.zero_grad()
@@ -61,7 +63,9 @@ def test_replicas_see_what_the_optimizer_writes() -> None:
 
 
 def test_gradients_of_all_replicas_are_summed_into_the_original() -> None:
-    replicas_give_the_same_gradients(_net().eval(), torch.randn(7, 3, dtype=torch.float64), "3xcpu", 1e-13)
+    replicas_give_the_same_gradients(
+        _net().eval(), torch.randn(7, 3, dtype=torch.float64), "3xcpu", 1e-13
+    )
 
 
 def test_backward_through_one_replica_alone_leaves_unused_parameters_without_gradients() -> None:
@@ -73,7 +77,9 @@ def test_backward_through_one_replica_alone_leaves_unused_parameters_without_gra
 def test_detached_replicas_send_nothing_back() -> None:
     net = nn.Linear(2, 2)
     for replica in replicate(net, "2xcpu", detach=True):
-        assert not replica.weight.requires_grad and replica.weight.data_ptr() == net.weight.data_ptr()
+        assert (
+            not replica.weight.requires_grad and replica.weight.data_ptr() == net.weight.data_ptr()
+        )
 
 
 def test_frozen_parameters_stay_frozen_and_no_grad_is_kept() -> None:
@@ -119,7 +125,9 @@ def test_recurrent_layers_lists_of_parameters_and_parametrizations_work_in_repli
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(self.rnn(x)[0]) * self.list[1] * self.list[0] + self.dict["a"]
 
-    replicas_give_the_same_gradients(Odd().double(), torch.randn(4, 5, 3, dtype=torch.float64), "2xcpu", 1e-12)
+    replicas_give_the_same_gradients(
+        Odd().double(), torch.randn(4, 5, 3, dtype=torch.float64), "2xcpu", 1e-12
+    )
 
 
 def test_methods_and_modules_kept_as_attributes_are_those_of_the_replica() -> None:

@@ -55,7 +55,9 @@ def test_chunks_are_those_of_torch_chunk(batch: int, count: int, sizes: list[int
     assert torch.equal(torch.cat(shares), whole)
 
 
-@pytest.mark.parametrize("wanted", ["2xcpu", ["cpu", "cpu"], [torch.device("cpu")] * 2, devices.slots(2)])
+@pytest.mark.parametrize(
+    "wanted", ["2xcpu", ["cpu", "cpu"], [torch.device("cpu")] * 2, devices.slots(2)]
+)
 def test_devices_may_be_named_in_any_way(wanted: Any) -> None:
     assert [len(share) for share in scatter(torch.zeros(4), wanted)] == [2, 2]
 
@@ -67,7 +69,10 @@ def test_devices_that_do_not_exist_are_refused() -> None:
 
 @pytest.mark.parametrize("dim", [1, -1])
 def test_any_dimension_can_be_cut(dim: int) -> None:
-    assert [tuple(share.shape) for share in scatter(torch.zeros(2, 5), "2xcpu", dim)] == [(2, 3), (2, 2)]
+    assert [tuple(share.shape) for share in scatter(torch.zeros(2, 5), "2xcpu", dim)] == [
+        (2, 3),
+        (2, 2),
+    ]
 
 
 def test_shares_of_slots_are_no_copies() -> None:
@@ -87,9 +92,15 @@ def test_nestings_keep_their_types_and_order() -> None:
     assert isinstance(pair, Pair) and pair.left.tolist() == [2, 3] and pair.right is None
     assert type(odict) is collections.OrderedDict and list(odict) == ["b", "a"]
     assert odict["a"][1][1] == "word" and odict["a"][1][0].tolist() == [2, 3]
-    assert type(ddict) is collections.defaultdict and ddict.default_factory is list and ddict["n"] == 7
+    assert (
+        type(ddict) is collections.defaultdict and ddict.default_factory is list and ddict["n"] == 7
+    )
     assert isinstance(batch, Batch) and batch.images.tolist() == [2, 3] and batch.name == "train"
-    assert isinstance(frozen, Frozen) and frozen.extra["y"].tolist() == [2, 3] and frozen.extra["k"] == 3
+    assert (
+        isinstance(frozen, Frozen)
+        and frozen.extra["y"].tolist() == [2, 3]
+        and frozen.extra["k"] == 3
+    )
     assert nothing == () and empty == {}
     assert inputs[3].images is x, "the original is left as it was"
 
@@ -118,7 +129,9 @@ def test_sizes_that_do_not_fit_are_refused(sizes: list[int]) -> None:
 
 
 def test_tensors_of_different_sizes_are_refused_with_both_sizes() -> None:
-    with pytest.raises(InputError, match=r"different sizes along dimension 0 \(shapes \(6, 2\) and \(4,\)\)"):
+    with pytest.raises(
+        InputError, match=r"different sizes along dimension 0 \(shapes \(6, 2\) and \(4,\)\)"
+    ):
         scatter({"x": torch.zeros(6, 2), "mask": torch.zeros(4)}, "2xcpu")
     with pytest.raises(InputError, match=r"\(6,\) and \(4,\)"):
         scatter_kwargs((torch.zeros(6),), {"mask": torch.zeros(4)}, "2xcpu")
@@ -201,7 +214,11 @@ def test_gather_joins_nestings_in_order() -> None:
     whole = gather(outputs, "cpu")
     assert list(whole) == ["logits", "aux", "kind", "b"]
     assert whole["logits"].tolist() == [[2, 2], [2, 2], [1, 1]]
-    assert isinstance(whole["aux"], Pair) and whole["aux"].left[0].shape == (3,) and whole["aux"].right is None
+    assert (
+        isinstance(whole["aux"], Pair)
+        and whole["aux"].left[0].shape == (3,)
+        and whole["aux"].right is None
+    )
     assert whole["kind"] == "seq" and whole["b"].images.shape == (3,)
 
 
@@ -224,7 +241,10 @@ def test_gathered_scalars_are_a_vector_and_a_warning_says_so() -> None:
 
 
 def test_gather_fills_dicts_by_key_not_by_order() -> None:
-    whole = gather([{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}], "cpu")
+    whole = gather(
+        [{"a": torch.zeros(1), "b": torch.ones(1)}, {"b": torch.ones(1), "a": torch.zeros(1)}],
+        "cpu",
+    )
     assert whole["a"].tolist() == [0, 0] and whole["b"].tolist() == [1, 1]
 
 
@@ -239,7 +259,9 @@ class Cache:
 
 
 def test_an_object_that_gives_its_tensors_is_made_anew_of_the_joined_ones() -> None:
-    one, other = (Cache([(torch.full((size, 2), 1.0), torch.full((size, 3), 2.0))]) for size in (2, 1))
+    one, other = (
+        Cache([(torch.full((size, 2), 1.0), torch.full((size, 3), 2.0))]) for size in (2, 1)
+    )
     whole = gather([one, other], "cpu")
     assert type(whole) is Cache
     ((keys, values),) = whole.pairs

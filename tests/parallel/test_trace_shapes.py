@@ -20,7 +20,9 @@ from lockstep.parallel import DataParallel, data_parallel, trace_shapes
         (30, 1, (30,)),
     ],
 )
-def test_the_sizes_inside_and_outside_are_told(batch: int, slots: int, inside: tuple[int, ...]) -> None:
+def test_the_sizes_inside_and_outside_are_told(
+    batch: int, slots: int, inside: tuple[int, ...]
+) -> None:
     net = DataParallel(nn.Linear(5, 2), f"{slots}xcpu")
     with trace_shapes() as shapes:
         net(torch.randn(batch, 5))
@@ -55,5 +57,9 @@ def test_without_inputs_there_is_nothing_to_cut() -> None:
 
     with trace_shapes() as shapes:
         DataParallel(Constant(), "2xcpu")()
-    assert shapes.calls[0].size is None and shapes.calls[0].rows[1] == ("cpu:0", "nothing", "float32(2,)")
+    assert shapes.calls[0].size is None and shapes.calls[0].rows[1] == (
+        "cpu:0",
+        "nothing",
+        "float32(2,)",
+    )
     assert str(type(shapes)()) == ""

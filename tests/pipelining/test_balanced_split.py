@@ -13,10 +13,14 @@ from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.blocks import Block
 
 
-def blocks(times: list[float], weights: list[int] | None = None, crossing: list[int] | None = None) -> list[Block]:
+def blocks(
+    times: list[float], weights: list[int] | None = None, crossing: list[int] | None = None
+) -> list[Block]:
     weights, crossing = weights or [0] * len(times), crossing or [0] * len(times)
     every = zip(times, weights, crossing, strict=True)
-    return [Block(f"b{i}", forward=t, parameters=w, crossing=c) for i, (t, w, c) in enumerate(every)]
+    return [
+        Block(f"b{i}", forward=t, parameters=w, crossing=c) for i, (t, w, c) in enumerate(every)
+    ]
 
 
 def need(stage: int, run: Sequence[Block]) -> float:
@@ -39,7 +43,10 @@ def test_no_other_split_has_a_faster_slowest_stage() -> None:
     for _ in range(300):
         count = drawn.randint(1, 9)
         stages = drawn.randint(1, min(4, count))
-        of = blocks([drawn.uniform(0.1, 3) for _ in range(count)], [drawn.randint(1, 9) for _ in range(count)])
+        of = blocks(
+            [drawn.uniform(0.1, 3) for _ in range(count)],
+            [drawn.randint(1, 9) for _ in range(count)],
+        )
         capacity = [drawn.randint(8, 40) for _ in range(stages)]
         best = by_brute_force(of, stages, capacity)
 
@@ -66,7 +73,9 @@ def test_of_splits_that_are_as_fast_the_one_through_which_least_goes_is_taken() 
 
 
 def test_more_stages_than_blocks_are_refused_with_both_numbers() -> None:
-    with pytest.raises(StrategyError, match=r"3 stages, but the model has 2 blocks .*\(b0, b1\): use 2 devices"):
+    with pytest.raises(
+        StrategyError, match=r"3 stages, but the model has 2 blocks .*\(b0, b1\): use 2 devices"
+    ):
         split(blocks([1.0, 1.0]), 3)
 
 
@@ -80,4 +89,6 @@ def test_a_device_that_is_too_small_is_named_with_both_sizes() -> None:
             capacity=[4 * 2**30, 3 * 2**30],
             devices=["cuda:0", "cuda:1"],
         )
-    assert "stage 1 (b2 to b2) needs 5 GiB, and cuda:1 has 3 GiB: use more devices" in str(refused.value)
+    assert "stage 1 (b2 to b2) needs 5 GiB, and cuda:1 has 3 GiB: use more devices" in str(
+        refused.value
+    )

@@ -8,11 +8,23 @@ from collections.abc import Sequence
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.plan import Candidate, Choice, Costs, Plan, _tried, at, choose_schedule
+from lockstep.pipelining.planner.plan import (
+    Candidate,
+    Choice,
+    Costs,
+    Plan,
+    _tried,
+    at,
+    choose_schedule,
+)
 
 
-def stage(fixed_time: float = 0.0, per_sample: float = 1.0, kept: float = 1.0, fixed: float = 0.0) -> Costs:
-    """A stage whose forward takes ``fixed_time + per_sample * samples``, and its backward twice that."""
+def stage(
+    fixed_time: float = 0.0, per_sample: float = 1.0, kept: float = 1.0, fixed: float = 0.0
+) -> Costs:
+    """A stage whose forward takes ``fixed_time + per_sample * samples``, and its backward twice
+    that.
+    """
     forward = {n: fixed_time + per_sample * n for n in (4, 32)}
     return Costs(forward, {n: 2 * time for n, time in forward.items()}, kept, fixed)
 
@@ -22,17 +34,26 @@ TWO = Plan((0, 1), (stage(), stage()))
 
 def test_times_lie_on_a_line_between_the_sizes_that_were_measured() -> None:
     points = {8: 3.0, 32: 9.0}
-    assert at(points, 8) == 3.0 and at(points, 20) == 6.0 and at(points, 4) == 2.0 and at(points, 40) == 11.0
+    assert (
+        at(points, 8) == 3.0
+        and at(points, 20) == 6.0
+        and at(points, 4) == 2.0
+        and at(points, 40) == 11.0
+    )
     assert at({16: 4.0}, 4) == 1.0, "one size is taken to be in proportion"
     assert at({8: 3.0, 32: 2.0}, 16) == 3.0, "a line that falls is noise"
     assert at({8: 1.0, 16: 2.0, 32: 10.0}, 24) == 6.0
-    assert at({8: 4.0, 16: 12.0}, 4) == 2.0, "a sample of a smaller micro-batch than any measured isn't cheaper"
+    assert at({8: 4.0, 16: 12.0}, 4) == 2.0, (
+        "a sample of a smaller micro-batch than any measured isn't cheaper"
+    )
 
 
 def test_where_cutting_costs_nothing_more_microbatches_are_better() -> None:
     choice = choose_schedule(32, [TWO], microbatches=[1, 2, 4, 8])
     assert str(choice.best) == "1f1b with 8 micro-batches" and choice.best.cutting == 1
-    assert choice.best.seconds == pytest.approx(96 * 9 / 8), "filling and draining take one micro-batch's time more"
+    assert choice.best.seconds == pytest.approx(96 * 9 / 8), (
+        "filling and draining take one micro-batch's time more"
+    )
     assert "1.78 times as fast as one device with the whole batch" in choice.why
 
 
@@ -45,17 +66,25 @@ def test_where_cutting_costs_few_are_better() -> None:
 
 def test_what_does_not_fit_is_not_taken() -> None:
     held = [1, 0.5]  # of the batch: what 1F1B holds on two stages with two micro-batches
-    assert choose_schedule(32, [TWO], microbatches=[2], capacity=[32 * h for h in held]).best.schedule == "1f1b"
+    assert (
+        choose_schedule(32, [TWO], microbatches=[2], capacity=[32 * h for h in held]).best.schedule
+        == "1f1b"
+    )
     small = choose_schedule(32, [TWO], microbatches=[1, 2, 4, 8], capacity=[16.0, 16.0])
     assert small.best.microbatches == 8 and small.best.schedule == "1f1b"
     assert all(c.schedule == "1f1b" or c.schedule == "fitted" for c in small.candidates if c.fits)
     assert max(choose_schedule(32, [TWO], schedules=["gpipe"]).best.peak) == 32
-    with pytest.raises(StrategyError, match=r"nothing fits: .* needs 8 B on device 0, which has 5 B: use more devices"):
+    with pytest.raises(
+        StrategyError,
+        match=r"nothing fits: .* needs 8 B on device 0, which has 5 B: use more devices",
+    ):
         choose_schedule(32, [TWO], microbatches=[4, 8], schedules=["1f1b"], capacity=[5.0, 5.0])
 
 
 def test_parameters_of_all_stages_of_a_device_count() -> None:
-    four = Plan((0, 1, 0, 1), tuple(stage(per_sample=0.5, kept=0.5, fixed=f) for f in (1.0, 2.0, 3.0, 4.0)))
+    four = Plan(
+        (0, 1, 0, 1), tuple(stage(per_sample=0.5, kept=0.5, fixed=f) for f in (1.0, 2.0, 3.0, 4.0))
+    )
     choice = choose_schedule(32, [four], microbatches=[8], schedules=["interleaved"])
     held = choice.best.timeline.held(dict.fromkeys(range(4), 0.5 * 4))
     assert choice.best.peak == (held[0] + 1 + 3, held[1] + 2 + 4)
@@ -85,19 +114,26 @@ def test_numbers_above_the_batch_are_not_tried() -> None:
 
 def test_a_turn_that_costs_makes_many_microbatches_worse() -> None:
     without = choose_schedule(32, [TWO], microbatches=[1, 2, 4, 8, 16, 32])
-    dear = choose_schedule(32, [Plan(TWO.places, TWO.costs, turn=2.0)], microbatches=[1, 2, 4, 8, 16, 32])
+    dear = choose_schedule(
+        32, [Plan(TWO.places, TWO.costs, turn=2.0)], microbatches=[1, 2, 4, 8, 16, 32]
+    )
     assert dear.best.microbatches < without.best.microbatches
     by_number = [
-        {c.microbatches: c.seconds for c in choice.candidates if c.schedule == "gpipe"} for choice in (without, dear)
+        {c.microbatches: c.seconds for c in choice.candidates if c.schedule == "gpipe"}
+        for choice in (without, dear)
     ]
     assert by_number[1][1] == by_number[0][1], "one micro-batch has nobody to take turns with"
-    assert by_number[1][8] == pytest.approx(by_number[0][8] + 2 * 9 * 2.0), "8 turns, and one to fill, each way"
+    assert by_number[1][8] == pytest.approx(by_number[0][8] + 2 * 9 * 2.0), (
+        "8 turns, and one to fill, each way"
+    )
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.0, 1.3])
 def test_what_a_trial_took_is_what_is_expected_then(factor: float) -> None:
     best = choose_schedule(32, [TWO], microbatches=[8]).best
-    again = choose_schedule(32, [best.corrected(TWO, factor * best.seconds)], microbatches=[8], schedules=["1f1b"]).best
+    again = choose_schedule(
+        32, [best.corrected(TWO, factor * best.seconds)], microbatches=[8], schedules=["1f1b"]
+    ).best
     # Filling has turns of its own.
     assert again.seconds == pytest.approx(factor * best.seconds, rel=0.05)
 
@@ -109,7 +145,9 @@ def test_a_try_that_took_far_less_than_was_simulated_leaves_some_of_each_time() 
 
 
 def test_the_fastest_of_the_choices_that_were_run_is_taken() -> None:
-    """Overlapping costs a third more work, which no turn has: choosing by turns alone would go to too few of them."""
+    """Overlapping costs a third more work, which no turn has: choosing by turns alone would go
+    to too few of them.
+    """
     ran: dict[str, float] = {}
 
     def choose(plans: Sequence[Plan]) -> Choice:

@@ -10,7 +10,9 @@ from lockstep.pipelining.device_map import stage_of
 
 
 def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1))
+    return nn.Sequential(
+        nn.Linear(2, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.Linear(3, 1)
+    )
 
 
 def test_the_longest_prefix_wins() -> None:

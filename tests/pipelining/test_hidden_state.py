@@ -1,4 +1,6 @@
-"""Pipelines of models that remember deeper than in an attribute: their micro-batches go one after the other."""
+"""Pipelines of models that remember deeper than in an attribute: their micro-batches go one
+after the other.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ class OwnGenerator(Two):
         self.generators = [torch.Generator().manual_seed(3)]
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + 0.1 * torch.rand(1, generator=self.generators[0]).to(x)) if self.training else x
+        return (
+            x * (1 + 0.1 * torch.rand(1, generator=self.generators[0]).to(x))
+            if self.training
+            else x
+        )
 
 
 class OwnRandom(Two):
@@ -100,11 +106,15 @@ def _trained(model: type[nn.Module], tmp_path) -> float:
         precision="fp64",
     )
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=3)
-    return differences(job, train(job, strategy=PP({"a": 0, "": 1}, 3), devices="2xcpu", folder=tmp_path), one).worst
+    return differences(
+        job, train(job, strategy=PP({"a": 0, "": 1}, 3), devices="2xcpu", folder=tmp_path), one
+    ).worst
 
 
 @pytest.mark.parametrize("model", [OwnGenerator, OwnRandom, OwnObject, DictInDict])
-def test_what_is_remembered_in_an_object_keeps_the_order_of_one_device(model, tmp_path, capsys) -> None:
+def test_what_is_remembered_in_an_object_keeps_the_order_of_one_device(
+    model, tmp_path, capsys
+) -> None:
     assert _trained(model, tmp_path) < 1e-10
     assert "holds, which is one for all micro-batches" in " ".join(capsys.readouterr().out.split())
 

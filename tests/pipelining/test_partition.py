@@ -42,7 +42,9 @@ def names(found: Look) -> list[str]:
 
 
 class Backwards(nn.Module):
-    """Registered last to first; a list that is never called, an activation for all, layers that stay unused."""
+    """Registered last to first; a list that is never called, an activation for all, layers that
+    stay unused.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +114,9 @@ def test_control_flow_on_values_is_run_instead_and_leaves_nothing_behind() -> No
     found = look(model, inputs)
     assert names(found) == ["norm", "b"] and not found.fake
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(state, torch.get_rng_state()) and all(p.grad is None for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state()) and all(
+        p.grad is None for p in model.parameters()
+    )
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -137,7 +141,13 @@ def test_a_hook_that_a_first_forward_registers_is_taken_away_with_what_says_so()
     """Found by trial: a model of transformers then gave each of its hidden states twice."""
     model, x = Doubling(), torch.randn(3, 4)
     trace(model, x)
-    measured(model, blocks_of(model, trace(model, x)).blocks, lambda: model(x).sum(), slots(1)[0], seconds=0.0)
+    measured(
+        model,
+        blocks_of(model, trace(model, x)).blocks,
+        lambda: model(x).sum(),
+        slots(1)[0],
+        seconds=0.0,
+    )
     assert not model.hooked and not model.first._forward_hooks
     expected = model.last(2 * model.first(x))
     assert torch.equal(model(x), expected)
@@ -162,7 +172,9 @@ def test_kept_bytes_are_those_that_backward_needs() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 8))
     found = look(model, torch.randn(32, 16))
     first, last = found.blocks
-    assert first.activations == 32 * 16 * 4 + 32 * 64 * 4 and last.activations == 0, "one tensor is not kept twice"
+    assert first.activations == 32 * 16 * 4 + 32 * 64 * 4 and last.activations == 0, (
+        "one tensor is not kept twice"
+    )
     for parameter in model[0].parameters():
         parameter.requires_grad_(False)
     frozen = look(model, torch.randn(32, 16)).blocks
@@ -203,7 +215,9 @@ def test_each_block_gets_its_own_time_forward_and_backward(monkeypatch: pytest.M
     model = nn.Sequential(*map(Slow, taking), nn.ReLU(inplace=True))
     inputs = torch.randn(3, 4)
     found = look(model, inputs).blocks
-    timed = measured(model, found, lambda: call(model, inputs).sum(), slots(1)[0], seconds=0.0, rounds=3)
+    timed = measured(
+        model, found, lambda: call(model, inputs).sum(), slots(1)[0], seconds=0.0, rounds=3
+    )
     for block, seconds in zip(timed, taking, strict=True):
         assert (block.forward, block.backward) == (seconds, 2 * seconds), block
     assert all(p.grad is None for p in model.parameters())
@@ -220,7 +234,9 @@ def test_gradients_are_added_to_where_a_micro_batch_is_one_of_several(adds: bool
         seen.append(0.0 if model.weight.grad is None else float(model.weight.grad[0, 0]))
         return call(model, inputs).sum()
 
-    measured(model, look(model, inputs).blocks, total, slots(1)[0], adds=adds, seconds=0.0, rounds=2)
+    measured(
+        model, look(model, inputs).blocks, total, slots(1)[0], adds=adds, seconds=0.0, rounds=2
+    )
     assert seen == ([0.0, 2.0, 4.0] if adds else [0.0, 0.0, 0.0])
     assert model.weight.grad is None
 
@@ -232,7 +248,9 @@ def test_the_map_puts_every_parameter_where_its_block_is(stages: int) -> None:
         (UNet(1, 1, width=4, depth=2), torch.randn(2, 1, 8, 8)),
         (GPT(11, 8, 16, 2, 2), torch.randint(11, (2, 8))),
         (
-            nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False),
+            nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False
+            ),
             torch.randn(3, 2, 8),
         ),
     ]:
@@ -247,17 +265,33 @@ def test_the_map_puts_every_parameter_where_its_block_is(stages: int) -> None:
                 for key, _ in model.get_submodule(block.name).named_parameters()
             )
         for name in made:
-            below = {s for key, s in stage.items() if key == name or key.startswith(f"{name}." if name else "")}
-            assert below == {made[name]}, "no container is on one stage, and a layer of it on another"
+            below = {
+                s
+                for key, s in stage.items()
+                if key == name or key.startswith(f"{name}." if name else "")
+            }
+            assert below == {made[name]}, (
+                "no container is on one stage, and a layer of it on another"
+            )
 
 
 def test_resnet_50_cut_behind_its_second_group_has_the_short_map() -> None:
     model = ResNet50(10)
     found = look(model, torch.randn(2, 3, 32, 32))
-    assert len(found.blocks) == 107 and sum(p.numel() for p in ResNet50().parameters()) == 25_557_032
+    assert (
+        len(found.blocks) == 107 and sum(p.numel() for p in ResNet50().parameters()) == 25_557_032
+    )
     cut = next(place for place, block in enumerate(found.blocks) if block.name.startswith("layer3"))
     made = map_of(model, found, [0, cut, 107])
-    assert made == {"conv1": 0, "bn1": 0, "layer1": 0, "layer2": 0, "layer3": 1, "layer4": 1, "fc": 1}
+    assert made == {
+        "conv1": 0,
+        "bn1": 0,
+        "layer1": 0,
+        "layer2": 0,
+        "layer3": 1,
+        "layer4": 1,
+        "fc": 1,
+    }
 
 
 def test_tied_and_shared_layers_are_in_the_map_under_each_of_their_names() -> None:
@@ -284,7 +318,9 @@ def test_what_an_optimizer_keeps_is_asked_of_it(tmp_path: Path) -> None:
     assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1))) == 0
     assert state_copies(job(lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9))) == 1
     assert state_copies(job(lambda params: torch.optim.AdamW(params))) == 2
-    assert state_copies(job(lambda params: torch.optim.SGD([dict(params)["head.bias"]], lr=0.1))) == 2
+    assert (
+        state_copies(job(lambda params: torch.optim.SGD([dict(params)["head.bias"]], lr=0.1))) == 2
+    )
 
 
 def small_job() -> lockstep.Job:
@@ -303,16 +339,22 @@ def test_partition_in_python() -> None:
     found = lockstep.partition(small_job(), devices="2xcpu", seconds=0.0)
     assert found.measured and found.samples == 16 and len(found.stages) == 2
     assert [str(stage.device) for stage in found.stages] == ["cpu:0", "cpu:1"]
-    assert all(stage.forward > 0 and stage.backward > 0 and stage.need > 0 for stage in found.stages)
+    assert all(
+        stage.forward > 0 and stage.backward > 0 and stage.need > 0 for stage in found.stages
+    )
     assert 1 < found.speed_up <= 2
     stage_of(Backwards(), found.device_map, 2)
     micro = lockstep.partition(small_job(), devices="2xcpu", microbatches=4, measured=False)
     assert micro.samples == 4 and not micro.measured
-    assert sum(stage.activations for stage in micro.stages) < sum(stage.activations for stage in found.stages)
+    assert sum(stage.activations for stage in micro.stages) < sum(
+        stage.activations for stage in found.stages
+    )
 
 
 def test_what_is_chosen_is_tried_on_a_copy_of_the_model() -> None:
-    """A job may give the same model every time: what trains it then finds no hook, gradient or statistic of a trial."""
+    """A job may give the same model every time: what trains it then finds no hook, gradient or
+    statistic of a trial.
+    """
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     before = {name: value.clone() for name, value in net.state_dict().items()}
     job = small_job().replace(model=lambda: net)
@@ -327,9 +369,13 @@ def test_what_is_chosen_is_tried_on_a_copy_of_the_model() -> None:
 
 def test_micro_batches_that_the_model_can_not_take_are_not_chosen() -> None:
     """One sample alone has nothing that BatchNorm could normalise over."""
-    job = small_job().replace(model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    job = small_job().replace(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    )
     _, choice = planned(job, slots(2), seconds=0.0)
-    assert {candidate.microbatches for candidate in choice.candidates} == {1, 2, 3, 4, 6, 8}, "of 16 samples"
+    assert {candidate.microbatches for candidate in choice.candidates} == {1, 2, 3, 4, 6, 8}, (
+        "of 16 samples"
+    )
 
 
 def test_memory_is_looked_at(monkeypatch) -> None:
@@ -355,7 +401,10 @@ def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) ->
 def test_the_plan_chooses_schedule_and_microbatches() -> None:
     found, choice = planned(small_job(), slots(2), seconds=0.0)
     assert len(found.stages) == len(choice.best.plan.places) and choice.best.microbatches <= 16
-    assert "times as fast as one device with the whole batch" in choice.why and len(choice.candidates) > 10
+    assert (
+        "times as fast as one device with the whole batch" in choice.why
+        and len(choice.candidates) > 10
+    )
     stage_of(Backwards(), found.device_map, len(found.stages))
     _, only = planned(small_job(), slots(2), schedules=["gpipe"], microbatches=[4], seconds=0.0)
     assert str(only.best) == "gpipe with 4 micro-batches"
@@ -385,12 +434,17 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 140])
-def test_the_command_prints_a_table_with_bars_and_the_map(width: int, file: str, monkeypatch, capsys) -> None:
+def test_the_command_prints_a_table_with_bars_and_the_map(
+    width: int, file: str, monkeypatch, capsys
+) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["partition", file, "--devices", "3xcpu", "--estimate", "--set", "layers=6"]) == 0
     table, _, pasted = capsys.readouterr().out.partition("\n\n")
     assert all(len(line) <= width for line in table.splitlines()) and table.count("█") >= 12
-    assert "3 stages of 6 blocks; estimated" in table.replace("\n", " ") and "0 to 1, 2 blocks" in table
+    assert (
+        "3 stages of 6 blocks; estimated" in table.replace("\n", " ")
+        and "0 to 1, 2 blocks" in table
+    )
     written = ast.literal_eval(pasted.strip().removeprefix("device_map="))
     assert written == {"0": 0, "1": 0, "2": 1, "3": 1, "4": 2, "5": 2}
     assert not list(Path(file).parent.glob("runs")), "nothing is made"
@@ -398,7 +452,16 @@ def test_the_command_prints_a_table_with_bars_and_the_map(width: int, file: str,
 
 def test_the_command_chooses_microbatches_and_schedule(file: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    words = ["partition", file, "--devices", "2xcpu", "--microbatches", "auto", "--schedule", "1f1b"]
+    words = [
+        "partition",
+        file,
+        "--devices",
+        "2xcpu",
+        "--microbatches",
+        "auto",
+        "--schedule",
+        "1f1b",
+    ]
     assert main(words) == 0
     said = capsys.readouterr().out
     assert "bubble" in said and "1f1b with " in said and "device_map={" in said
@@ -450,10 +513,17 @@ def test_measuring_the_stages_leaves_the_state_of_a_loss(loss: Any, tmp_path: Pa
 
     def trained(strategy: str, devices: str) -> nn.Module:
         job = lockstep.Job(
-            model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=loss(), batch_size=8,
-            optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data, epochs=2, precision="fp64",
-        )  # fmt: skip
-        return lockstep.train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True).model()
+            model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+            loss=loss(),
+            batch_size=8,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+            train_data=data,
+            epochs=2,
+            precision="fp64",
+        )
+        return lockstep.train(
+            job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True
+        ).model()
 
     one, two = trained("single", "1xcpu"), trained("mp", "2xcpu")
     for p, q in zip(one.parameters(), two.parameters(), strict=True):

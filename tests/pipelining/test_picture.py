@@ -45,13 +45,18 @@ def test_many_microbatches_are_shortened_in_the_middle(monkeypatch, capsys) -> N
 
 
 def test_the_key_explains_every_sign() -> None:
-    assert "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble" in " ".join(key(60))
+    assert (
+        "··· a device that waits, F0── an action that goes on, … the middle, left out. Bubble"
+        in " ".join(key(60))
+    )
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("width", [60, 80, 140])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(name: str, width: int) -> None:
+def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(
+    name: str, width: int
+) -> None:
     for devices, microbatches in [(2, 2), (4, 8), (4, 64), (12, 300)]:
         timeline = simulate(SCHEDULES[name](devices, microbatches), 1.0, 2.3)
         names = {str(span.action) for spans in timeline.devices for span in spans}
@@ -64,23 +69,57 @@ def test_no_line_is_wider_than_the_terminal_and_no_name_is_cut_in_two(name: str,
 
 
 def test_an_action_is_as_wide_as_it_is_long() -> None:
-    lasted = [("F", 0, 10, 11), ("B", 0, 12, 15), ("F", 1, 15, 16), ("B", 1, 16, 19), ("F", 2, 19, 19.2)]
-    measured = Timeline((tuple(Span(Action(0, kind, m), start, end) for kind, m, start, end in lasted),))
+    lasted = [
+        ("F", 0, 10, 11),
+        ("B", 0, 12, 15),
+        ("F", 1, 15, 16),
+        ("B", 1, 16, 19),
+        ("F", 2, 19, 19.2),
+    ]
+    measured = Timeline(
+        (tuple(Span(Action(0, kind, m), start, end) for kind, m, start, end in lasted),)
+    )
     assert measured.makespan == pytest.approx(9.2), "a measured time line need not begin at 0"
     assert grid(measured, 40) == ["0  F0 ···B0────── F1 B1────── F"]
 
 
 def test_stages_of_one_device_are_told_apart(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    assert main(["schedule", "--stages", "2", "--microbatches", "4", "--schedule", "interleaved", "--words"]) == 0
+    assert (
+        main(
+            [
+                "schedule",
+                "--stages",
+                "2",
+                "--microbatches",
+                "4",
+                "--schedule",
+                "interleaved",
+                "--words",
+            ]
+        )
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("0  0F0 0F1 2F0 2F1 0F2 2B0") and lines[2].startswith("1  ····1F0 1F1 3F0 3B0")
+    assert lines[1].startswith("0  0F0 0F1 2F0 2F1 0F2 2B0") and lines[2].startswith(
+        "1  ····1F0 1F1 3F0 3B0"
+    )
     assert lines[3] == "bubble 11.1 %, speed-up 1.78; micro-batches held at most: 2.5 1.5"
     assert lines[4].startswith("0F0 0F1 2F0 2F1 0F2")
 
 
 def test_stage_times_can_be_given(capsys) -> None:
-    words = ["schedule", "--stages", "2", "--microbatches", "2", "--forward", "1,3", "--backward", "2,5"]
+    words = [
+        "schedule",
+        "--stages",
+        "2",
+        "--microbatches",
+        "2",
+        "--forward",
+        "1,3",
+        "--backward",
+        "2,5",
+    ]
     assert main(words) == 0
     assert f"bubble {100 - 2200 / 38:.1f} %" in capsys.readouterr().out
     assert main([*words, "--schedule", "fitted,interleaved", "--transfer", "0.1"]) == 0
@@ -90,17 +129,30 @@ def test_stage_times_can_be_given(capsys) -> None:
     ("words", "says"),
     [
         (["--schedule", "1f1c"], '--schedule: there is no "1f1c"; did you mean "1f1b"?'),
-        (["--forward", "nan"], "--forward nan: write a time above 0, or one for each stage: 1,2.5,1,1"),
+        (
+            ["--forward", "nan"],
+            "--forward nan: write a time above 0, or one for each stage: 1,2.5,1,1",
+        ),
         (["--transfer", "inf"], "--transfer inf: a time is a finite number, not negative"),
         (
             ["--stages", "1000000", "--microbatches", "1000"],
-            "schedule: 1000000 stages x 1000 micro-batches are too many to simulate: at most 200,000 together",
+            "schedule: 1000000 stages x 1000 micro-batches are too many to simulate: at most "
+            "200,000 together",
         ),
         (["--stages", "0"], "schedule: 0 stages; there is at least one"),
         (["--microbatches", "-3"], "schedule: -3 micro-batches; there is at least one"),
-        (["--forward", "1,2,3"], "--forward 1,2,3: 3 times for 4 stages; give one, or one for each"),
-        (["--backward", "long"], "--backward long: write a time above 0, or one for each stage: 1,2.5,1,1"),
-        (["--backward", "0"], "--backward 0: write a time above 0, or one for each stage: 1,2.5,1,1"),
+        (
+            ["--forward", "1,2,3"],
+            "--forward 1,2,3: 3 times for 4 stages; give one, or one for each",
+        ),
+        (
+            ["--backward", "long"],
+            "--backward long: write a time above 0, or one for each stage: 1,2.5,1,1",
+        ),
+        (
+            ["--backward", "0"],
+            "--backward 0: write a time above 0, or one for each stage: 1,2.5,1,1",
+        ),
         (["--transfer", "-1"], "--transfer -1.0: a time is a finite number, not negative"),
     ],
 )
@@ -114,7 +166,9 @@ def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> Non
     ideal = simulate(SCHEDULES["1f1b"](2, 4))
     measured = simulate(SCHEDULES["1f1b"](2, 4), [1.0, 1.1], [1.2, 1.0])
     draw({"ideal": ideal, "measured": measured}, tmp_path / "both.png", unit="ms")
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and "bubble 20.0 %" in summary(ideal)
+    assert (tmp_path / "both.png").read_bytes().startswith(
+        b"\x89PNG"
+    ) and "bubble 20.0 %" in summary(ideal)
     assert main(["schedule", "--out", str(tmp_path / "one.svg")]) == 0
     assert "<svg" in (tmp_path / "one.svg").read_text()
 
@@ -126,7 +180,10 @@ def test_a_drawing_has_a_legend_inside_of_its_canvas(name: str, colours: int) ->
         figure = Timelines({name: simulate(SCHEDULES[name](2, 4))}, "ms").draw(width)
         figure.canvas.draw()
         (legend,) = figure.legends
-        assert len(legend.get_texts()) == colours and "a number is a micro-batch" in legend.get_texts()[-1].get_text()
+        assert (
+            len(legend.get_texts()) == colours
+            and "a number is a micro-batch" in legend.get_texts()[-1].get_text()
+        )
         box = legend.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1 and box.y0 >= 0
 
@@ -135,7 +192,10 @@ def test_a_drawing_that_cannot_be_made_gets_one_line(tmp_path: Path, monkeypatch
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert main(["schedule", "--out", str(tmp_path / "a.png")]) == 2
     said = capsys.readouterr()
-    assert "drawing needs matplotlib: pip install 'torch-lockstep[pictures]'" in said.err and not said.out
+    assert (
+        "drawing needs matplotlib: pip install 'torch-lockstep[pictures]'" in said.err
+        and not said.out
+    )
 
 
 @pytest.mark.parametrize(

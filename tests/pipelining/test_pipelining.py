@@ -1,4 +1,6 @@
-"""``mp`` and ``pp``: every kind of module, split over stages, ends where one device that accumulates would."""
+"""``mp`` and ``pp``: every kind of module, split over stages, ends where one device that
+accumulates would.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from lockstep.strategies.pp import PP
 from lockstep.training.run import Run
 from lockstep.verify import differences, same_bits
 
-from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants  # isort: skip
+# isort: skip
+from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants
+
 from zoo import in_place_order, slow, tokens_and_next  # isort: skip
 
 BOUND = 1e-10
@@ -58,7 +62,9 @@ BACK = {"down1": 0, "norm1": 0, "": 1, "up1": 0, "head": 0}
 
 
 class TinyGPT(nn.Module):
-    """Tied weights on the first and the last stage; dicts, an int and None cross them; a parameter of its own."""
+    """Tied weights on the first and the last stage; dicts, an int and None cross them; a
+    parameter of its own.
+    """
 
     def __init__(self, words: int = 11, time: int = 5) -> None:
         super().__init__()
@@ -69,7 +75,11 @@ class TinyGPT(nn.Module):
         self.out.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        state: dict[str, Any] = {"x": self.embedding(tokens) + self.places[: tokens.shape[1]], "depth": 0, "no": None}
+        state: dict[str, Any] = {
+            "x": self.embedding(tokens) + self.places[: tokens.shape[1]],
+            "depth": 0,
+            "no": None,
+        }
         for block in self.blocks:
             state = block(state, scale=0.5)
         assert state["depth"] == 4
@@ -88,7 +98,9 @@ class Block(nn.Module):
 
 
 class Choosing(nn.Module):
-    """Which layers run depends on the values; some micro-batches leave a stage out, or go another way."""
+    """Which layers run depends on the values; some micro-batches leave a stage out, or go
+    another way.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +175,9 @@ class Viewing(nn.Module):
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 16), nn.Dropout(0.2)
+        )
         self.out = nn.Linear(16, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,7 +212,12 @@ KINDS: dict[str, tuple[Job, dict[str, int] | None]] = {
     "a layer called again after another stage": (_job(lambda: Twice(False)), {"other": 1, "": 0}),
     "running statistics moved twice": (_job(lambda: Twice(True)), {"other": 1, "": 0}),
     "dict and object": (
-        _job(Speaking, {"x": drawn(SAMPLES, 6), "more": drawn(SAMPLES, seed=5)}, loss=said, metrics={}),
+        _job(
+            Speaking,
+            {"x": drawn(SAMPLES, 6), "more": drawn(SAMPLES, seed=5)},
+            loss=said,
+            metrics={},
+        ),
         {"left": 0, "right": 1},
     ),
     "BatchNorm": (_job(Conv, drawn(SAMPLES, 2, 7, 7), optimizer=sgd), None),
@@ -206,7 +225,10 @@ KINDS: dict[str, tuple[Job, dict[str, int] | None]] = {
     "views written in place": (_job(Viewing, optimizer=sgd), {"last": 1, "": 0}),
     "dropout": (_job(Dropping), {"layers.0": 0, "layers.1": 0, "": 1}),
     "dropout computed again": (_job(Rerun), {"layers.0": 0, "layers.1": 0, "layers.2": 0, "": 1}),
-    "blocks computed again": (_job(TinyGPT, _tokens, _next, metrics={}, activation_checkpointing="blocks"), None),
+    "blocks computed again": (
+        _job(TinyGPT, _tokens, _next, metrics={}, activation_checkpointing="blocks"),
+        None,
+    ),
 }
 MANY = ["a sequence", "a U-Net", "a tied GPT", "control flow", "BatchNorm"]
 """Kinds that are cut in three stages too."""
@@ -219,7 +241,9 @@ def single(kind: str, microbatches: int, tmp_path_factory: pytest.TempPathFactor
     if (kind, microbatches) not in _singles:
         job = KINDS[kind][0].replace(precision="fp64", accumulate=microbatches)
         folder = tmp_path_factory.mktemp("single")
-        _singles[kind, microbatches] = train(job, strategy="single", devices="1xcpu", folder=folder, quiet=True)
+        _singles[kind, microbatches] = train(
+            job, strategy="single", devices="1xcpu", folder=folder, quiet=True
+        )
     return _singles[kind, microbatches]
 
 
@@ -230,8 +254,14 @@ CELLS = [*((kind, 2) for kind in KINDS), *((kind, 3) for kind in MANY), ("a sequ
 @pytest.mark.parametrize(
     ("kind", "stages", "schedule"),
     [
-        *(pytest.param(*cell, "1f1b", marks=() if i % 2 else pytest.mark.slow) for i, cell in enumerate(CELLS)),
-        *(pytest.param(*cell, "gpipe", marks=() if cell[1] > 3 else pytest.mark.slow) for cell in CELLS),
+        *(
+            pytest.param(*cell, "1f1b", marks=() if i % 2 else pytest.mark.slow)
+            for i, cell in enumerate(CELLS)
+        ),
+        *(
+            pytest.param(*cell, "gpipe", marks=() if cell[1] > 3 else pytest.mark.slow)
+            for cell in CELLS
+        ),
     ],
 )
 def test_pp_ends_where_one_device_that_accumulates_does(
@@ -242,7 +272,13 @@ def test_pp_ends_where_one_device_that_accumulates_does(
         one = single(kind, microbatches, tmp_path_factory)
         way = PP(device_map, microbatches, schedule)
         folder = tmp_path_factory.mktemp("pp")
-        run = train(job.replace(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        run = train(
+            job.replace(precision="fp64"),
+            strategy=way,
+            devices=f"{stages}xcpu",
+            folder=folder,
+            quiet=True,
+        )
         found = differences(job, run, one)
         assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
         assert max(found.history.values()) < BOUND
@@ -250,8 +286,12 @@ def test_pp_ends_where_one_device_that_accumulates_does(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved", pytest.param("fitted", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 6 else ()) for i, k in enumerate(MANY)])
+@pytest.mark.parametrize(
+    "schedule", ["interleaved", pytest.param("fitted", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 6 else ()) for i, k in enumerate(MANY)]
+)
 def test_two_stages_on_each_device_end_where_one_device_does(
     kind: str, schedule: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -259,10 +299,16 @@ def test_two_stages_on_each_device_end_where_one_device_does(
     for microbatches in (3, 8):
         way = PP(microbatches=microbatches, schedule=schedule, chunks=2)
         folder = tmp_path_factory.mktemp("pp")
-        run = train(job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True)
+        run = train(
+            job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True
+        )
         config = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
         # Where forward doesn't come to every layer at first, they are cut by their parameters.
-        assert 1 + max(config["device_map"].values()) == 4 if kind != "control flow" else config["device_map"] is None
+        assert (
+            1 + max(config["device_map"].values()) == 4
+            if kind != "control flow"
+            else config["device_map"] is None
+        )
         found = differences(job, run, single(kind, microbatches, tmp_path_factory))
         assert found.worst < BOUND, f"{microbatches} micro-batches: {found}"
 
@@ -276,7 +322,13 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
     for stages in (2, 3) if kind in MANY else (2,):
         folder = tmp_path_factory.mktemp("mp")
         way = MP(device_map)
-        run = train(job.replace(precision="fp64"), strategy=way, devices=f"{stages}xcpu", folder=folder, quiet=True)
+        run = train(
+            job.replace(precision="fp64"),
+            strategy=way,
+            devices=f"{stages}xcpu",
+            folder=folder,
+            quiet=True,
+        )
         assert differences(job, run, single(kind, 1, tmp_path_factory)).worst < BOUND
 
 
@@ -290,12 +342,16 @@ def test_mp_ends_where_one_device_does(kind: str, tmp_path_factory: pytest.TempP
     ],
     ids=str,
 )
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(ZOO)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 4 else ()) for i, k in enumerate(ZOO)]
+)
 def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64", sync_batchnorm=False)
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     parts = way.num_microbatches(job)
-    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
+    one = train(
+        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts
+    )
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND
@@ -304,13 +360,21 @@ def test_all_kinds_of_the_zoo_end_where_one_device_does(kind: str, way: PP, tmp_
 def _often(kind: str, times: int, tmp_path: Any) -> None:
     job, device_map = KINDS[kind]
     way = PP(device_map, 8)
-    runs = [train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True).model() for _ in range(times)]
+    runs = [
+        train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True).model()
+        for _ in range(times)
+    ]
     assert all(same_bits(runs[0], run) for run in runs[1:])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["a U-Net whose decoder is beside its encoder", slow("a tied GPT"), slow("dropout computed again")]
+    "kind",
+    [
+        "a U-Net whose decoder is beside its encoder",
+        slow("a tied GPT"),
+        slow("dropout computed again"),
+    ],
 )
 def test_equal_runs_give_equal_bits(kind: str, tmp_path) -> None:
     _often(kind, 4, tmp_path)
@@ -329,23 +393,37 @@ def test_a_run_of_pp_goes_on_under_ddp_and_back(tmp_path) -> None:
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
     for way, epochs in (("ddp", 2), ("mp", 3)):
-        run = train(job, strategy=way, devices="2xcpu", resume=run.folder, quiet=True, epochs=epochs)
+        run = train(
+            job, strategy=way, devices="2xcpu", resume=run.folder, quiet=True, epochs=epochs
+        )
     assert differences(job, run, whole).worst < BOUND
 
 
 def test_evaluation_and_prediction_are_those_of_one_device(tmp_path) -> None:
     job = KINDS["a U-Net"][0].replace(precision="fp64")
     run = train(job, strategy="pp", devices="2xcpu", folder=tmp_path, quiet=True)
-    one, two = (evaluate(run, strategy=way, devices=on) for way, on in (("single", "1xcpu"), ("pp", "2xcpu")))
+    one, two = (
+        evaluate(run, strategy=way, devices=on)
+        for way, on in (("single", "1xcpu"), ("pp", "2xcpu"))
+    )
     assert one == pytest.approx(two, rel=1e-12)
-    rows = [predict(run, strategy=way, devices=on, quiet=True) for way, on in (("single", "1xcpu"), ("mp", "3xcpu"))]
+    rows = [
+        predict(run, strategy=way, devices=on, quiet=True)
+        for way, on in (("single", "1xcpu"), ("mp", "3xcpu"))
+    ]
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "kind",
-    ["a U-Net whose decoder is beside its encoder", "a tied GPT", "BatchNorm", "dict and object", "BatchNorm"],
+    [
+        "a U-Net whose decoder is beside its encoder",
+        "a tied GPT",
+        "BatchNorm",
+        "dict and object",
+        "BatchNorm",
+    ],
 )
 def test_an_evaluation_over_stages_is_that_of_one_device(kind: str, tmp_path) -> None:
     job, device_map = KINDS[kind]
@@ -354,19 +432,28 @@ def test_an_evaluation_over_stages_is_that_of_one_device(kind: str, tmp_path) ->
     way = PP(device_map, 3)
     one = evaluate(run, strategy="single", devices="1xcpu")
     assert evaluate(run, strategy=way, devices="2xcpu") == pytest.approx(one, rel=1e-10)
-    rows = [predict(run, strategy=s, devices=on, quiet=True) for s, on in (("single", "1xcpu"), (way, "2xcpu"))]
+    rows = [
+        predict(run, strategy=s, devices=on, quiet=True)
+        for s, on in (("single", "1xcpu"), (way, "2xcpu"))
+    ]
     ours, theirs = (row if isinstance(row, torch.Tensor) else row.logits for row in rows)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_prediction_draws_what_one_device_draws(tmp_path) -> None:
-    """Each batch has a random stream of its own, under any strategy, for models that draw in evaluation too."""
+    """Each batch has a random stream of its own, under any strategy, for models that draw in
+    evaluation too.
+    """
 
     class Drawing(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.dropout(super().forward(x), 0.5, training=True) + torch.rand(len(x), 1)
+            return nn.functional.dropout(super().forward(x), 0.5, training=True) + torch.rand(
+                len(x), 1
+            )
 
-    job = _job(lambda: nn.Sequential(Drawing(6, 6), Drawing(6, 3)), precision="fp64", eval_batch_size=3)
+    job = _job(
+        lambda: nn.Sequential(Drawing(6, 6), Drawing(6, 3)), precision="fp64", eval_batch_size=3
+    )
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, steps=1)
     one = predict(run, strategy="single", devices="1xcpu", quiet=True)
     for way in (PP({"0": 0, "1": 1}), "mp"):
@@ -382,7 +469,9 @@ def test_what_fails_in_a_prediction_over_stages_is_named_and_leaves_nothing(tmp_
             return super().forward(x)
 
     rows = drawn(SAMPLES, 6).double()
-    job = _job(lambda: nn.Sequential(Failing(6, 6), nn.Linear(6, 3)), rows, eval_data=None, metrics={})
+    job = _job(
+        lambda: nn.Sequential(Failing(6, 6), nn.Linear(6, 3)), rows, eval_data=None, metrics={}
+    )
     job = job.replace(precision="fp64", eval_batch_size=3, steps=1)
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path / "runs", quiet=True)
     out = tmp_path / "found.npy"
@@ -399,10 +488,16 @@ def test_what_fails_in_a_prediction_over_stages_is_named_and_leaves_nothing(tmp_
 def test_a_way_as_long_as_the_straight_one_is_not_taken_for_it(
     device_map: dict[str, int], schedule: str, tmp_path
 ) -> None:
-    """A model that began on stage 1 waited forever; one that came to each of two stages twice failed in evaluation."""
+    """A model that began on stage 1 waited forever; one that came to each of two stages twice
+    failed in evaluation.
+    """
     job = _job(stack, precision="fp64", eval_batch_size=7)
-    one = train(job.replace(accumulate=3), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    run = train(job, strategy=PP(device_map, 3, schedule), devices="2xcpu", folder=tmp_path, quiet=True)
+    one = train(
+        job.replace(accumulate=3), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+    )
+    run = train(
+        job, strategy=PP(device_map, 3, schedule), devices="2xcpu", folder=tmp_path, quiet=True
+    )
     found = differences(job, run, one)
     assert found.worst < BOUND and max(found.history.values()) < BOUND
 
@@ -417,9 +512,13 @@ def test_an_own_loop_over_stages_ends_where_the_plain_one_does(dropout: float) -
         model = nn.Sequential(nn.Dropout(dropout), stack(), nn.Dropout(dropout)).double()
         settings = {} if way else {"accumulate": 3}
         step = parallelize(
-            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), strategy=way, devices=devices,
+            model,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=way,
+            devices=devices,
             **settings,
-        )  # fmt: skip
+        )
         for size in (8, 8, 5, 2):
             step(drawn(size, 6, seed=size).double(), labels(size, 3))
         ends.append(model.state_dict())
@@ -460,7 +559,12 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         (PP({"0": 0, "2": 1}), 2, {}, "leaves out 6 of 10 parameters"),
         (PP({"": 0, "body": 1}), 2, {}, 'no "body"'),
         (PP(), 2, {"loss": pairs}, "not a mean over samples"),
-        (PP(), 2, {"model": Functional}, "takes gradients by torch.func, which can't be followed over stages"),
+        (
+            PP(),
+            2,
+            {"model": Functional},
+            "takes gradients by torch.func, which can't be followed over stages",
+        ),
     ],
 )
 def test_what_can_not_be_is_refused_before_the_first_step(
@@ -475,11 +579,23 @@ def test_what_can_not_be_is_refused_before_the_first_step(
 def test_settings_of_the_strategy_itself_are_checked() -> None:
     for make, says in (
         (lambda: PP(chunks=0), "0 stages on each device: give a whole number from 1"),
-        (lambda: PP(chunks=2), "1f1b has one stage on each device, not 2: take interleaved, fitted or auto"),
+        (
+            lambda: PP(chunks=2),
+            "1f1b has one stage on each device, not 2: take interleaved, fitted or auto",
+        ),
         (lambda: PP(split_size=0), "micro-batches of 0 samples: give a number from 1"),
-        (lambda: PP(split_size=5, microbatches=2), "microbatches=2 and split_size=5 say the same thing: give one of"),
-        (lambda: PP(split_size=5, microbatches=4), "microbatches=4 and split_size=5 say the same thing"),
-        (lambda: PP(split_size=5, microbatches="auto"), "microbatches=auto and split_size=5 say the same thing"),
+        (
+            lambda: PP(split_size=5, microbatches=2),
+            "microbatches=2 and split_size=5 say the same thing: give one of",
+        ),
+        (
+            lambda: PP(split_size=5, microbatches=4),
+            "microbatches=4 and split_size=5 say the same thing",
+        ),
+        (
+            lambda: PP(split_size=5, microbatches="auto"),
+            "microbatches=auto and split_size=5 say the same thing",
+        ),
         (lambda: MP(split_size=5), "mp has one micro-batch, not those of 5 samples: take pp"),
         (lambda: MP(microbatches="auto"), "mp has one micro-batch, not auto: take pp"),
         (lambda: PP(microbatches=0), "0 micro-batches: give a whole number from 1"),
@@ -490,14 +606,24 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
             make()
 
 
-def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(tmp_path, capsys, monkeypatch) -> None:
+def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(
+    tmp_path, capsys, monkeypatch
+) -> None:
     job = KINDS["a sequence"][0].replace(precision="fp64")
     way = PP(microbatches="auto", schedule="auto")
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
-    assert "stages: " in said and "measured" in said and "times as fast as one device with the whole batch" in said
+    assert (
+        "stages: " in said
+        and "measured" in said
+        and "times as fast as one device with the whole batch" in said
+    )
     chosen = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
-    assert isinstance(chosen["microbatches"], int) and chosen["schedule"] != "auto" and chosen["device_map"]
+    assert (
+        isinstance(chosen["microbatches"], int)
+        and chosen["schedule"] != "auto"
+        and chosen["device_map"]
+    )
 
     def never(*args: Any, **settings: Any) -> None:
         raise AssertionError("measured again")
@@ -515,7 +641,9 @@ def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
         way = PP(device_map, 3, schedule)
         job = KINDS["a sequence"][0].replace(precision="fp64")
         run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
-        one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=3)
+        one = train(
+            job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=3
+        )
         assert differences(job, run, one).worst < BOUND
         kept = json.loads((run.folder / "config.json").read_text())["strategy_settings"]
         assert kept["device_map"] == device_map
@@ -525,11 +653,26 @@ def test_the_split_size_says_how_many_samples_a_micro_batch_has(tmp_path) -> Non
     job = KINDS["a sequence"][0]
     for size, parts in ((1, job.batch_size), (3, -(-job.batch_size // 3)), (1000, 1)):
         assert PP(split_size=size).num_microbatches(job) == parts
-        assert PP(split_size=size).num_microbatches(job.replace(accumulate=2)) == 2 * -(-job.batch_size // (2 * size))
-    run = train(job, strategy=PP(split_size=3), devices="2xcpu", folder=tmp_path, quiet=True, precision="fp64")
+        assert PP(split_size=size).num_microbatches(job.replace(accumulate=2)) == 2 * -(
+            -job.batch_size // (2 * size)
+        )
+    run = train(
+        job,
+        strategy=PP(split_size=3),
+        devices="2xcpu",
+        folder=tmp_path,
+        quiet=True,
+        precision="fp64",
+    )
     parts = PP(split_size=3).num_microbatches(job)
     one = train(
-        job, strategy="single", folder=tmp_path, quiet=True, precision="fp64", accumulate=parts, devices="1xcpu"
+        job,
+        strategy="single",
+        folder=tmp_path,
+        quiet=True,
+        precision="fp64",
+        accumulate=parts,
+        devices="1xcpu",
     )
     assert differences(job, run, one).worst < BOUND
 
@@ -537,8 +680,12 @@ def test_the_split_size_says_how_many_samples_a_micro_batch_has(tmp_path) -> Non
 def test_a_device_too_small_for_its_stage_is_refused_with_both_sizes(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("lockstep.strategies.pp._memory_of", lambda world: [1000.0, 100.0])
     for way in (PP(), MP(), PP(schedule="interleaved"), PP(microbatches="auto")):
-        with pytest.raises(StrategyError, match=r"fits: .* needs [\d.]+ .*B.* has (100|1e\+03|1,?000) B"):
-            train(KINDS["a sequence"][0], strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        with pytest.raises(
+            StrategyError, match=r"fits: .* needs [\d.]+ .*B.* has (100|1e\+03|1,?000) B"
+        ):
+            train(
+                KINDS["a sequence"][0], strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+            )
     assert not list(tmp_path.iterdir())
 
 
@@ -580,9 +727,16 @@ def test_what_a_model_remembers_outside_of_a_stage_keeps_micro_batches_in_turn(
 ) -> None:
     jobs = {**KINDS, "telling": (_job(Telling), None), "counting": (_job(Counting), None)}
     job, device_map = jobs[kind]
-    run = train(job.replace(precision="fp64"), strategy=PP(device_map), devices="2xcpu", folder=tmp_path)
+    run = train(
+        job.replace(precision="fp64"), strategy=PP(device_map), devices="2xcpu", folder=tmp_path
+    )
     assert f"note: {says}" in capsys.readouterr().out
-    one = train(job.replace(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    one = train(
+        job.replace(precision="fp64", accumulate=4),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+    )
     assert differences(job, run, one).worst < BOUND
 
 
@@ -590,7 +744,10 @@ def test_what_changes_for_a_person_is_said_at_the_start(tmp_path, capsys) -> Non
     train(KINDS["BatchNorm"][0], strategy=PP(microbatches=12), devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
     assert "batches of 8, in 8 micro-batches" in said
-    assert "note: BatchNorm normalizes over each micro-batch, as single with accumulate=12 does" in said
+    assert (
+        "note: BatchNorm normalizes over each micro-batch, as single with accumulate=12 does"
+        in said
+    )
     assert "note: batches of 8 samples are 8 micro-batches, not 12" in said
 
 
@@ -605,7 +762,12 @@ def test_a_micro_batch_that_takes_another_way_than_expected_is_said(tmp_path, ca
     way = PP({"first": 0, "": 1})
     run = train(job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count("took another way through the stages") == 1
-    one = train(job.replace(precision="fp64", accumulate=4), strategy="single", devices="1xcpu", folder=tmp_path)
+    one = train(
+        job.replace(precision="fp64", accumulate=4),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+    )
     assert differences(job, run, one).worst < BOUND
 
 
@@ -624,9 +786,15 @@ def test_each_stage_computes_in_one_thread_at_a_time_and_stages_overlap(tmp_path
             return super().forward(x)
 
     job = _job(lambda: nn.Sequential(Slow("first", 6), Slow("second", 3)))
-    train(job, strategy=PP({"0": 0, "1": 1}), devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
+    train(
+        job, strategy=PP({"0": 0, "1": 1}), devices="2xcpu", folder=tmp_path, quiet=True, epochs=1
+    )
     pairs = itertools.combinations(visits, 2)
-    together = {(one, other) for (one, begin, end), (other, its, ends) in pairs if its < end and begin < ends}
+    together = {
+        (one, other)
+        for (one, begin, end), (other, its, ends) in pairs
+        if its < end and begin < ends
+    }
     assert together and all(one != other for one, other in together)
 
 
@@ -653,7 +821,9 @@ def test_memory_is_bounded_by_the_schedule(tmp_path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return Holding.apply(super().forward(x))
 
-    job = _job(lambda: nn.Sequential(Held(6, 6), nn.Tanh(), nn.Linear(6, 3)), eval_data=None, metrics={})
+    job = _job(
+        lambda: nn.Sequential(Held(6, 6), nn.Tanh(), nn.Linear(6, 3)), eval_data=None, metrics={}
+    )
     for schedule, most in (("1f1b", 2), ("gpipe", 8)):
         held["most"] = 0
         way = PP({"0": 0, "": 1}, 8, schedule)
@@ -666,7 +836,9 @@ def test_a_model_with_stages_can_be_copied_and_pickled() -> None:
     import pickle
 
     model = stack()
-    step = parallelize(model, nn.CrossEntropyLoss(), lambda p: plain_sgd(p), strategy="pp", devices="2xcpu")
+    step = parallelize(
+        model, nn.CrossEntropyLoss(), lambda p: plain_sgd(p), strategy="pp", devices="2xcpu"
+    )
     step(drawn(8, 6), labels(8, 3))
     x = drawn(3, 6)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -685,11 +857,17 @@ class Gated(nn.Module):
         if (x > 2).any():
             self.gate = x.sum(1, keepdim=True)
         x = self.last(torch.tanh(self.first(x)))
-        return x * self.gate if isinstance(self.gate, torch.Tensor) and len(self.gate) == len(x) else x
+        return (
+            x * self.gate if isinstance(self.gate, torch.Tensor) and len(self.gate) == len(x) else x
+        )
 
 
-def test_what_a_batch_leaves_in_attributes_is_what_the_next_one_of_an_evaluation_finds(tmp_path) -> None:
-    """Found by trial: evaluation batches overlapped, and read one another's gates; so did metrics."""
+def test_what_a_batch_leaves_in_attributes_is_what_the_next_one_of_an_evaluation_finds(
+    tmp_path,
+) -> None:
+    """Found by trial: evaluation batches overlapped, and read one another's gates; so did
+    metrics.
+    """
     model = Gated()
 
     def gates(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:

@@ -25,7 +25,9 @@ MAP = {"first": 0, "second": 1}
 
 
 class Failing(nn.Module):
-    """Calls ``fail`` once, in one place, at the seventh time: in the second update, where micro-batches overlap."""
+    """Calls ``fail`` once, in one place, at the seventh time: in the second update, where
+    micro-batches overlap.
+    """
 
     place = ""
     calls = 0
@@ -80,7 +82,9 @@ _before: set[threading.Thread] = set()
 
 @pytest.fixture(autouse=True)
 def _threads_of_others() -> None:
-    """Other tests of this process may have left idle threads, which wait for whoever borrows them next."""
+    """Other tests of this process may have left idle threads, which wait for whoever borrows
+    them next.
+    """
     _before.clear()
     _before.update(threading.enumerate())
 
@@ -90,7 +94,11 @@ def working() -> list[str]:
     end = time.monotonic() + 5
     while time.monotonic() < end:
         gc.collect()
-        left = [t.name for t in threading.enumerate() if t.name.startswith("lockstep cpu") and t not in _before]
+        left = [
+            t.name
+            for t in threading.enumerate()
+            if t.name.startswith("lockstep cpu") and t not in _before
+        ]
         if not left:
             return []
         time.sleep(0.02)
@@ -112,9 +120,12 @@ PLACES = {
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("gpipe", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "place", [pytest.param(p, marks=pytest.mark.slow if i % 2 else ()) for i, p in enumerate(PLACES)]
+    "place",
+    [pytest.param(p, marks=pytest.mark.slow if i % 2 else ()) for i, p in enumerate(PLACES)],
 )
-def test_what_raises_anywhere_stops_all_and_is_named(place: str, schedule: str, tmp_path, monkeypatch) -> None:
+def test_what_raises_anywhere_stops_all_and_is_named(
+    place: str, schedule: str, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(Failing, "calls", 0)
     monkeypatch.setattr(Failing, "place", place)
     monkeypatch.setattr(Failing, "fail", staticmethod(fails), raising=False)
@@ -164,6 +175,8 @@ def test_a_script_that_fails_ends_with_its_traceback(place: str, tmp_path) -> No
     folders = [str(parent) for parent in Path(__file__).parents[:2]]
     code = SCRIPT.format(folders=folders, place=place, folder=str(tmp_path))
     for _ in range(5):
-        ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+        )
         assert ended.returncode == 1, ended.stderr[-2000:]
         assert "ValueError: the seventh" in ended.stderr and "micro-batch 2" in ended.stderr

@@ -1,6 +1,8 @@
-"""Stages, schedules and micro-batches against kinds of model: every cell ends where one device that accumulates does.
+"""Stages, schedules and micro-batches against kinds of model: every cell ends where one device that
+accumulates does.
 
-The slow tests run them all; each fast one has a kind, a number of stages and a schedule, and few micro-batches.
+The slow tests run them all; each fast one has a kind, a number of stages and a schedule, and few
+micro-batches.
 """
 
 from __future__ import annotations
@@ -33,26 +35,45 @@ class OfHuggingFace(nn.Module):
 
         if which == "GPT-2":
             config = transformers.GPT2Config(
-                vocab_size=11, n_positions=8, n_embd=8, n_layer=4, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+                vocab_size=11,
+                n_positions=8,
+                n_embd=8,
+                n_layer=4,
+                n_head=2,
+                resid_pdrop=0,
+                embd_pdrop=0,
+                attn_pdrop=0,
             )
             self.model = transformers.GPT2LMHeadModel(config)
         else:
             config = transformers.BertConfig(
-                vocab_size=11, hidden_size=8, num_hidden_layers=4, num_attention_heads=2, intermediate_size=16,
-                max_position_embeddings=8, hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-            )  # fmt: skip
+                vocab_size=11,
+                hidden_size=8,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                intermediate_size=16,
+                max_position_embeddings=8,
+                hidden_dropout_prob=0,
+                attention_probs_dropout_prob=0,
+            )
             self.model = transformers.BertForMaskedLM(config)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=tokens, attention_mask=(tokens > 0).long()).logits.transpose(1, 2)
+        return self.model(input_ids=tokens, attention_mask=(tokens > 0).long()).logits.transpose(
+            1, 2
+        )
 
 
 def stack() -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)), nn.Linear(6, 3))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(8)), nn.Linear(6, 3)
+    )
 
 
 class Choosing(nn.Module):
-    """How often a layer runs, and whether others run at all, depends on the values of a micro-batch."""
+    """How often a layer runs, and whether others run at all, depends on the values of a
+    micro-batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +107,9 @@ class Deep(nn.Module):
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)) for _ in range(4)
+        )
         self.out = nn.Linear(2, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +138,11 @@ class PassingLayer(nn.Module):
         self.linear = nn.Linear(6, 6)
 
     def forward(self, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, "x": torch.tanh(self.linear(state["x"])) + state["first"], "depth": state["depth"] + 1}
+        return {
+            **state,
+            "x": torch.tanh(self.linear(state["x"])) + state["first"],
+            "depth": state["depth"] + 1,
+        }
 
 
 SOME: dict[str, Job] = {
@@ -136,7 +163,9 @@ SOME: dict[str, Job] = {
 _singles: dict[tuple[str, int], Run] = {}
 
 
-def compare(kind: str, stages: int, schedule: str, microbatches: int, made: pytest.TempPathFactory) -> None:
+def compare(
+    kind: str, stages: int, schedule: str, microbatches: int, made: pytest.TempPathFactory
+) -> None:
     if kind in ("GPT-2", "BERT"):
         pytest.importorskip("transformers")
     job = SOME[kind].replace(precision="fp64")
@@ -144,7 +173,12 @@ def compare(kind: str, stages: int, schedule: str, microbatches: int, made: pyte
     if key not in _singles:
         folder = made.mktemp("single")
         _singles[key] = train(
-            job, strategy="single", devices="1xcpu", folder=folder, quiet=True, accumulate=microbatches
+            job,
+            strategy="single",
+            devices="1xcpu",
+            folder=folder,
+            quiet=True,
+            accumulate=microbatches,
         )
     way = PP(None, microbatches, schedule)
     run = train(job, strategy=way, devices=f"{stages}xcpu", folder=made.mktemp("pp"), quiet=True)
@@ -173,11 +207,15 @@ FAST = [
 @pytest.mark.parametrize(
     ("kind", "stages", "schedule", "microbatches"),
     [
-        pytest.param(*cell, marks=pytest.mark.slow if cell[0] in ("GPT-2", "BERT", "a tied GPT") else ())
+        pytest.param(
+            *cell, marks=pytest.mark.slow if cell[0] in ("GPT-2", "BERT", "a tied GPT") else ()
+        )
         for cell in FAST
     ],
 )
-def test_some_cells(kind: str, stages: int, schedule: str, microbatches: int, tmp_path_factory) -> None:
+def test_some_cells(
+    kind: str, stages: int, schedule: str, microbatches: int, tmp_path_factory
+) -> None:
     compare(kind, stages, schedule, microbatches, tmp_path_factory)
 
 

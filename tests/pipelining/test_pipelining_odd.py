@@ -1,6 +1,8 @@
-"""Models that do odd things in forward: under ``mp`` and ``pp`` they end where one device that accumulates does.
+"""Models that do odd things in forward: under ``mp`` and ``pp`` they end where one device that
+accumulates does.
 
-What one micro-batch leaves for the next decides whether micro-batches may overlap; where they may not, that is said.
+What one micro-batch leaves for the next decides whether micro-batches may overlap; where they may
+not, that is said.
 """
 
 from __future__ import annotations
@@ -37,7 +39,11 @@ def odd(
     """Put a model, or a function that makes one, among ``ODD``."""
 
     def put(model: Any) -> Any:
-        ODD[name] = _job(model, **settings).replace(precision="fp64", optimizer=sgd), device_map, says
+        ODD[name] = (
+            _job(model, **settings).replace(precision="fp64", optimizer=sgd),
+            device_map,
+            says,
+        )
         return model
 
     return put
@@ -67,7 +73,7 @@ class Two(nn.Module):
 
 SPLIT = {"a": 0, "": 1}
 
-# ---- what is left for the next micro-batch --------------------------------------------------------------------------
+# ---- what is left for the next micro-batch -------------------------------------------------------
 
 
 @odd("a cache between calls", SPLIT, 'forward sets "past"')
@@ -93,7 +99,9 @@ class LaterCache(Two):
         LaterCache.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.training and torch.is_grad_enabled():  # (what looks at a forward before the first update isn't counted)
+        if (
+            self.training and torch.is_grad_enabled()
+        ):  # (what looks at a forward before the first update isn't counted)
             LaterCache.calls += 1
         x = self.a(x)
         if self.training and LaterCache.calls >= 6:
@@ -156,16 +164,26 @@ class Registering(Two):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[1] > self.length:
             self.length = x.shape[1]
-            self.register_buffer("scale", torch.arange(self.length, dtype=torch.float64), persistent=False)
+            self.register_buffer(
+                "scale", torch.arange(self.length, dtype=torch.float64), persistent=False
+            )
         return super().forward(x * self.scale)
 
 
-@odd("buffers that are replaced", None, 'forward sets "a.mean", which another micro-batch would overwrite')
+@odd(
+    "buffers that are replaced",
+    None,
+    'forward sets "a.mean", which another micro-batch would overwrite',
+)
 class Replaced(Two):
     layer = Replacing
 
 
-@odd("a buffer that the model reads on another stage", SPLIT, 'buffer "a.mean" is written in forward, and used on more')
+@odd(
+    "a buffer that the model reads on another stage",
+    SPLIT,
+    'buffer "a.mean" is written in forward, and used on more',
+)
 class ReadLater(Averages):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.b(self.a(x)) + self.a.mean)
@@ -180,7 +198,11 @@ class Reading(Layer):
         return super().forward(x) + self.others[0].mean
 
 
-@odd("a buffer that another layer reads", SPLIT, 'buffer "a.mean" is written in forward, and used on more')
+@odd(
+    "a buffer that another layer reads",
+    SPLIT,
+    'buffer "a.mean" is written in forward, and used on more',
+)
 class ReadByLayer(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +237,11 @@ class Needed(Layer):
         return y * self.scale
 
 
-@odd("a buffer that backward needs", None, 'buffer "a.scale" is written in forward, and backward needs it')
+@odd(
+    "a buffer that backward needs",
+    None,
+    'buffer "a.scale" is written in forward, and backward needs it',
+)
 class Scales(Two):
     layer = Needed
 
@@ -234,7 +260,11 @@ class Taught(Layer):
         return torch.tanh(self.teacher(super().forward(x)))
 
 
-@odd("weights that are written in forward", None, 'parameter "a.teacher.weight" is written in forward, and backward')
+@odd(
+    "weights that are written in forward",
+    None,
+    'parameter "a.teacher.weight" is written in forward, and backward',
+)
 class Teachers(Two):
     layer = Taught
 
@@ -251,14 +281,21 @@ class Swapping(Two):
 def normed() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        middle, last = nn.utils.weight_norm(nn.Linear(8, 8)), nn.utils.spectral_norm(nn.Linear(8, 3))
+        middle, last = (
+            nn.utils.weight_norm(nn.Linear(8, 8)),
+            nn.utils.spectral_norm(nn.Linear(8, 3)),
+        )
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), middle, nn.Tanh(), last)
 
 
 @odd("parametrizations", {"0": 0, "": 1})
 def parametrized() -> nn.Module:
     first, middle, last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
-    parametrizations.weight_norm(first), parametrizations.spectral_norm(middle), parametrizations.orthogonal(last)
+    (
+        parametrizations.weight_norm(first),
+        parametrizations.spectral_norm(middle),
+        parametrizations.orthogonal(last),
+    )
     return nn.Sequential(first, nn.Tanh(), middle, nn.Tanh(), last)
 
 
@@ -277,7 +314,7 @@ class Norms(Two):
     layer = CumulativeNorm
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------
 
 
 @odd("checkpoints in a checkpoint", SPLIT)
@@ -377,7 +414,7 @@ def hooked() -> nn.Module:
     return model
 
 
-# ---- ways through the stages ----------------------------------------------------------------------------------------
+# ---- ways through the stages ---------------------------------------------------------------------
 
 
 @odd("stages 0, 1, 0, 1, 0", {"layers.1": 1, "layers.3": 1, "": 0})
@@ -437,7 +474,9 @@ class Thrice(Two):
         self.b.linear.weight = self.c.linear.weight = self.a.linear.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(F.linear(self.c(self.b(self.a(x))), self.a.linear.weight.T, self.b.linear.bias))
+        return self.out(
+            F.linear(self.c(self.b(self.a(x))), self.a.linear.weight.T, self.b.linear.bias)
+        )
 
 
 class Appending(Layer):
@@ -478,17 +517,27 @@ class Parcels(Two):
 _tokens, _ = tokens_and_next()
 
 
-@odd("packed sequences and hidden states", {"words": 0, "a": 0, "": 1}, inputs=_tokens, targets=labels(SAMPLES, 3))
+@odd(
+    "packed sequences and hidden states",
+    {"words": 0, "a": 0, "": 1},
+    inputs=_tokens,
+    targets=labels(SAMPLES, 3),
+)
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(11, 6)
-        self.a, self.b = nn.GRU(6, 6, batch_first=True), nn.GRU(6, 6, 2, batch_first=True, dropout=0.2)
+        self.a, self.b = (
+            nn.GRU(6, 6, batch_first=True),
+            nn.GRU(6, 6, 2, batch_first=True, dropout=0.2),
+        )
         self.out = nn.Linear(6, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         lengths = (tokens > 3).sum(1).clamp(min=1)
-        packed = nn.utils.rnn.pack_padded_sequence(self.words(tokens), lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(tokens), lengths, batch_first=True, enforce_sorted=False
+        )
         packed, hidden = self.a(packed)
         _, hidden = self.b(packed, torch.cat([hidden, hidden]))
         return self.out(hidden[-1])
@@ -514,7 +563,9 @@ class Weighing(nn.Module):
         super().__init__()
         self.register_buffer("weights", torch.tensor([0.2, 1.0, 3.0]))
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self.weights.to(outputs.dtype)[targets]
         return (F.cross_entropy(outputs, targets, reduction="none") * weights).sum(), weights.sum()
 
@@ -538,9 +589,17 @@ OFTEN = {
         "a buffer that backward needs",
     ),
     *("a cache that begins in the second update", "buffers that are replaced"),
-    *("a layer called with other weights", "weights that are written in forward", "a tensor that is no buffer"),
+    *(
+        "a layer called with other weights",
+        "weights that are written in forward",
+        "a tensor that is no buffer",
+    ),
     *("checkpoints in a checkpoint", "a gradient within forward", "a layer whose error is caught"),
-    *("packed sequences and hidden states", "random numbers outside of layers", "hooks of a person's own"),
+    *(
+        "packed sequences and hidden states",
+        "random numbers outside of layers",
+        "hooks of a person's own",
+    ),
 }
 
 
@@ -548,7 +607,12 @@ def compare(kind: str, way: PP, stages: int, tmp_path: Any) -> None:
     job = ODD[kind][0]
     run = train(job, strategy=way, devices=f"{stages}xcpu", folder=tmp_path)
     one = train(
-        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.num_microbatches(job)
+        job,
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+        quiet=True,
+        accumulate=way.num_microbatches(job),
     )
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
@@ -556,7 +620,9 @@ def compare(kind: str, way: PP, stages: int, tmp_path: Any) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ODD])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in OFTEN else pytest.mark.slow) for k in ODD]
+)
 def test_pp_ends_where_one_device_that_accumulates_does(kind: str, tmp_path, capsys) -> None:
     _, device_map, says = ODD[kind]
     compare(kind, PP(device_map, 3), 2, tmp_path)
@@ -594,8 +660,12 @@ class Opening(Two):
 def followed(
     model: nn.Module, device_map: dict[str, int], updates: int, before: Callable[[int], Any]
 ) -> tuple[list[int], list[str]]:
-    """The updates in which micro-batches overlapped, from 1, and what was said; ``before`` is told of each."""
-    step = parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=PP(device_map, 3), devices="2xcpu")
+    """The updates in which micro-batches overlapped, from 1, and what was said; ``before`` is
+    told of each.
+    """
+    step = parallelize(
+        model, nn.CrossEntropyLoss(), sgd, strategy=PP(device_map, 3), devices="2xcpu"
+    )
     said: list[str] = []
     step.world.tell = lambda line: said.append(line.text)
     overlapped = []
@@ -609,22 +679,29 @@ def followed(
 def test_an_update_after_one_that_began_to_keep_something_is_watched(monkeypatch) -> None:
     monkeypatch.setattr(Opening, "at", (3, 6, 9))
     monkeypatch.setattr(Opening, "updates", 0)
-    overlapped, said = followed(Opening(), SPLIT, 12, lambda update: setattr(Opening, "updates", update))
+    overlapped, said = followed(
+        Opening(), SPLIT, 12, lambda update: setattr(Opening, "updates", update)
+    )
     assert overlapped == [2, 3, 5, 6, 8, 9]
     (line,) = said
     assert line == (
-        '"log" is now and then changed in forward: micro-batches follow one another, and nothing overlaps; '
+        '"log" is now and then changed in forward: micro-batches follow one another, and nothing '
+        "overlaps; "
         "they overlapped at step 3, 6, 9, whose numbers may not be those of one device"
     )
 
 
 def test_layers_that_thaw_may_go_on_to_overlap() -> None:
     """Their statistics begin to move, each in one stage: that is in order."""
-    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model = nn.Sequential(
+        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+    )
     model[1].eval()
     model[3].eval()
     thaw = {3: model[1].train, 6: model[3].train}
-    overlapped, said = followed(model, {"0": 0, "1": 0, "": 1}, 8, lambda update: thaw.get(update, int)())
+    overlapped, said = followed(
+        model, {"0": 0, "1": 0, "": 1}, 8, lambda update: thaw.get(update, int)()
+    )
     assert overlapped == [2, 3, 5, 6, 8]
     assert said == ["BatchNorm normalizes over each micro-batch, as single with accumulate=3 does"]
 
@@ -646,7 +723,9 @@ def test_layers_that_thaw_may_go_on_to_overlap() -> None:
         (lambda model: model.b.register_forward_hook(print), "b._forward_hooks"),
     ],
 )
-def test_what_begins_to_change_is_seen_from_outside(change: Callable[[Any], Any], name: str | None) -> None:
+def test_what_begins_to_change_is_seen_from_outside(
+    change: Callable[[Any], Any], name: str | None
+) -> None:
     model = Averages()
     model.a.weight = model.a.linear.weight
     model.size, model.kept = 3, [torch.zeros(1)]
@@ -687,7 +766,10 @@ def test_what_hooks_can_not_see_is_refused(tmp_path) -> None:
             return nn.Sequential(Layer(), torch.jit.script(nn.Linear(6, 3)))
 
     for make, says in (
-        (compiled, "the model is compiled in one, and its layers are on stages 0, 1: give it one stage"),
+        (
+            compiled,
+            "the model is compiled in one, and its layers are on stages 0, 1: give it one stage",
+        ),
         (scripted, '"1" is scripted'),
     ):
         with pytest.raises(StrategyError, match=says):

@@ -1,4 +1,6 @@
-"""Pipelines of models that draw nothing go without random streams; one that begins to draw is right all the same."""
+"""Pipelines of models that draw nothing go without random streams; one that begins to draw is
+right all the same.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,9 @@ def _worst(model: type[nn.Module], tmp_path: Any) -> float:
         (Normalized, [0, 3, 3, 3, 3, 3, 3, 3]),
     ],
 )
-def test_streams_are_there_for_models_that_draw(model: type[nn.Module], with_streams: list[int], tmp_path) -> None:
+def test_streams_are_there_for_models_that_draw(
+    model: type[nn.Module], with_streams: list[int], tmp_path
+) -> None:
     assert _worst(model, tmp_path) < 1e-10
     assert [sum(streamed[i : i + 3]) for i in range(0, len(streamed), 3)] == with_streams
 
@@ -129,7 +133,9 @@ def test_a_model_with_checkpoints_keeps_its_streams(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("model", [Counting, Noting])
-def test_draws_that_begin_with_a_write_to_the_model_are_said(model: type[nn.Module], tmp_path, capsys) -> None:
+def test_draws_that_begin_with_a_write_to_the_model_are_said(
+    model: type[nn.Module], tmp_path, capsys
+) -> None:
     train(_job(model), strategy=PP(SPLIT, 3), devices="2xcpu", folder=tmp_path)
     assert "at step 3 the model began to draw random numbers and to write buffers" in " ".join(
         capsys.readouterr().out.split()
@@ -149,7 +155,9 @@ class ShakenAndDropped(ShakenAlways):
 class ShakenLater(Model):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (
-            NoisyGradient.apply(super().forward(NoisyGradient.apply(x))) if bool(x.max() > 50) else super().forward(x)
+            NoisyGradient.apply(super().forward(NoisyGradient.apply(x)))
+            if bool(x.max() > 50)
+            else super().forward(x)
         )
 
     def noise(self, x: torch.Tensor) -> torch.Tensor:
@@ -196,13 +204,20 @@ class Sampling(Model):
 
 @pytest.mark.parametrize("way", ["mp", PP(SPLIT, 3)], ids=str)
 def test_what_a_model_draws_in_evaluation_is_what_one_device_draws(way: Any, tmp_path) -> None:
-    job = _job(Sampling).replace(eval_data=TensorDataset(drawn(17, 6, seed=9), labels(17, 3)), eval_batch_size=4)
+    job = _job(Sampling).replace(
+        eval_data=TensorDataset(drawn(17, 6, seed=9), labels(17, 3)), eval_batch_size=4
+    )
     parts = 1 if way == "mp" else 3
-    one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts)
+    one = train(
+        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=parts
+    )
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     for ours, its in zip(run.history, one.history, strict=True):
         assert ours["eval_loss"] == pytest.approx(its["eval_loss"], rel=1e-12)
     assert one.history[0]["eval_loss"] != one.history[1]["eval_loss"]
-    again = [lockstep.evaluate(run, strategy=s, devices=d) for s, d in (("single", "1xcpu"), (way, "2xcpu"))]
+    again = [
+        lockstep.evaluate(run, strategy=s, devices=d)
+        for s, d in (("single", "1xcpu"), (way, "2xcpu"))
+    ]
     assert again[0] == pytest.approx(again[1], rel=1e-12)
     assert again[0]["loss"] == pytest.approx(one.history[-1]["eval_loss"], rel=1e-12)

@@ -31,11 +31,15 @@ def parse(text: str) -> Schedule:
 def picture(timeline: Timeline) -> list[str]:
     """As in the docstrings: an action or a dot for each unit of time."""
     rows = []
-    several = len({span.action.stage for spans in timeline.devices for span in spans}) > len(timeline.devices)
+    several = len({span.action.stage for spans in timeline.devices for span in spans}) > len(
+        timeline.devices
+    )
     for spans in timeline.devices:
         row = ["."] * round(timeline.end)
         for action, start, end in spans:
-            row[round(start) : round(end)] = [str(action)[0 if several else 1 :]] * round(end - start)
+            row[round(start) : round(end)] = [str(action)[0 if several else 1 :]] * round(
+                end - start
+            )
         rows.append(" ".join(row))
     return rows
 
@@ -77,7 +81,12 @@ def test_every_schedule_can_be_run_and_sums_gradients_in_the_order_of_one_device
             simulate(schedule)
             assert parse(printed(schedule)) == schedule
             for stage in devices_of(schedule):
-                mine = [a.microbatch for order in schedule for a in order if a.stage == stage and a.kind == "B"]
+                mine = [
+                    a.microbatch
+                    for order in schedule
+                    for a in order
+                    if a.stage == stage and a.kind == "B"
+                ]
                 assert mine == sorted(mine) == list(range(microbatches))
 
 
@@ -102,17 +111,31 @@ def test_the_bubble_of_equal_stages_is_the_known_one(stages: int, microbatches: 
 def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> None:
     assert simulate(one_f_one_b(4, 16)).held() == (4, 3, 2, 1)
     assert simulate(gpipe(4, 16)).held() == (16, 16, 16, 16)
-    assert simulate(one_f_one_b(2, 2)).held({0: 10.0, 1: 7.0}) == (20.0, 7.0), "bytes of a micro-batch, by stage"
+    assert simulate(one_f_one_b(2, 2)).held({0: 10.0, 1: 7.0}) == (20.0, 7.0), (
+        "bytes of a micro-batch, by stage"
+    )
     assert simulate(interleaved(2, 8)).held_by_stage() == {0: 4, 1: 3, 2: 2, 3: 1}
 
 
 def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
     even = simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0])
     assert [[tuple(span) for span in spans] for spans in even.devices] == [
-        [(Action(0, "F", 0), 0, 1), (Action(0, "F", 1), 1, 2), (Action(0, "B", 0), 9, 11), (Action(0, "B", 1), 17, 19)],
-        [(Action(1, "F", 0), 1, 4), (Action(1, "B", 0), 4, 9), (Action(1, "F", 1), 9, 12), (Action(1, "B", 1), 12, 17)],
+        [
+            (Action(0, "F", 0), 0, 1),
+            (Action(0, "F", 1), 1, 2),
+            (Action(0, "B", 0), 9, 11),
+            (Action(0, "B", 1), 17, 19),
+        ],
+        [
+            (Action(1, "F", 0), 1, 4),
+            (Action(1, "B", 0), 4, 9),
+            (Action(1, "F", 1), 9, 12),
+            (Action(1, "B", 1), 12, 17),
+        ],
     ]
-    assert even.makespan == 19 and even.busy == (6, 16) and even.bubble == pytest.approx(1 - 22 / 38)
+    assert (
+        even.makespan == 19 and even.busy == (6, 16) and even.bubble == pytest.approx(1 - 22 / 38)
+    )
     smaller_last = simulate(one_f_one_b(2, 2), [[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
     assert smaller_last.makespan == 14
     assert simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0], transfer=0.5).makespan == 20
@@ -132,7 +155,9 @@ def test_the_fitted_schedule_gains_where_stages_take_unequally_long() -> None:
         forward = [drawn.uniform(0.5, 1.5) for _ in range(stages)]
         backward = [2 * drawn.uniform(0.8, 1.2) * time for time in forward]
         made = fitted(range(stages), microbatches, forward, backward, 0.2)
-        assert made == fitted(range(stages), microbatches, forward, backward, 0.2), "equal times, equal schedule"
+        assert made == fitted(range(stages), microbatches, forward, backward, 0.2), (
+            "equal times, equal schedule"
+        )
         assert simulate(made).held()[0] <= stages + 2
         plain = simulate(one_f_one_b(stages, microbatches), forward, backward, 0.2).makespan
         ratios.append(simulate(made, forward, backward, 0.2).makespan / plain)
@@ -160,7 +185,8 @@ def test_an_action_is_printed_and_read_as_a_word() -> None:
         ("0F0 0B0 1F0\n1B0", "stage 1 is on device 0 and on 1"),
         (
             "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
-            "wait for each other for ever: device 0 waits with 0B0 for 1B0, device 1 waits with 1F1 for 0F1",
+            "wait for each other for ever: device 0 waits with 0B0 for 1B0, device 1 waits with "
+            "1F1 for 0F1",
         ),
         ("", "there is no action in it"),
     ],

@@ -1,4 +1,6 @@
-"""What forward sets and puts back, under ``pp``: where another micro-batch would see it in between, none overlaps."""
+"""What forward sets and puts back, under ``pp``: where another micro-batch would see it in
+between, none overlaps.
+"""
 
 from __future__ import annotations
 
@@ -167,7 +169,8 @@ IN_TURN = {
     Keeping: 'forward sets "kept" and puts it back',
     Evaluated: 'forward sets "drop.training" and puts it back',
     Fixed: 'forward sets "b.linear.weight.requires_grad", which holds for other micro-batches too',
-    Thawing: 'forward sets "a.linear.weight.requires_grad", which holds for other micro-batches too',
+    Thawing: 'forward sets "a.linear.weight.requires_grad", which holds for other micro-batches '
+    "too",
     Swapped: 'forward sets "b.linear.weight.data", which holds for other micro-batches too',
     Exchanged: 'forward sets "drop" and puts it back',
     Caught: 'forward sets "a._forward_hooks" and puts it back',
@@ -182,7 +185,12 @@ def hold(job: Job, way: PP, tmp_path: Any) -> None:
     """The numbers are those of one device."""
     run = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     one = train(
-        job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, accumulate=way.num_microbatches(job)
+        job,
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path,
+        quiet=True,
+        accumulate=way.num_microbatches(job),
     )
     found = differences(job, run, one)
     assert found.worst < BOUND, str(found)
@@ -191,7 +199,9 @@ def hold(job: Job, way: PP, tmp_path: Any) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", IN_TURN)
-def test_what_another_micro_batch_would_see_in_between_keeps_it_waiting(model: type[Two], tmp_path, capsys) -> None:
+def test_what_another_micro_batch_would_see_in_between_keeps_it_waiting(
+    model: type[Two], tmp_path, capsys
+) -> None:
     hold(job_of(model), PP(SPLIT, 3), tmp_path)
     assert f"note: {IN_TURN[model]}" in capsys.readouterr().out
 
@@ -207,7 +217,9 @@ def test_so_it_does_under_every_schedule(model: type[Two], tmp_path) -> None:
 def test_what_a_layer_sets_within_its_own_call_keeps_nobody_waiting(tmp_path, capsys) -> None:
     hold(job_of(Harmless), PP(SPLIT, 3), tmp_path)
     assert "follow one another" not in capsys.readouterr().out
-    step = parallelize(Harmless(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3), devices="2xcpu")
+    step = parallelize(
+        Harmless(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3), devices="2xcpu"
+    )
     for _ in range(2):
         step(drawn(8, 6), labels(8, 3))
     assert step.runner.overlaps
@@ -230,8 +242,12 @@ class CaughtLater(Two):
 
 
 def come_later(schedule: str) -> None:
-    """What a process of its own does: a thread whose backward failed may end it, in PyTorch's C++, as it exits."""
-    step = parallelize(CaughtLater(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3, schedule), devices="2xcpu")
+    """What a process of its own does: a thread whose backward failed may end it, in PyTorch's
+    C++, as it exits.
+    """
+    step = parallelize(
+        CaughtLater(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3, schedule), devices="2xcpu"
+    )
     for CaughtLater.updates in (1, 2, 3):
         try:
             step(drawn(9, 6), labels(9, 3))
@@ -242,9 +258,16 @@ def come_later(schedule: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(schedule: str) -> None:
+def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(
+    schedule: str,
+) -> None:
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
-    code = f"import sys; sys.path[:0] = {folders}; import test_stage_crossings as here; here.come_later({schedule!r})"
+    code = (
+        f"import sys; sys.path[:0] = {folders}; import test_stage_crossings as here; "
+        f"here.come_later({schedule!r})"
+    )
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("3 stage 0, backward of micro-batch 0: it came to what micro-batch "), done.stderr
+    assert done.stdout.startswith(
+        "3 stage 0, backward of micro-batch 0: it came to what micro-batch "
+    ), done.stderr

@@ -21,7 +21,11 @@ from lockstep.pipelining.turns import Aborted, Turns
 
 def test_who_waits_is_beckoned_to_the_device_where_it_goes_on() -> None:
     beckoned: list[tuple[int, int]] = []
-    turns = Turns([[(0, 0), (0, 1)], [(1, 0)]], (0, 1), lambda thread, device: beckoned.append((thread, device)))
+    turns = Turns(
+        [[(0, 0), (0, 1)], [(1, 0)]],
+        (0, 1),
+        lambda thread, device: beckoned.append((thread, device)),
+    )
     turns.take(0, (0, 0))
     numbers: list[int] = []
 
@@ -39,7 +43,9 @@ def test_who_waits_is_beckoned_to_the_device_where_it_goes_on() -> None:
     assert beckoned == [(numbers[0], 0)]
 
 
-@pytest.mark.skipif(sys.platform != "linux" or len(usable_cores()) < 2, reason="pinning to one of several cores")
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(usable_cores()) < 2, reason="pinning to one of several cores"
+)
 def test_a_thread_wakes_up_on_the_core_of_its_stage() -> None:
     """Pinned to where it computed before it would have to wait there, behind who computes now."""
     wake = threading.Event()
@@ -78,7 +84,10 @@ def test_where_all_wait_one_fails_and_says_where() -> None:
             errors.append(error)
             turns.abort()
 
-    threads = [threading.Thread(target=goes, args=[Flight(n, lambda stage: None, route, turns)]) for n in range(2)]
+    threads = [
+        threading.Thread(target=goes, args=[Flight(n, lambda stage: None, route, turns)])
+        for n in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -86,4 +95,6 @@ def test_where_all_wait_one_fails_and_says_where() -> None:
     assert not any(thread.is_alive() for thread in threads)
     first, second = errors
     assert isinstance(first, StrategyError) and isinstance(second, Aborted)
-    assert str(first).startswith("stage 1, forward of micro-batch 0: it waits for its turn, and all others that are")
+    assert str(first).startswith(
+        "stage 1, forward of micro-batch 0: it waits for its turn, and all others that are"
+    )

@@ -57,7 +57,9 @@ def job(**settings: Any) -> Job:
 
 def test_what_a_process_keeps_and_the_peak_of_a_step_are_told(tmp_path: Path, capsys) -> None:
     """SGD with momentum: weights, gradients and as much again."""
-    job_of = job(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), model=Wide)
+    job_of = job(
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), model=Wide
+    )
     whole = sum(p.numel() for p in Wide().parameters()) * 3 * 8
     for way, least, most in (("single", whole, whole), ("fsdp", whole / 2, whole / 2 * 1.05)):
         _, summary = profiled(job_of, way, tmp_path, quiet=False)
@@ -74,7 +76,14 @@ class Wide(nn.Sequential):
 
 def profiled(job: Job, way: str, folder: Path, **more: Any) -> tuple[lockstep.Run, dict[str, Any]]:
     strategy, devices = WAYS[way]
-    run = train(job, strategy=strategy, devices=devices, folder=folder, profile=True, **{"quiet": True, **more})
+    run = train(
+        job,
+        strategy=strategy,
+        devices=devices,
+        folder=folder,
+        profile=True,
+        **{"quiet": True, **more},
+    )
     return run, json.loads((run.folder / "profile" / "summary.json").read_text())
 
 
@@ -108,13 +117,20 @@ class SlowData(Dataset):
         return 16
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-        time.sleep(3 * NAP)  # longer than a step of a busy machine, or a loader worker keeps up with it
+        time.sleep(
+            3 * NAP
+        )  # longer than a step of a busy machine, or a loader worker keeps up with it
         return torch.full((6,), float(i)), torch.tensor(i % 3)
 
 
 def slow_second(**settings: Any) -> Job:
     # Batches of 7 are cut in shares of 4 and 3, and only those of 3 are slow.
-    return job(model=Napping, train_data=TensorDataset(drawn(35, 6), labels(35, 3)), batch_size=7, **settings)
+    return job(
+        model=Napping,
+        train_data=TensorDataset(drawn(35, 6), labels(35, 3)),
+        batch_size=7,
+        **settings,
+    )
 
 
 @pytest.mark.sweep
@@ -129,7 +145,9 @@ def test_the_training_is_bit_for_bit_the_one_without_a_profile(way: str, tmp_pat
         assert torch.equal(value, expected[name]), name
     timed = ("seconds", "samples_per_second")
     for ours, theirs in zip(run.history, plain.history, strict=True):
-        assert {k: v for k, v in ours.items() if k not in timed} == {k: v for k, v in theirs.items() if k not in timed}
+        assert {k: v for k, v in ours.items() if k not in timed} == {
+            k: v for k, v in theirs.items() if k not in timed
+        }
 
 
 @pytest.mark.sweep
@@ -150,8 +168,12 @@ def test_the_kinds_of_time_add_up_to_the_step(way: str, tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "pp"])
-def test_a_slow_model_is_computing_and_nearly_all_of_the_step_is_explained(way: str, tmp_path: Path) -> None:
-    slow = job(model=Napping, train_data=TensorDataset(drawn(12, 6), labels(12, 3)), batch_size=6, epochs=2)
+def test_a_slow_model_is_computing_and_nearly_all_of_the_step_is_explained(
+    way: str, tmp_path: Path
+) -> None:
+    slow = job(
+        model=Napping, train_data=TensorDataset(drawn(12, 6), labels(12, 3)), batch_size=6, epochs=2
+    )
     if WAYS[way][1] == "1xcpu":
         slow = slow.replace(batch_size=3)
     _, summary = profiled(slow, way, tmp_path)
@@ -174,7 +196,9 @@ def test_the_others_wait_for_a_slow_one(way: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", ["single", "dp", "ddp"])
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_slow_dataset_is_loading(way: str, workers: int, tmp_path: Path) -> None:
-    _, summary = profiled(job(train_data=SlowData(), loader_workers=workers, epochs=1, batch_size=2), way, tmp_path)
+    _, summary = profiled(
+        job(train_data=SlowData(), loader_workers=workers, epochs=1, batch_size=2), way, tmp_path
+    )
     for number in range(int(WAYS[way][1][0])):
         assert shares(summary, number)["loading"] > 0.15  # a few hundredths otherwise
 
@@ -198,7 +222,9 @@ def test_synchronised_batch_norm_is_communicating_not_computing(way: str, tmp_pa
         "ddp overlapped": {"reduce": True},
     }.items(),
 )
-def test_a_trace_of_each_rank_names_the_phases(way: str, names: dict[str, bool], tmp_path: Path) -> None:
+def test_a_trace_of_each_rank_names_the_phases(
+    way: str, names: dict[str, bool], tmp_path: Path
+) -> None:
     run, _ = profiled(job(), way, tmp_path)
     ranks = 2 if way.startswith("ddp") else 1
     files = {f"rank{rank}.json.gz" for rank in range(ranks)}
@@ -207,7 +233,16 @@ def test_a_trace_of_each_rank_names_the_phases(way: str, names: dict[str, bool],
         with gzip.open(run.folder / "profile" / file) as trace:
             events = json.load(trace)["traceEvents"]
         named = {event["name"] for event in events if event.get("cat") == "user_annotation"}
-        assert named >= {"load", "forward and loss", "backward", "weight", "clip", "optimizer", "step 3", "step 7"}
+        assert named >= {
+            "load",
+            "forward and loss",
+            "backward",
+            "weight",
+            "clip",
+            "optimizer",
+            "step 3",
+            "step 7",
+        }
         assert not named & {"step 2", "step 8"}
         assert {name: name in named for name in names} == names
         # Operators are in it too, those of the replicas' threads as well.
@@ -228,7 +263,9 @@ def test_a_trace_of_each_rank_names_the_phases(way: str, names: dict[str, bool],
         ({"batch_size": 4, "steps": 12}, 3, 12),
     ],
 )
-def test_a_short_training_is_profiled_as_far_as_it_goes(settings: Any, first: int, last: int, tmp_path: Path) -> None:
+def test_a_short_training_is_profiled_as_far_as_it_goes(
+    settings: Any, first: int, last: int, tmp_path: Path
+) -> None:
     # A schedule by step looks whether the optimizer's step is still the one it knows.
     by_step = {
         "lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.9),
@@ -242,14 +279,23 @@ def test_a_resumed_run_is_profiled_again(tmp_path: Path) -> None:
     run, _ = profiled(job(epochs=1), "ddp", tmp_path)
     again, summary = profiled(job(epochs=2), "single", tmp_path, resume=run.folder)
     assert (summary["first_step"], summary["last_step"]) == (10, 14)
-    assert {path.name for path in (run.folder / "profile").iterdir()} == {"rank0.json.gz", "summary.json"}
+    assert {path.name for path in (run.folder / "profile").iterdir()} == {
+        "rank0.json.gz",
+        "summary.json",
+    }
     plain = train(job(), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     for name, value in weights(plain).items():
         assert torch.allclose(value, weights(again)[name], rtol=1e-12, atol=1e-12)
 
 
-def test_a_training_that_is_stopped_before_says_that_there_is_no_profile(tmp_path: Path, capfd: Any) -> None:
-    stopped = job(batch_size=50, epochs=9, on_event=[lambda event: "stop" if event.kind == "evaluated" else None])
+def test_a_training_that_is_stopped_before_says_that_there_is_no_profile(
+    tmp_path: Path, capfd: Any
+) -> None:
+    stopped = job(
+        batch_size=50,
+        epochs=9,
+        on_event=[lambda event: "stop" if event.kind == "evaluated" else None],
+    )
     train(stopped, strategy="single", devices="1xcpu", folder=tmp_path, profile=True)
     assert "note: no profile: the training ended after step 1\n" in capfd.readouterr().out
 
@@ -267,14 +313,20 @@ def test_a_fault_in_a_profiled_step_leaves_nothing_running(tmp_path: Path) -> No
     profiled(job(), "single", tmp_path)  # PyTorch has one profiler at a time
 
 
-def test_afterwards_every_method_is_its_own_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_afterwards_every_method_is_its_own_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[Step] = []
     build = DP.build
     monkeypatch.setattr(DP, "build", lambda *args: built.append(build(*args)) or built[0])
     profiled(job(sync_batchnorm=True), "dp", tmp_path)
     [step] = built
     for thing in (step, step.optimizer, step.world, step._exchange):
-        replaced = {name for name, value in vars(thing).items() if hasattr(type(thing), name) and callable(value)}
+        replaced = {
+            name
+            for name, value in vars(thing).items()
+            if hasattr(type(thing), name) and callable(value)
+        }
         assert replaced <= {"tell", "say", "fail"}  # fields of the world
 
 
@@ -295,30 +347,43 @@ job = lockstep.Job(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
-    ["-m lockstep", pytest.param("-m torch.distributed.run --nproc-per-node 2 -m lockstep", marks=pytest.mark.slow)],
+    [
+        "-m lockstep",
+        pytest.param(
+            "-m torch.distributed.run --nproc-per-node 2 -m lockstep", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_the_table_is_printed_and_nothing_but_it(start: str, tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     words = [sys.executable, *start.split(), "train", "job.py", "--profile"]
     more = [] if "torch" in start else ["--devices", "2"]
-    done = subprocess.run([*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [*words, *more], cwd=tmp_path, capture_output=True, text=True, timeout=100
+    )
     assert done.returncode == 0, done.stderr
     assert "USDT" not in done.stderr
     lines = done.stdout.splitlines()
     at = lines.index("profile of steps 3 to 5, in ms per step and % of it:")
     assert lines[at + 1].split() == ["rank", *KINDS, "step"]
     assert [line[:7] for line in lines[at + 2 : at + 4]] == ["0 cpu:0", "1 cpu:1"]
-    assert lines[at + 4].startswith("memory of a process: weights, gradients and the optimizer's state ")
+    assert lines[at + 4].startswith(
+        "memory of a process: weights, gradients and the optimizer's state "
+    )
     end = next(number for number, line in enumerate(lines) if line.startswith("traces"))
     assert lines[end].startswith("traces for ui.perfetto.dev: rank0.json.gz, rank1.json.gz in")
     assert max(len(line) for line in lines[at : end + 1]) < 80
 
 
-# ---- what the notes mean --------------------------------------------------------------------------------------------
+# ---- what the notes mean -------------------------------------------------------------------------
 
 
 def track(number: int, wall: float, *calls: tuple[float, float]) -> Track:
-    return Track(number, f"cpu:{number}", [StepTimes(wall, {("computing", "backward"): 1.0}, {("sum", 2): [*calls]})])
+    return Track(
+        number,
+        f"cpu:{number}",
+        [StepTimes(wall, {("computing", "backward"): 1.0}, {("sum", 2): [*calls]})],
+    )
 
 
 def test_waiting_is_until_the_last_rank_enters() -> None:
@@ -330,7 +395,9 @@ def test_waiting_is_until_the_last_rank_enters() -> None:
 
 
 def test_where_clocks_differ_the_shortest_stay_is_communicating() -> None:
-    first, second = times_of([track(0, 6.0, (1.0, 4.0)), track(1, 6.0, (903.5, 904.5))], one_clock=False)
+    first, second = times_of(
+        [track(0, 6.0, (1.0, 4.0)), track(1, 6.0, (903.5, 904.5))], one_clock=False
+    )
     assert (first.kinds["waiting"], first.kinds["communicating"]) == (2.0, 1.0)
     assert (second.kinds["waiting"], second.kinds["communicating"]) == (0.0, 1.0)
 
@@ -345,7 +412,15 @@ def a_profile(ranks: int) -> Profile:
     kinds = dict(zip(KINDS, (1.0, 0.1, 0.0, 0.00012, 0.1), strict=True))
     rows = tuple(TimesOf(i, f"cuda:{i}", 1.20012, kinds, {}) for i in range(ranks))
     traces = tuple(f"rank{i}.json.gz" for i in range(ranks))
-    return Profile(3, 12, "rank", rows, ("a note of some words that will be wrapped in two",), traces, "runs/x/profile")
+    return Profile(
+        3,
+        12,
+        "rank",
+        rows,
+        ("a note of some words that will be wrapped in two",),
+        traces,
+        "runs/x/profile",
+    )
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 200])
@@ -377,17 +452,29 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
-def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_ideal(tmp_path, capsys) -> None:
+def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_ideal(
+    tmp_path, capsys
+) -> None:
     way = PP({"0": 0, "1": 1}, 4)
     run = train(job(model=Sleeper), strategy=way, devices="2xcpu", folder=tmp_path, profile=True)
     said = capsys.readouterr().out
-    assert "measured:" in said and "ideal, with the same stage times:" in said and said.count("bubble") == 2
+    assert (
+        "measured:" in said
+        and "ideal, with the same stage times:" in said
+        and said.count("bubble") == 2
+    )
     folder = run.folder / "profile"
     kept = json.loads((folder / "timeline.json").read_text())
     for kept_of in kept["timelines"].values():
         timeline = Timeline.of(kept_of)
-        assert [[span.action for span in device] for device in timeline.devices] == one_f_one_b(2, 4)
-        assert all(a.end <= b.start + 1e-9 for device in timeline.devices for a, b in itertools.pairwise(device))
+        assert [[span.action for span in device] for device in timeline.devices] == one_f_one_b(
+            2, 4
+        )
+        assert all(
+            a.end <= b.start + 1e-9
+            for device in timeline.devices
+            for a, b in itertools.pairwise(device)
+        )
         # A stage's forward begins when the one before it is done.
         ends = {span.action: span.end for device in timeline.devices for span in device}
         for m, span in enumerate(timeline.devices[1][::2]):
@@ -395,9 +482,14 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
     assert (folder / "timeline.png").stat().st_size > 5000
     summary = json.loads((folder / "summary.json").read_text())
     timelines = {title: Timeline.of(of) for title, of in kept["timelines"].items()}
-    assert summary["bubbles"] == pytest.approx({title: of.bubble for title, of in timelines.items()})
+    assert summary["bubbles"] == pytest.approx(
+        {title: of.bubble for title, of in timelines.items()}
+    )
     # Of this one update (what is shown has the median times of all).
-    assert ideal(one_f_one_b(2, 4), [timelines["measured"]]).bubble <= timelines["measured"].bubble + 1e-9
+    assert (
+        ideal(one_f_one_b(2, 4), [timelines["measured"]]).bubble
+        <= timelines["measured"].bubble + 1e-9
+    )
     first, second = summary["devices"]
     assert second["shares"]["computing"] > first["shares"]["computing"]
     assert first["shares"]["waiting"] > max(0.4, second["shares"]["waiting"])

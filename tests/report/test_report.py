@@ -1,4 +1,6 @@
-"""The report: one file that needs nothing else, figures with their numbers, a page that a browser shows."""
+"""The report: one file that needs nothing else, figures with their numbers, a page that a
+browser shows.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ def planted(folder: Path, **settings: Any) -> Comparison:
 
     def row(name: str, strategy: str, speed: float, count: int = 2, **more: Any) -> Row:
         kinds = dict(zip(KINDS, (0.03, 0.004, 0.002, 0.001, 0.001), strict=True))
-        times = tuple(TimesOf(i, f"cpu:{i}", 0.038, kinds, {}) for i in range(count)) if strategy != "pp" else ()
+        times = (
+            tuple(TimesOf(i, f"cpu:{i}", 0.038, kinds, {}) for i in range(count))
+            if strategy != "pp"
+            else ()
+        )
         seen = tuple(Seen(f"cpu:{i}", (1, 2, 3), {"": [8, 6]}, {"": [8, 3]}) for i in range(count))
         history = tuple(
             {
@@ -86,13 +92,36 @@ def planted(folder: Path, **settings: Any) -> Comparison:
     rows = (
         row("single, 1 core", "single", 1000.0, 1, role="one device", agreement=None),
         row("single, 2 cores", "single", 1700.0, 1, role="all cores", agreement=None, history=()),
-        row("dp", "dp", 1500.0, agreement=Agreement(False, 0.1, "fp64"), caveats=("BatchNorm is over the share",)),
+        row(
+            "dp",
+            "dp",
+            1500.0,
+            agreement=Agreement(False, 0.1, "fp64"),
+            caveats=("BatchNorm is over the share",),
+        ),
         row("ddp", "ddp", 1900.0),
         row("pp microbatches=4", "pp", 1600.0),
-        row("pp microbatches=64", "pp", 0.0, rates=(), glance=None, history=(), peaks=(), reason="out of memory"),
+        row(
+            "pp microbatches=64",
+            "pp",
+            0.0,
+            rates=(),
+            glance=None,
+            history=(),
+            peaks=(),
+            reason="out of memory",
+        ),
     )
     found = Comparison(
-        "jobs/mine.py", "lockstep compare jobs/mine.py", 16, 3, 2.0, {"cores": 2}, True, rows, str(folder)
+        "jobs/mine.py",
+        "lockstep compare jobs/mine.py",
+        16,
+        3,
+        2.0,
+        {"cores": 2},
+        True,
+        rows,
+        str(folder),
     )
     return replace(found, **settings)
 
@@ -139,7 +168,10 @@ def test_the_report_is_one_file_that_refers_to_nothing_else(tmp_path: Path) -> N
         "--strategy ddp",
     ):
         assert said in page.words
-    assert "BatchNorm is over the share" in page.words and "Not known of pp microbatches=4" in page.words
+    assert (
+        "BatchNorm is over the share" in page.words
+        and "Not known of pp microbatches=4" in page.words
+    )
 
 
 def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> None:
@@ -163,7 +195,9 @@ def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> 
     assert rows[4] == ["ddp", "1900.0", "1843.0", "1938.0", "1.90 x"]
     links = [where for where in page.refers if where.startswith("data:text/csv")]
     assert len(links) == len(list(figures.glob("*.csv")))
-    assert base64.b64decode(links[0].partition(",")[2]).decode() == (figures / "speed.csv").read_text()
+    assert (
+        base64.b64decode(links[0].partition(",")[2]).decode() == (figures / "speed.csv").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -172,21 +206,41 @@ def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path:
     rows = []
     for count, speed in ((1, 900.0), (2, 1300.0), (8, 1600.0)):
         rates = (speed, speed * 1.02, speed * 0.97)
-        rows.append(replace(found["pp microbatches=4"], name=f"pp microbatches={count}", rates=rates))
+        rows.append(
+            replace(found["pp microbatches=4"], name=f"pp microbatches={count}", rates=rates)
+        )
         rows[-1] = replace(rows[-1], settings={"microbatches": count})
     page = Read(write_page(replace(found, rows=(*found.rows[:2], found["ddp"], *rows))).read_text())
-    assert any("Lines of times one CPU device over micro-batches: pp from 0.9 to 1.6; " in alt for alt in page.pictures)
+    assert any(
+        "Lines of times one CPU device over micro-batches: pp from 0.9 to 1.6; " in alt
+        for alt in page.pictures
+    )
     assert "Speed-up over one CPU device, by micro-batches" in page.words
-    table = list(csv.reader((tmp_path / "figures" / "sweep-microbatches.csv").read_text().splitlines()))
-    assert table[0] == ["micro-batches", "pp", "pp, lowest", "pp, highest", "single, 2 cores", "ddp"]
+    table = list(
+        csv.reader((tmp_path / "figures" / "sweep-microbatches.csv").read_text().splitlines())
+    )
+    assert table[0] == [
+        "micro-batches",
+        "pp",
+        "pp, lowest",
+        "pp, highest",
+        "single, 2 cores",
+        "ddp",
+    ]
     assert [float(cell) for cell in table[2]] == pytest.approx([2, 1.3, 1.3, 1.3, 1.7, 1.9])
 
 
 def test_nothing_that_a_person_named_becomes_part_of_the_page(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
-    found = planted(tmp_path, job=f"{evil}.py", command=f"lockstep compare {evil}", machine={"cores": 2, "name": evil})
+    found = planted(
+        tmp_path,
+        job=f"{evil}.py",
+        command=f"lockstep compare {evil}",
+        machine={"cores": 2, "name": evil},
+    )
     rows = tuple(
-        replace(row, caveats=(evil,), history=({"epoch": 1, "train_loss": 1.0, evil: 0.5},)) for row in found.rows
+        replace(row, caveats=(evil,), history=({"epoch": 1, "train_loss": 1.0, evil: 0.5},))
+        for row in found.rows
     )
     page = Read(write_page(replace(found, rows=rows)).read_text())
     assert "script" not in page.tags and evil in page.words
@@ -203,7 +257,12 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
     names = ["single, 1 core", "pp microbatches=16 batch_size=4096"]
     for chart in (
         Bars(
-            "samples per second", names, [1000.0, 12345.0], [(900.0, 1100.0), (12000.0, 14000.0)], names, ["", "1.85 x"]
+            "samples per second",
+            names,
+            [1000.0, 12345.0],
+            [(900.0, 1100.0), (12000.0, 14000.0)],
+            names,
+            ["", "1.85 x"],
         ),
         Stacks("ms", names, {kind: [1.0, 2.0] for kind in KINDS}),
         Lines("epoch", "loss", {name: [(1.0, 2.0), (2.0, 1.0)] for name in names}),
@@ -222,18 +281,25 @@ def test_charts_have_nothing_outside_of_their_canvas(width: float) -> None:
         for axes in figure.axes:
             for text in (*axes.texts, *axes.get_yticklabels()):
                 box = text.get_window_extent()
-                assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, f"{text.get_text()} sticks out"
+                assert box.x0 >= whole.x0 - 1 and box.x1 <= whole.x1 + 1, (
+                    f"{text.get_text()} sticks out"
+                )
 
 
 def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
     for values, chosen in (((32, 48, 64), "even"), ((1, 2, 8), "doubling")):
-        chart = Lines("samples", "times one CPU device", {"dp": [(x, 1.0) for x in values]}, chosen=chosen)
+        chart = Lines(
+            "samples", "times one CPU device", {"dp": [(x, 1.0) for x in values]}, chosen=chosen
+        )
         (axes,) = chart.draw(WIDE).axes
         assert [label.get_text() for label in axes.get_xticklabels()] == [str(x) for x in values]
 
 
 def test_the_bubbles_of_a_pipelines_turns_stand_below_them() -> None:
-    turns = {"measured": simulate(SCHEDULES["gpipe"](2, 2)), "ideal": simulate(SCHEDULES["1f1b"](2, 4))}
+    turns = {
+        "measured": simulate(SCHEDULES["gpipe"](2, 2)),
+        "ideal": simulate(SCHEDULES["1f1b"](2, 4)),
+    }
     chart, caption = turns_of({title: one.plain() for title, one in turns.items()})
     assert caption.endswith("of the devices' time that is waited: measured: 33.3 %; ideal: 20.0 %.")
     assert list(chart.timelines) == list(turns)
@@ -253,7 +319,9 @@ def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_inst
 
 
 @pytest.mark.slow
-def test_the_page_of_a_comparison_can_be_written_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_of_a_comparison_can_be_written_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     comparison_folder.write(planted(tmp_path))
     assert cli.main(["report", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "report.html")
@@ -262,31 +330,47 @@ def test_the_page_of_a_comparison_can_be_written_again(tmp_path: Path, capsys: p
         comparison_folder.read(tmp_path)
 
 
-# ---- of a run -------------------------------------------------------------------------------------------------------
+# ---- of a run ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> lockstep.Run:
     job = ZOO["mlp"].replace(metrics={"clean/<b>": ZOO["mlp"].metrics["accuracy"]})
-    return lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, profile=True)
+    return lockstep.train(
+        job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, profile=True
+    )
 
 
 def test_the_page_of_a_run(run: lockstep.Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run.folder)]) == 0
     page = Read((run.folder / "report.html").read_text())
     assert all(where.startswith("data:") for where in page.refers) and "b" not in page.tags
-    for said in ("job: dp on 2 devices", "Evaluation loss", "clean/<b>", "after 2 epochs", "4 x 6", "replica 0 cpu:0"):
+    for said in (
+        "job: dp on 2 devices",
+        "Evaluation loss",
+        "clean/<b>",
+        "after 2 epochs",
+        "4 x 6",
+        "replica 0 cpu:0",
+    ):
         assert said in page.words + " ".join(page.pictures)
     assert {path.stem for path in (run.folder / "figures").glob("*.png")} == {
-        "loss", "clean--b-", "speed", "time", "memory",
-    }  # fmt: skip
+        "loss",
+        "clean--b-",
+        "speed",
+        "time",
+        "memory",
+    }
     assert lockstep.Run.open(run.folder).summary, "the run is as it was"
 
 
 def test_the_page_of_a_run_that_was_stopped(run: lockstep.Run) -> None:
     (run.folder / "summary.json").unlink()
     assert cli.main(["report", str(run.folder)]) == 0
-    assert "The training was stopped before its end." in Read((run.folder / "report.html").read_text()).words
+    assert (
+        "The training was stopped before its end."
+        in Read((run.folder / "report.html").read_text()).words
+    )
     (run.folder / "metrics.jsonl").unlink()
     assert cli.main(["report", str(run.folder)]) == 0
 
@@ -317,15 +401,32 @@ def test_the_page_of_a_run_that_failed_says_why_until_it_goes_on(tmp_path: Path)
     assert "The training failed" not in Read(page_of_run(folder).read_text()).words
 
 
-def test_the_command_of_a_run_trains_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_of_a_run_trains_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "mine.py"
-    file.write_text("import test_report\n\n\ndef job(size: int = 5):\n    return test_report.job(size)\n")
+    file.write_text(
+        "import test_report\n\n\ndef job(size: int = 5):\n    return test_report.job(size)\n"
+    )
     monkeypatch.chdir(tmp_path)
-    words = ["--strategy", "pp", "--devices", "2xcpu", "--microbatches", "2", "--set", "size=7", "--epochs", "1"]
+    words = [
+        "--strategy",
+        "pp",
+        "--devices",
+        "2xcpu",
+        "--microbatches",
+        "2",
+        "--set",
+        "size=7",
+        "--epochs",
+        "1",
+    ]
     assert cli.main(["train", str(file), *words]) == 0
     (folder,) = (tmp_path / "runs").iterdir()
     assert cli.main(["report", str(folder)]) == 0
-    found = json.dumps(json.loads((folder / "config.json").read_text())["strategy_settings"]["device_map"])
+    found = json.dumps(
+        json.loads((folder / "config.json").read_text())["strategy_settings"]["device_map"]
+    )
     said = (
         f"lockstep train {file} --strategy pp --devices 2xcpu --microbatches 2 --schedule 1f1b "
         f"--map '{found}' --set size=7 --epochs 1"
@@ -335,7 +436,13 @@ def test_the_command_of_a_run_trains_it_again(tmp_path: Path, monkeypatch: pytes
 
 
 def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:
-    base = {"file": "job.py", "devices": ["cpu:0", "cpu:1"], "strategy": "pp", "set": {}, "given": {}}
+    base = {
+        "file": "job.py",
+        "devices": ["cpu:0", "cpu:1"],
+        "strategy": "pp",
+        "set": {},
+        "given": {},
+    }
     for own, words in (
         ({"microbatches": None, "split_size": 3}, " --split-size 3"),
         ({"microbatches": 4, "split_size": None}, " --microbatches 4"),
@@ -346,7 +453,13 @@ def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:
 
 
 def test_the_command_of_a_run_has_the_other_settings_of_its_strategy() -> None:
-    config = {"file": "job.py", "devices": ["cpu:0", "cpu:1"], "strategy": "fsdp", "set": {}, "given": {}}
+    config = {
+        "file": "job.py",
+        "devices": ["cpu:0", "cpu:1"],
+        "strategy": "fsdp",
+        "set": {},
+        "given": {},
+    }
     own = {"blocks": "auto", "elementwise": True, "build_on_disk": False}
     said = command({**config, "strategy_settings": own})
     assert said == "lockstep train job.py --strategy fsdp --devices 2xcpu --elementwise true"
@@ -355,7 +468,9 @@ def test_the_command_of_a_run_has_the_other_settings_of_its_strategy() -> None:
 
 def job(size: int) -> lockstep.Job:
     data = TensorDataset(drawn(12, 6), labels(12, 3))
-    return lockstep.Job(model=mlp, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=size)
+    return lockstep.Job(
+        model=mlp, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, batch_size=size
+    )
 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,7 +480,7 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "nowhere: no run is kept there (there is no such folder)" in capsys.readouterr().err
 
 
-# ---- in a browser ---------------------------------------------------------------------------------------------------
+# ---- in a browser --------------------------------------------------------------------------------
 
 _FRAMES = """<html><body>
 <iframe src="{page}" style="width:380px;height:800px"></iframe>
@@ -384,14 +499,34 @@ window.onload = () => {{
 
 
 def browsed(page: str, folder: Path) -> tuple[str, str, list[str]]:
-    """What a headless browser makes of a page: its document, what it says, the addresses that it asks for."""
+    """What a headless browser makes of a page: its document, what it says, the addresses that it
+    asks for.
+    """
     assert CHROMIUM is not None
     log = folder / "net.json"
-    words = ["--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--allow-file-access-from-files"]
-    words += ["--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"]
-    words += [f"--user-data-dir={folder / 'browser'}", f"--log-net-log={log}", "--virtual-time-budget=5000"]
+    words = [
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-first-run",
+        "--allow-file-access-from-files",
+    ]
+    words += [
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--enable-logging=stderr",
+    ]
+    words += [
+        f"--user-data-dir={folder / 'browser'}",
+        f"--log-net-log={log}",
+        "--virtual-time-budget=5000",
+    ]
     done = subprocess.run(
-        [CHROMIUM, *words, "--dump-dom", page], capture_output=True, text=True, timeout=60, check=False
+        [CHROMIUM, *words, "--dump-dom", page],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
     asked = set(re.findall(r'"url":"((?:https?|wss?|ftp)://[^"]*)"', log.read_text()))
@@ -400,7 +535,9 @@ def browsed(page: str, folder: Path) -> tuple[str, str, list[str]]:
     return done.stdout, said, sorted(address for address in asked if not own.match(address))
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed here (apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium is installed here (apt-get install chromium)"
+)
 def test_a_browser_shows_it_narrow_and_wide_without_an_error_or_a_request(tmp_path: Path) -> None:
     page = write_page(planted(tmp_path)).as_uri()
     _, said, asked = browsed(page, tmp_path)
@@ -418,9 +555,13 @@ def test_a_browser_shows_it_narrow_and_wide_without_an_error_or_a_request(tmp_pa
     assert max(narrow["pictures"]) < min(wide["pictures"]), "a narrow page has drawings of its own"
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed here (apt-get install chromium)")
+@pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium is installed here (apt-get install chromium)"
+)
 def test_the_browser_of_these_tests_would_have_seen_a_request_and_an_error(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    page.write_text('<img src="http://nowhere.invalid/a.png"><script>console.error("planted")</script>')
+    page.write_text(
+        '<img src="http://nowhere.invalid/a.png"><script>console.error("planted")</script>'
+    )
     _, said, asked = browsed(page.as_uri(), tmp_path)
     assert "planted" in said and asked == ["http://nowhere.invalid/a.png"]

@@ -1,7 +1,9 @@
-"""Simulated cards: ``card:0`` and ``card:1``, accelerators with threads, queues, clocks and generators, on any CPU.
+"""Simulated cards: ``card:0`` and ``card:1``, accelerators with threads, queues, clocks and
+generators, on any CPU.
 
-``load()`` compiles card.cpp, once for each of its texts and each torch, and makes it this process's accelerator. What
-it does is said there. Its number of cards is ``SIMULATED_CARDS``, 2 where that isn't set.
+``load()`` compiles card.cpp, once for each of its texts and each torch, and makes it this process's
+accelerator. What it does is said there. Its number of cards is ``SIMULATED_CARDS``, 2 where that
+isn't set.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class _Module(ModuleType):
 
     @property
     def default_generators(self) -> tuple[torch.Generator, ...]:
-        return tuple(torch.ops.simulated_card.default_generator(i) for i in range(self.device_count()))
+        return tuple(
+            torch.ops.simulated_card.default_generator(i) for i in range(self.device_count())
+        )
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -84,7 +88,11 @@ class _Module(ModuleType):
 
     def stream(self, stream: torch.Stream) -> torch.Stream:
         """To be entered, by any thread, as an object of its own."""
-        ids = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
+        ids = {
+            "stream_id": stream.stream_id,
+            "device_index": stream.device_index,
+            "device_type": stream.device_type,
+        }
         return torch.Stream(**ids)
 
     def is_available(self) -> bool:
@@ -121,7 +129,10 @@ def load() -> None:
         return
     made = library()
     torch.ops.load_library(made)
-    for folder in (str(made.parent), str(SOURCE.parent.parent)):  # ranks find an entry point there, for PyTorch
+    for folder in (
+        str(made.parent),
+        str(SOURCE.parent.parent),
+    ):  # ranks find an entry point there, for PyTorch
         if folder not in sys.path:
             sys.path.append(folder)
     torch.utils.rename_privateuse1_backend("card")
@@ -132,5 +143,7 @@ def load() -> None:
 
 
 def counts(*names: str) -> dict[str, int]:
-    """How often each happened in this process: host_reads, waits, blocking_copies, copies, crossings, operators."""
+    """How often each happened in this process: host_reads, waits, blocking_copies, copies,
+    crossings, operators.
+    """
     return {name: int(torch.ops.simulated_card.count_of(name)) for name in names}

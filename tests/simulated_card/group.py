@@ -1,4 +1,6 @@
-"""A process group for simulated cards, over gloo: a collective holds the host only where its work is waited for."""
+"""A process group for simulated cards, over gloo: a collective holds the host only where its
+work is waited for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from torch._C._distributed_c10d import AllgatherOptions, _create_work_from_futur
 
 
 class CardGroup(dist.ProcessGroup):
-    """Tensors of cards are sent as copies on the CPU; what arrives is written when a collective is done."""
+    """Tensors of cards are sent as copies on the CPU; what arrives is written when a collective
+    is done.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -27,16 +31,21 @@ class CardGroup(dist.ProcessGroup):
         return self.name
 
     def allreduce(self, tensors: Any, options: Any = None) -> Any:
-        return _over_cpu(tensors, lambda here: self.gloo.allreduce(here, options or dist.AllreduceOptions()))
+        return _over_cpu(
+            tensors, lambda here: self.gloo.allreduce(here, options or dist.AllreduceOptions())
+        )
 
     def broadcast(self, tensors: Any, options: Any = None) -> Any:
-        return _over_cpu(tensors, lambda here: self.gloo.broadcast(here, options or dist.BroadcastOptions()))
+        return _over_cpu(
+            tensors, lambda here: self.gloo.broadcast(here, options or dist.BroadcastOptions())
+        )
 
     def allgather(self, outputs: Any, inputs: Any, options: Any = None) -> Any:
         count = len(outputs[0])
         options = options or AllgatherOptions()
         return _over_cpu(
-            [*outputs[0], *inputs], lambda here: self.gloo.allgather([here[:count]], here[count:], options)
+            [*outputs[0], *inputs],
+            lambda here: self.gloo.allgather([here[:count]], here[count:], options),
         )
 
     def _allgather_base(self, output: Any, source: Any, options: Any = None) -> Any:
@@ -72,7 +81,9 @@ class CardGroup(dist.ProcessGroup):
 def _over_cpu(tensors: list[torch.Tensor], collective: Callable[[list[torch.Tensor]], Any]) -> Any:
     if not any(tensor.device.type == "card" for tensor in tensors):
         return collective(tensors)
-    memory = [torch.ops.simulated_card.memory_of(t) if t.device.type == "card" else t for t in tensors]
+    memory = [
+        torch.ops.simulated_card.memory_of(t) if t.device.type == "card" else t for t in tensors
+    ]
     sent = [each.clone() for each in memory]
     work = collective(sent)
 

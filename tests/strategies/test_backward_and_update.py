@@ -1,4 +1,6 @@
-"""A loop of one's own that accumulates by hand: ``step.backward`` as often as it likes, then ``step.update()``."""
+"""A loop of one's own that accumulates by hand: ``step.backward`` as often as it likes, then
+``step.update()``.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ SIZES = [[5, 3, 1], [2], [1, 7], [4, 4, 4]]
 
 
 class Switched(nn.Module):
-    """A layer that a loop switches on and off, so that some parts of an update give it no gradient."""
+    """A layer that a loop switches on and off, so that some parts of an update give it no
+    gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +87,22 @@ def by_torch(clip: float | None = None) -> tuple[Tensor, list[float]]:
     return weights(model), losses
 
 
-def step_of(model: nn.Module, strategy: Any = "single", devices: str = "1xcpu", **settings: Any) -> Any:
-    loss, optimizer = settings.pop("loss", nn.CrossEntropyLoss()), settings.pop("optimizer", plain_sgd)
+def step_of(
+    model: nn.Module, strategy: Any = "single", devices: str = "1xcpu", **settings: Any
+) -> Any:
+    loss, optimizer = (
+        settings.pop("loss", nn.CrossEntropyLoss()),
+        settings.pop("optimizer", plain_sgd),
+    )
     settings = {"precision": "fp64", **settings}
-    return lockstep.parallelize(model, loss, optimizer, strategy=strategy, devices=devices, **settings)
+    return lockstep.parallelize(
+        model, loss, optimizer, strategy=strategy, devices=devices, **settings
+    )
 
 
-def by_hand(strategy: Any, devices: str, world: Any = None, clip: float | None = None) -> tuple[Tensor, list[float]]:
+def by_hand(
+    strategy: Any, devices: str, world: Any = None, clip: float | None = None
+) -> tuple[Tensor, list[float]]:
     torch.manual_seed(0)
     model = Switched()
     step = step_of(model, strategy, devices, optimizer=sgd, clip_norm=clip)
@@ -107,7 +120,9 @@ def looped(way: str, loop: Any, **settings: Any) -> list[Any]:
     if way.startswith("ddp"):
         each = 2 if "xpp" in way else 1
         return lockstep.launch(
-            lambda world: loop(strategy, "auto", world=world, **settings), devices=devices, devices_per_rank=each
+            lambda world: loop(strategy, "auto", world=world, **settings),
+            devices=devices,
+            devices_per_rank=each,
         )
     return [loop(strategy, devices, **settings)]
 
@@ -165,7 +180,9 @@ def test_gradients_may_be_looked_at_and_changed_before_the_update() -> None:
     step.backward(x[:4], y[:4])
     step.backward(x[4:], y[4:])
     before = weights(model)
-    expected = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
+    expected = torch.autograd.grad(
+        nn.functional.cross_entropy(model(x), y), list(model.parameters())
+    )
     for p, grad in zip(model.parameters(), expected, strict=True):
         assert p.grad is not None and (p.grad - grad).abs().max() < BOUND
         p.grad.zero_()
@@ -173,12 +190,14 @@ def test_gradients_may_be_looked_at_and_changed_before_the_update() -> None:
     assert torch.equal(before, weights(model))
 
 
-# ---- misuse ----------------------------------------------------------------------------------------------------------
+# ---- misuse --------------------------------------------------------------------------------------
 
 
 def test_an_update_without_gradients_is_refused() -> None:
     step = step_of(mlp())
-    with pytest.raises(InputError, match=r"no gradients yet: call step.backward\(inputs, targets\) before"):
+    with pytest.raises(
+        InputError, match=r"no gradients yet: call step.backward\(inputs, targets\) before"
+    ):
         step.update()
     step.backward(drawn(4, 6), labels(4, 3))
     step.update()
@@ -190,7 +209,10 @@ def test_an_update_without_gradients_is_refused() -> None:
 def test_what_would_lose_waiting_gradients_is_refused(what: str, tmp_path: Path) -> None:
     step = step_of(model := mlp())
     step.backward(drawn(4, 6), labels(4, 3))
-    with pytest.raises(InputError, match=r"gradients of 4 samples, by step.backward\(...\), wait for step.update\(\)"):
+    with pytest.raises(
+        InputError,
+        match=r"gradients of 4 samples, by step.backward\(...\), wait for step.update\(\)",
+    ):
         if what == "step":
             step(drawn(4, 6), labels(4, 3))
         elif what == "save":
@@ -207,14 +229,19 @@ def test_ranks_that_give_unequally_many_parts_are_named() -> None:
             step.backward(drawn(4, 6), labels(4, 3))
         step.update()
 
-    with pytest.raises(InputError, match=r"rank 0 calls step.update\(\) and rank 1 calls step.backward.* second time"):
+    with pytest.raises(
+        InputError,
+        match=r"rank 0 calls step.update\(\) and rank 1 calls step.backward.* second time",
+    ):
         lockstep.launch(loop, devices="2xcpu")
 
 
 def test_hogwild_refuses_parts_by_hand() -> None:
     with pytest.warns(UserWarning, match="hogwild is not exact"):
         step = step_of(mlp(), "hogwild")
-    with pytest.raises(StrategyError, match=r"hogwild: a rank takes its part of the learning rate .* or take ddp"):
+    with pytest.raises(
+        StrategyError, match=r"hogwild: a rank takes its part of the learning rate .* or take ddp"
+    ):
         step.backward(drawn(4, 6), labels(4, 3))
 
 
@@ -243,9 +270,13 @@ def left_out(model: nn.Module) -> None:
 def changed_between(world: Any, strategy: str, change: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = mlp().double()
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy)
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy
+    )
     for number in range(4):
-        step.backward(drawn(8, 6).double()[world.rank :: world.size], labels(8, 3)[world.rank :: world.size])
+        step.backward(
+            drawn(8, 6).double()[world.rank :: world.size], labels(8, 3)[world.rank :: world.size]
+        )
         if number:
             change(model)
         step.update()
@@ -255,8 +286,12 @@ def changed_between(world: Any, strategy: str, change: Any) -> dict[str, torch.T
 @pytest.mark.sweep
 @pytest.mark.parametrize("change", [halved_anew, halved_in_place, left_out])
 @pytest.mark.parametrize("strategy", ["fsdp", slow("ddp")])
-def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_update(strategy: str, change: Any) -> None:
-    """Found by trial: fsdp went on with its own where a loop gave a parameter another gradient, or none."""
+def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_update(
+    strategy: str, change: Any
+) -> None:
+    """Found by trial: fsdp went on with its own where a loop gave a parameter another gradient,
+    or none.
+    """
     one = lockstep.launch(changed_between, devices="1xcpu", args=("single", change))[0]
     several = lockstep.launch(changed_between, devices="2xcpu", args=(strategy, change))[0]
     assert max(float((value - several[name]).abs().max()) for name, value in one.items()) < 1e-12
@@ -264,7 +299,9 @@ def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_updat
 
 def assigned(world: Any) -> None:
     model = mlp()
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy="fsdp")
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy="fsdp"
+    )
     model[0].weight.data = model[0].weight.data + 1
     step(drawn(8, 6)[world.rank :: world.size], labels(8, 3)[world.rank :: world.size])
 
@@ -272,18 +309,25 @@ def assigned(world: Any) -> None:
 def test_what_is_assigned_to_the_data_of_a_shard_is_refused() -> None:
     """PyTorch loses it without a word."""
     with pytest.raises(
-        StrategyError, match=r'something was assigned to the data of "0\.weight", of which each rank has a s'
+        StrategyError,
+        match=r'something was assigned to the data of "0\.weight", of which each rank has a s',
     ):
         lockstep.launch(assigned, devices="2xcpu")
 
 
 def thrown_away(world: Any, strategy: str, set_to_none: bool) -> dict[str, Tensor]:
-    """A bad batch is left out; then gradients at weights that were moved for a while, as SAM does."""
+    """A bad batch is left out; then gradients at weights that were moved for a while, as SAM
+    does.
+    """
     torch.manual_seed(0)
     model = mlp().double()
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy)
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy
+    )
     for number in range(4):
-        batch = [of[world.rank :: world.size] for of in (drawn(8, 6, seed=number).double(), labels(8, 3))]
+        batch = [
+            of[world.rank :: world.size] for of in (drawn(8, 6, seed=number).double(), labels(8, 3))
+        ]
         step.backward(*batch)
         if number == 1:
             step.optimizer.zero_grad(set_to_none=set_to_none)
@@ -328,7 +372,8 @@ def thrown_away_in_pytorch() -> dict[str, Tensor]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu"), ("fsdp", "2xcpu"), slow("ddp", "3xcpu")]
+    ("strategy", "devices"),
+    [("single", "1xcpu"), ("ddp", "2xcpu"), ("fsdp", "2xcpu"), slow("ddp", "3xcpu")],
 )
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
@@ -337,7 +382,10 @@ def test_gradients_that_a_loop_throws_away_are_no_part_of_the_update(
     """Found by trial: their samples were counted, so that the next update was half as large."""
     expected = thrown_away_in_pytorch()
     for found in lockstep.launch(thrown_away, devices=devices, args=(strategy, set_to_none)):
-        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND
+        assert (
+            max(float((value - expected[name]).abs().max()) for name, value in found.items())
+            < BOUND
+        )
 
 
 def zeroed_by_model(model: nn.Module, step: Any) -> None:
@@ -369,7 +417,11 @@ def written_between(world: Any, strategy: str, write: str, again: bool) -> dict[
     torch.manual_seed(0)
     model = mlp().double()
     step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy=strategy, devices=None if world else 1
+        model,
+        nn.CrossEntropyLoss(),
+        sgd(model.named_parameters()),
+        strategy=strategy,
+        devices=None if world else 1,
     )
     rank, size = (world.rank, world.size) if world else (0, 1)
     for number in range(3):
@@ -386,10 +438,15 @@ def written_between(world: Any, strategy: str, write: str, again: bool) -> dict[
 @pytest.mark.parametrize("again", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("write", WRITTEN)
 def test_gradients_written_between_parts_are_those_of_one_device(write: str, again: bool) -> None:
-    """Found by trial: under fsdp they were what backward had left, and their samples were counted."""
+    """Found by trial: under fsdp they were what backward had left, and their samples were
+    counted.
+    """
     expected = written_between(None, "single", write, again)
     for found in lockstep.launch(written_between, devices="3xcpu", args=("fsdp", write, again)):
-        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND
+        assert (
+            max(float((value - expected[name]).abs().max()) for name, value in found.items())
+            < BOUND
+        )
 
 
 def hooked_later(world: Any) -> list[str]:
@@ -406,14 +463,25 @@ def hooked_later(world: Any) -> list[str]:
 def test_a_hook_that_a_loop_registers_later_is_said() -> None:
     """Found by trial: without a line."""
     said, _ = lockstep.launch(hooked_later, devices="2xcpu")
-    assert len([line for line in said if "hooks on parameters see the gradient of a local batch" in line]) == 1
+    assert (
+        len(
+            [
+                line
+                for line in said
+                if "hooks on parameters see the gradient of a local batch" in line
+            ]
+        )
+        == 1
+    )
 
 
 def two_of_three(world: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
     model = mlp().double()
     where = {"strategy": "fsdp"} if world else {"strategy": "single", "devices": 1}
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), accumulate=2, **where)
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), accumulate=2, **where
+    )
     rank, size = (world.rank, world.size) if world else (0, 1)
     for number in (7, 2):
         step(*(of[rank::size] for of in (drawn(number, 6).double(), labels(number, 3))))
@@ -424,7 +492,10 @@ def test_a_last_batch_that_leaves_whole_parts_empty_under_fsdp() -> None:
     """Found by trial: "the inputs have no tensor with a batch dimension"."""
     expected = two_of_three(None)
     for found in lockstep.launch(two_of_three, devices="2xcpu"):
-        assert max(float((value - expected[name]).abs().max()) for name, value in found.items()) < BOUND
+        assert (
+            max(float((value - expected[name]).abs().max()) for name, value in found.items())
+            < BOUND
+        )
 
 
 class Centred(nn.Linear):
@@ -445,20 +516,35 @@ class Counting(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (lambda: Centred(6, 3), "outputs depend on other samples of the batch, and each micro-batch is computed alone"),
-        (Counting, 'buffer "calls" is written in forward, once per micro-batch, not once per batch'),
-        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)), "BatchNorm normalizes over each part of a batch"),
+        (
+            lambda: Centred(6, 3),
+            "outputs depend on other samples of the batch, and each micro-batch is computed alone",
+        ),
+        (
+            Counting,
+            'buffer "calls" is written in forward, once per micro-batch, not once per batch',
+        ),
+        (
+            lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)),
+            "BatchNorm normalizes over each part of a batch",
+        ),
         (lambda: nn.Linear(6, 3), None),
     ],
     ids=["mixing", "counting", "normed", "plain"],
 )
-def test_what_a_model_makes_of_a_batch_in_parts_is_said(model: Any, says: str | None, recwarn: Any) -> None:
+def test_what_a_model_makes_of_a_batch_in_parts_is_said(
+    model: Any, says: str | None, recwarn: Any
+) -> None:
     """Found by trial: under single nothing was said, and results were 9 to 100 % off."""
-    step = lockstep.parallelize(model(), nn.CrossEntropyLoss(), plain_sgd, strategy="single", devices="1xcpu")
+    step = lockstep.parallelize(
+        model(), nn.CrossEntropyLoss(), plain_sgd, strategy="single", devices="1xcpu"
+    )
     for parts in (1, 2):
         for number in range(parts):
             step.backward(drawn(8, 6, seed=number), labels(8, 3))
         step.update()
         if parts == 1:
             assert not recwarn.list, "of one part there is nothing to say"
-    assert [says in str(warned.message) for warned in recwarn] == [True] if says else not recwarn.list
+    assert (
+        [says in str(warned.message) for warned in recwarn] == [True] if says else not recwarn.list
+    )

@@ -1,4 +1,6 @@
-"""What else of a person's own sees a sharded model as one device has it: callbacks of other forms, and their state."""
+"""What else of a person's own sees a sharded model as one device has it: callbacks of other
+forms, and their state.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ class KeepsNorm(Callback):
             raise AssertionError("a run that begins has none")
 
     def state_dict(self) -> dict[str, Any]:
-        return {"norm": norm_of(self.model), "first": next(self.model.parameters()).flatten().tolist()}
+        return {
+            "norm": norm_of(self.model),
+            "first": next(self.model.parameters()).flatten().tolist(),
+        }
 
     def load_state_dict(self, state: Any) -> None:
         self.kept = state
@@ -73,7 +78,9 @@ def weights(run: Any) -> Tensor:
 @pytest.mark.slow
 def test_methods_of_an_instance_are_called_as_those_of_a_class(tmp_path: Path) -> None:
     """Found by trial: ``on_step`` was not called at all, and the others saw shards."""
-    one, other = (trained(of_methods_of_its_own(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP))
+    one, other = (
+        trained(of_methods_of_its_own(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP)
+    )
     assert (weights(one) - weights(other)).abs().max() < BOUND
     unbound = trained(Callback(), SINGLE | {"folder": tmp_path})
     assert (weights(one) - weights(unbound)).abs().max() > 0.01
@@ -83,7 +90,9 @@ def test_methods_of_an_instance_are_called_as_those_of_a_class(tmp_path: Path) -
 def test_a_function_of_sampler_sees_whole_parameters(tmp_path: Path) -> None:
     """Found by trial: the norm was of rank 0's shard."""
     runs = [trained(Sampler(as_text), where | {"folder": tmp_path}) for where in (SINGLE, FSDP)]
-    one, other = ([float(f.read_text()) for f in sorted((run.folder / "samples").iterdir())] for run in runs)
+    one, other = (
+        [float(f.read_text()) for f in sorted((run.folder / "samples").iterdir())] for run in runs
+    )
     assert one == pytest.approx(other, abs=1e-8) and one[0] > 0
 
 
@@ -110,7 +119,9 @@ def test_an_array_of_a_parameter_may_be_written_to(tmp_path: Path) -> None:
 
 
 def convolutions() -> nn.Module:
-    return nn.Sequential(nn.Conv1d(6, 4, 1), nn.Conv1d(4, 16, 1), nn.Conv1d(16, 1, 1), nn.Flatten(), nn.Linear(5, 3))
+    return nn.Sequential(
+        nn.Conv1d(6, 4, 1), nn.Conv1d(4, 16, 1), nn.Conv1d(16, 1, 1), nn.Flatten(), nn.Linear(5, 3)
+    )
 
 
 class Convolves(Callback):
@@ -129,21 +140,37 @@ class Convolves(Callback):
         training.metrics["average"] = self.average(ones).sum().detach()
 
 
-@pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
-def test_layers_that_a_callback_calls_are_those_of_one_device(way: str, devices: str, tmp_path: Path) -> None:
-    """Found by trial: each rank convolved with its own rows (-55.98 for -100.06); one of one output aborted."""
+@pytest.mark.parametrize(
+    ("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")]
+)
+def test_layers_that_a_callback_calls_are_those_of_one_device(
+    way: str, devices: str, tmp_path: Path
+) -> None:
+    """Found by trial: each rank convolved with its own rows (-55.98 for -100.06); one of one
+    output aborted.
+    """
     data = TensorDataset(drawn(20, 6, 5), labels(20, 3))
     callbacks = [
         Convolves(),
-        Sampler(lambda model: f"{float(model[0](torch.ones(1, 6, 5).double()).sum().detach()):.9f}"),
+        Sampler(
+            lambda model: f"{float(model[0](torch.ones(1, 6, 5).double()).sum().detach()):.9f}"
+        ),
     ]
-    job = ZOO["mlp"].replace(model=convolutions, train_data=data, eval_data=data, callbacks=callbacks, precision="fp64")
+    job = ZOO["mlp"].replace(
+        model=convolutions, train_data=data, eval_data=data, callbacks=callbacks, precision="fp64"
+    )
     one, other = (
-        train(job, quiet=True, folder=tmp_path, **where) for where in (SINGLE, {"strategy": way, "devices": devices})
+        train(job, quiet=True, folder=tmp_path, **where)
+        for where in (SINGLE, {"strategy": way, "devices": devices})
     )
     for record, its in zip(one.history, other.history, strict=True):
-        assert all(abs(its[name] - record[name]) < BOUND for name in ("layer", "gradient", "average", "eval_loss"))
-    samples = [[f.read_text() for f in sorted((run.folder / "samples").iterdir())] for run in (one, other)]
+        assert all(
+            abs(its[name] - record[name]) < BOUND
+            for name in ("layer", "gradient", "average", "eval_loss")
+        )
+    samples = [
+        [f.read_text() for f in sorted((run.folder / "samples").iterdir())] for run in (one, other)
+    ]
     assert samples[0] == samples[1] and float(samples[0][0]) != 0
 
 
@@ -159,7 +186,9 @@ class GoesBackByName(Callback):
 
 def test_a_callback_may_load_a_state_dict(tmp_path: Path) -> None:
     """Found by trial: PyTorch's own hook ended in an AttributeError."""
-    one, other = (trained(GoesBackByName(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP))
+    one, other = (
+        trained(GoesBackByName(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP)
+    )
     assert (weights(one) - weights(other)).abs().max() < BOUND
 
 
@@ -195,7 +224,9 @@ class Small(Callback):
     needs_model = False
 
     def on_step(self, training: Any) -> None:
-        training.metrics["here"] = sum(p.numel() for group in training.optimizer.param_groups for p in group["params"])
+        training.metrics["here"] = sum(
+            p.numel() for group in training.optimizer.param_groups for p in group["params"]
+        )
 
     def on_evaluated(self, training: Any) -> None:
         self.on_step(training)
@@ -221,7 +252,10 @@ class Empty(Callback):
 @pytest.mark.slow
 def test_the_largest_gradient_where_a_rank_has_none(tmp_path: Path) -> None:
     """Found by trial: ranks waited for one another."""
-    one, other = (trained(Empty(), where | {"folder": tmp_path}) for where in (SINGLE, FSDP | {"devices": "4xcpu"}))
+    one, other = (
+        trained(Empty(), where | {"folder": tmp_path})
+        for where in (SINGLE, FSDP | {"devices": "4xcpu"})
+    )
     assert one.history[-1]["largest"] == pytest.approx(other.history[-1]["largest"], abs=BOUND)
 
 
@@ -243,14 +277,20 @@ class Zeroed(Callback):
 @pytest.mark.parametrize("way", ["single", "ddp", "fsdp"])
 def test_the_best_weights_are_those_that_were_evaluated(way: str, tmp_path: Path) -> None:
     """Found by trial: they were those that were trained, under all strategies but fsdp."""
-    where = {"strategy": way, "devices": "1xcpu" if way == "single" else "2xcpu", "folder": tmp_path}
+    where = {
+        "strategy": way,
+        "devices": "1xcpu" if way == "single" else "2xcpu",
+        "folder": tmp_path,
+    }
     run = trained(Zeroed(), where)
     assert all((p == 0.1).all() for p in run.model(best=True).parameters())
     assert not any((p == 0.1).all() for p in run.model().parameters())
 
 
 class EvaluatesWithin(Callback):
-    """Computes with the weights that are evaluated, an average, between computations with those that are trained."""
+    """Computes with the weights that are evaluated, an average, between computations with those
+    that are trained.
+    """
 
     def on_step(self, training: Any) -> None:
         x = drawn(4, 6).double()
@@ -258,18 +298,32 @@ class EvaluatesWithin(Callback):
         self.seen = [norm_of(training.model), float(training.model(x).detach().square().sum())]
         with training.evaluating():
             weights = training.model.state_dict()
-            self.seen += [norm_of(training.model), float(training.model(x).square().sum()), float(row.norm())]
+            self.seen += [
+                norm_of(training.model),
+                float(training.model(x).square().sum()),
+                float(row.norm()),
+            ]
             self.seen += [float(value.double().norm()) for value in weights.values()]
-        self.seen += [norm_of(training.model), float(training.model(x).detach().square().sum()), float(row.norm())]
+        self.seen += [
+            norm_of(training.model),
+            float(training.model(x).detach().square().sum()),
+            float(row.norm()),
+        ]
 
     def on_evaluated(self, training: Any) -> None:
         training.metrics |= {f"seen {i}": number for i, number in enumerate(self.seen)}
 
 
 @pytest.mark.parametrize("average", [EMA(0.7), slow(SWA())])
-@pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("ddp", "2xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
-def test_a_callback_may_compute_with_an_average(average: Callback, way: str, devices: str, tmp_path: Path) -> None:
-    """Found by trial: the size of a shard is not that of the model's parameter, said a RuntimeError."""
+@pytest.mark.parametrize(
+    ("way", "devices"), [("fsdp", "2xcpu"), slow("ddp", "2xcpu"), slow("ddp=2xfsdp=2", "4xcpu")]
+)
+def test_a_callback_may_compute_with_an_average(
+    average: Callback, way: str, devices: str, tmp_path: Path
+) -> None:
+    """Found by trial: the size of a shard is not that of the model's parameter, said a
+    RuntimeError.
+    """
     job = dataclasses.replace(ZOO["mlp"], callbacks=[average, EvaluatesWithin()], precision="fp64")
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     other = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)

@@ -1,4 +1,6 @@
-"""Parameters on the memory of others, as ``nn.Parameter(self.encoder.weight.t())``: each is an object of its own."""
+"""Parameters on the memory of others, as ``nn.Parameter(self.encoder.weight.t())``: each is an
+object of its own.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,19 @@ def seeded() -> nn.Module:
 
 def job(**settings: Any) -> Job:
     data = TensorDataset(drawn(SAMPLES, 6), drawn(SAMPLES, 6))
-    usual: dict[str, Any] = {"model": seeded, "loss": nn.MSELoss(), "optimizer": sgd, "train_data": data}
-    usual |= {"batch_size": 8, "epochs": 2, "shuffle": False, "precision": "fp64", "eval_data": data}
+    usual: dict[str, Any] = {
+        "model": seeded,
+        "loss": nn.MSELoss(),
+        "optimizer": sgd,
+        "train_data": data,
+    }
+    usual |= {
+        "batch_size": 8,
+        "epochs": 2,
+        "shuffle": False,
+        "precision": "fp64",
+        "eval_data": data,
+    }
     return Job(**{**usual, **settings})
 
 
@@ -97,7 +110,9 @@ def test_rows_and_columns_of_one_tensor_and_buffers_keep_their_memory() -> None:
         model.whole.add_(100)
         model.images.mul_(2)
     assert model.whole.dtype == model.row.dtype == torch.float64
-    assert torch.equal(model.columns, model.whole[:, 2:4]) and torch.equal(model.row, model.whole[3])
+    assert torch.equal(model.columns, model.whole[:, 2:4]) and torch.equal(
+        model.row, model.whole[3]
+    )
     assert torch.equal(model.first, model.images[:, :2]) and model.images[0, 3, 1, 1] == 30
     assert torch.equal(model.alone, torch.ones(3, dtype=torch.float64))
 
@@ -106,7 +121,9 @@ def test_shards_of_a_parameter_on_anothers_memory_are_refused_by_verify_too() ->
     """It converted the model first, and found the trainings of another model equal."""
     found = lockstep.verify(job(precision=None), strategy="fsdp", devices="2xcpu")
     assert not found
-    assert 'fsdp: "decoder.weight" and "encoder.weight" have memory in common' in " ".join(str(found).split())
+    assert 'fsdp: "decoder.weight" and "encoder.weight" have memory in common' in " ".join(
+        str(found).split()
+    )
 
 
 def in_parts(model: nn.Module, batch: Any, update: Any) -> None:
@@ -117,9 +134,16 @@ def in_parts(model: nn.Module, batch: Any, update: Any) -> None:
 
 @pytest.mark.parametrize(
     ("way", "settings"),
-    [("dp", {"step": in_parts, "loss": None, "optimizer": {"encoder": sgd, "decoder": sgd}}), slow("hogwild", {})],
+    [
+        ("dp", {"step": in_parts, "loss": None, "optimizer": {"encoder": sgd, "decoder": sgd}}),
+        slow("hogwild", {}),
+    ],
 )
-def test_strategies_that_part_common_memory_refuse_it(way: str, settings: Any, tmp_path: Path) -> None:
+def test_strategies_that_part_common_memory_refuse_it(
+    way: str, settings: Any, tmp_path: Path
+) -> None:
     its = job(eval_data=None, **settings)
-    with pytest.raises(StrategyError, match=f"{way}: .* have memory in common without being one parameter"):
+    with pytest.raises(
+        StrategyError, match=f"{way}: .* have memory in common without being one parameter"
+    ):
         lockstep.train(its, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

@@ -31,7 +31,8 @@ from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
 from lockstep.verify import differences, parity
 
-from zoo import ZOO, _job, drawn, halved_weights, labels, mlp, sgd, slow, state_of, tokens_and_next  # isort: skip
+# isort: skip
+from zoo import ZOO, _job, drawn, halved_weights, labels, mlp, sgd, slow, state_of, tokens_and_next
 
 BOUND = 1e-10
 
@@ -39,7 +40,11 @@ BOUND = 1e-10
 class Block(nn.Module):
     def __init__(self, width: int, norm: type[nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
-        self.norm, self.up, self.down = norm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            norm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(self.norm(x))))
@@ -148,7 +153,9 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows, lengths = x[:, None].expand(-1, 4, -1), 1 + (x[:, :3] > 0).sum(1)
-        packed = nn.utils.rnn.pack_padded_sequence(rows, lengths, batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            rows, lengths, batch_first=True, enforce_sorted=False
+        )
         for block in self.blocks:
             packed = block(packed)
         return self.out(nn.utils.rnn.pad_packed_sequence(packed, batch_first=True)[0].sum(1))
@@ -180,8 +187,12 @@ class Penalized(Rows):
         return outputs, gradient.square().sum(1)
 
 
-def penalized(outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return nn.functional.cross_entropy(outputs[0], targets, reduction="sum") + outputs[1].sum(), len(targets)
+def penalized(
+    outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    return nn.functional.cross_entropy(outputs[0], targets, reduction="sum") + outputs[
+        1
+    ].sum(), len(targets)
 
 
 class Scaled(Rows):
@@ -204,8 +215,12 @@ KINDS = {
     "tied blocks, in micro-batches, clipped": _job(
         Stack, _tokens, _next, optimizer=halved_weights, accumulate=3, clip_norm=0.1, metrics={}
     ),
-    "checkpointed blocks": _job(Stack, _tokens, _next, optimizer=sgd, activation_checkpointing="auto", metrics={}),
-    "blocks with sync_batchnorm, one frozen": _job(lambda: Rows(nn.BatchNorm1d), sync_batchnorm=True, optimizer=sgd),
+    "checkpointed blocks": _job(
+        Stack, _tokens, _next, optimizer=sgd, activation_checkpointing="auto", metrics={}
+    ),
+    "blocks with sync_batchnorm, one frozen": _job(
+        lambda: Rows(nn.BatchNorm1d), sync_batchnorm=True, optimizer=sgd
+    ),
     "blocks, and batches smaller than the world": _job(
         Stack, _tokens[:5], _next[:5], batch_size=2, optimizer=sgd, metrics={}
     ),
@@ -224,7 +239,13 @@ KINDS |= {
         metrics={},
     ),
     "an empty rank, and inputs that are no tensors": _job(
-        OfLists, _tokens[:10], labels(10, 3), optimizer=sgd, collate=as_lists, eval_data=None, metrics={}
+        OfLists,
+        _tokens[:10],
+        labels(10, 3),
+        optimizer=sgd,
+        collate=as_lists,
+        eval_data=None,
+        metrics={},
     ),
     "blocks that share a layer": _job(Sharing, _tokens, _next, optimizer=sgd, metrics={}),
     "blocks that pass packed sequences on": _job(Packed, optimizer=sgd),
@@ -254,13 +275,25 @@ def reference() -> dict[str, Run]:
         for devices in (2, 3)
     ],
 )
-def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tmp_path_factory) -> None:
+def test_shards_end_where_one_device_does(
+    kind: str, devices: int, reference, tmp_path_factory
+) -> None:
     job = KINDS[kind].replace(precision="fp64")
     if kind not in reference:
         reference[kind] = train(
-            job, strategy="single", devices="1xcpu", folder=tmp_path_factory.mktemp("single"), quiet=True
+            job,
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path_factory.mktemp("single"),
+            quiet=True,
         )
-    run = train(job, strategy="fsdp", devices=f"{devices}xcpu", folder=tmp_path_factory.mktemp("run"), quiet=True)
+    run = train(
+        job,
+        strategy="fsdp",
+        devices=f"{devices}xcpu",
+        folder=tmp_path_factory.mktemp("run"),
+        quiet=True,
+    )
     found = differences(job, run, reference[kind])
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
@@ -268,13 +301,17 @@ def test_shards_end_where_one_device_does(kind: str, devices: int, reference, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["tied blocks, in micro-batches, clipped", "a layer unused in some micro-batches"])
+@pytest.mark.parametrize(
+    "kind", ["tied blocks, in micro-batches, clipped", "a layer unused in some micro-batches"]
+)
 def test_whole_gradients_of_micro_batches_are_summed_once(kind: str) -> None:
     assert parity(KINDS[kind], FSDP(sync_each_microbatch=False), devices="3xcpu").worst < BOUND
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["a layer unused on one rank", slow("a layer unused in some micro-batches")])
+@pytest.mark.parametrize(
+    "kind", ["a layer unused on one rank", slow("a layer unused in some micro-batches")]
+)
 def test_unused_parameters_in_earlier_versions_of_torch(kind: str, monkeypatch) -> None:
     name, job = "set_reduce_scatter_unused_params", KINDS[kind]
 
@@ -324,7 +361,9 @@ OPTIMIZERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_that_treat_each_element_by_itself_are_given_shards(name: str) -> None:
-    job = KINDS["tied blocks"].replace(optimizer=lambda named: getattr(torch.optim, name)(named, **OPTIMIZERS[name]))
+    job = KINDS["tied blocks"].replace(
+        optimizer=lambda named: getattr(torch.optim, name)(named, **OPTIMIZERS[name])
+    )
     assert parity(job, "fsdp", devices="3xcpu").worst < BOUND
 
 
@@ -335,18 +374,29 @@ def test_optimizers_that_treat_each_element_by_itself_are_given_shards(name: str
     ids=["clamped weights", "frozen blocks"],
 )
 def test_callbacks_write_and_freeze_shards(callbacks: list[Callback]) -> None:
-    assert parity(KINDS["tied blocks"].replace(callbacks=callbacks), "fsdp", devices="3xcpu").worst < BOUND
+    assert (
+        parity(KINDS["tied blocks"].replace(callbacks=callbacks), "fsdp", devices="3xcpu").worst
+        < BOUND
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "single"), ("single", "fsdp")])
-def test_an_average_of_shards_goes_on_under_another_strategy(before: str, after: str, tmp_path) -> None:
+def test_an_average_of_shards_goes_on_under_another_strategy(
+    before: str, after: str, tmp_path
+) -> None:
     job = KINDS["tied blocks"].replace(precision="fp64", callbacks=[EMA(0.5)], epochs=2)
     devices = {"single": "1xcpu", "fsdp": "3xcpu"}
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, steps=5)
+    half = train(
+        job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, steps=5
+    )
     saved = CheckpointFolder(half.folder / "checkpoints").newest(pytest.fail)[1]
-    files = {len(of["rows"]) for name, of in saved.tensors.items() if name.startswith("callbacks/EMA/average/")}
+    files = {
+        len(of["rows"])
+        for name, of in saved.tensors.items()
+        if name.startswith("callbacks/EMA/average/")
+    }
     assert files == {3 if before == "fsdp" else 1}
     run = train(job, strategy=after, devices=devices[after], resume=half.folder, quiet=True)
     averages = [one.model("ema.safetensors").state_dict() for one in (run, whole)]
@@ -363,7 +413,7 @@ def test_replicas_in_shards_end_where_one_device_does(kind: str) -> None:
     assert parity(KINDS[kind], "ddp=2xfsdp=2", devices="4xcpu").worst < BOUND
 
 
-# ---- state ----------------------------------------------------------------------------------------------------------
+# ---- state ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -380,32 +430,53 @@ def test_replicas_in_shards_end_where_one_device_does(kind: str) -> None:
         slow("pp", "fsdp"),
     ],
 )
-def test_a_run_goes_on_under_another_strategy_from_its_shards(before: str, after: str, tmp_path) -> None:
-    """Adam's state is cut and put together as the weights are; names and shapes are the one-device model's."""
+def test_a_run_goes_on_under_another_strategy_from_its_shards(
+    before: str, after: str, tmp_path
+) -> None:
+    """Adam's state is cut and put together as the weights are; names and shapes are the
+    one-device model's.
+    """
     job = KINDS["tied blocks, in micro-batches, clipped"].replace(precision="fp64", epochs=2)
     devices = {"single": "1xcpu", "fsdp": "3xcpu"}
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    half = train(job, strategy=before, devices=devices.get(before, "2xcpu"), folder=tmp_path, quiet=True, steps=3)
+    half = train(
+        job,
+        strategy=before,
+        devices=devices.get(before, "2xcpu"),
+        folder=tmp_path,
+        quiet=True,
+        steps=3,
+    )
     saved, model = state_of(half.folder), job.model()
-    assert {n: t.shape for n, t in saved["model"].items()} == {n: t.shape for n, t in model.state_dict().items()}
+    assert {n: t.shape for n, t in saved["model"].items()} == {
+        n: t.shape for n, t in model.state_dict().items()
+    }
     for name, its in saved["optimizer"]["state"].items():
         assert its["exp_avg"].shape == model.get_parameter(name).shape
-    resumed = train(job, strategy=after, devices=devices.get(after, "2xcpu"), resume=half.folder, quiet=True)
+    resumed = train(
+        job, strategy=after, devices=devices.get(after, "2xcpu"), resume=half.folder, quiet=True
+    )
     assert differences(job, resumed, whole).worst < BOUND
 
 
 def in_a_loop_of_ones_own(world: Any, folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Four updates, of which the second is in two parts; saved after the third and taken up again before the last."""
+    """Four updates, of which the second is in two parts; saved after the third and taken up
+    again before the last.
+    """
     torch.manual_seed(0)
     model = Stack().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="fsdp" if world.size > 1 else None)
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), optimizer, strategy="fsdp" if world.size > 1 else None
+    )
     rows = torch.arange(29).tensor_split(4)
     mine = [part.tensor_split(world.size)[world.rank] for part in rows]
     losses = [step(_tokens[mine[0]], _next[mine[0]]).loss]
     for half in mine[1].tensor_split(2):
         step.backward(_tokens[half], _next[half])
-    grads = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()]
+    grads = [
+        p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in model.parameters()
+    ]
     losses += [float(grad.norm()) for grad in grads]
     losses.append(step.update().loss)
     losses.append(step(_tokens[mine[2]], _next[mine[2]]).loss)
@@ -421,24 +492,33 @@ def in_a_loop_of_ones_own(world: Any, folder: str) -> tuple[list[float], dict[st
 
 
 def test_a_loop_of_ones_own_has_its_parts_saves_and_loads(tmp_path) -> None:
-    (alone, its), *_ = lockstep.launch(in_a_loop_of_ones_own, devices="1xcpu", args=(str(tmp_path / "a"),))
-    for losses, weights in lockstep.launch(in_a_loop_of_ones_own, devices="2xcpu", args=(str(tmp_path / "b"),)):
+    (alone, its), *_ = lockstep.launch(
+        in_a_loop_of_ones_own, devices="1xcpu", args=(str(tmp_path / "a"),)
+    )
+    for losses, weights in lockstep.launch(
+        in_a_loop_of_ones_own, devices="2xcpu", args=(str(tmp_path / "b"),)
+    ):
         assert losses == pytest.approx(alone, rel=1e-10)
         for name, value in its.items():
             assert torch.allclose(weights[name], value, atol=1e-10, rtol=0), name
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def bytes_held(world: Any) -> tuple[int, int]:
-    """Bytes of the memory that tensors have after three updates by AdamW, and those of the whole weights."""
+    """Bytes of the memory that tensors have after three updates by AdamW, and those of the whole
+    weights.
+    """
     before = bytes_of_all_tensors()  # the data of the zoo
     torch.manual_seed(0)
     model = Stack(words=256, width=128, blocks=4)
     whole = sum(p.nbytes for p in model.parameters())
     step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), lambda named: torch.optim.AdamW(named, lr=0.01), strategy="fsdp"
+        model,
+        nn.CrossEntropyLoss(),
+        lambda named: torch.optim.AdamW(named, lr=0.01),
+        strategy="fsdp",
     )
     for _ in range(3):
         step(_tokens[:4], _next[:4])
@@ -448,7 +528,11 @@ def bytes_held(world: Any) -> tuple[int, int]:
 
 def bytes_of_all_tensors() -> int:
     gc.collect()
-    found = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu"]
+    found = [
+        t
+        for t in gc.get_objects()
+        if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu"
+    ]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in found)}.values())
 
 
@@ -474,7 +558,9 @@ class Mixed(Block):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_weights_that_autocast_casts_are_cast_again_in_backward_to_the_same_bits(checkpointed: bool) -> None:
+def test_weights_that_autocast_casts_are_cast_again_in_backward_to_the_same_bits(
+    checkpointed: bool,
+) -> None:
     model = nn.ModuleList([Mixed(), Mixed()])
     if checkpointed:
         checkpoint_blocks(model, "0, 1")
@@ -499,10 +585,14 @@ class Computing(lockstep.Callback):
             "norm": float(norm),
             "largest": max(p.abs().max().item() for p in parameters),
             "mean": float(parameters[-2].mean()),
-            "gradients": float(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])),
+            "gradients": float(
+                nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            ),
         }
         for p in parameters:
-            p.add_(torch.randn_like(p), alpha=0.01).mul_(torch.linspace(0.9, 1.0, len(p), dtype=p.dtype))
+            p.add_(torch.randn_like(p), alpha=0.01).mul_(
+                torch.linspace(0.9, 1.0, len(p), dtype=p.dtype)
+            )
             if (p.abs() > 0.5).any():
                 p.div_(norm)
         if training.step == 2:
@@ -539,7 +629,9 @@ def test_a_copy_of_a_sharded_model_in_a_loop_of_ones_own_is_told_what_to_do() ->
 
     def owns(world: Any) -> float:
         step = lockstep.parallelize(nn.Linear(6, 3), nn.CrossEntropyLoss(), sgd, strategy="fsdp")
-        with pytest.raises(StrategyError, match=r"a sharded model can't be copied .* `with step.whole_parameters"):
+        with pytest.raises(
+            StrategyError, match=r"a sharded model can't be copied .* `with step.whole_parameters"
+        ):
             copy.deepcopy(step.model)
         with step.whole_parameters():
             copied = copy.deepcopy(step.model)
@@ -552,7 +644,9 @@ def test_a_copy_of_a_sharded_model_in_a_loop_of_ones_own_is_told_what_to_do() ->
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
 def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str, tmp_path) -> None:
-    """It was lost, or ended in PyTorch's words; in own loops within ``whole_parameters``, of which a line tells."""
+    """It was lost, or ended in PyTorch's words; in own loops within ``whole_parameters``, of
+    which a line tells.
+    """
 
     def net() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
@@ -567,7 +661,9 @@ def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str,
     def owns(world: Any) -> tuple[dict[str, Any], bool]:
         torch.manual_seed(0)
         model, inputs, targets = net().double(), drawn(12, 6).double(), labels(12, 3)
-        where = {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "fsdp"}
+        where = (
+            {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "fsdp"}
+        )
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd, **where)
@@ -577,11 +673,15 @@ def test_what_is_written_to_parts_of_parameters_reaches_the_shards(devices: str,
             torch.manual_seed(1)
             with step.whole_parameters():
                 _write(step.model)
-        return step.state_dict()["model"], any("step.whole_parameters()" in str(one.message) for one in said)
+        return step.state_dict()["model"], any(
+            "step.whole_parameters()" in str(one.message) for one in said
+        )
 
     of_ranks, (alone, _) = lockstep.launch(owns, devices=devices), owns(None)
     for rank, (found, is_said) in enumerate(of_ranks):
-        assert all((found[name] - alone[name]).abs().max() < 1e-10 for name in alone) and is_said == (rank == 0)
+        assert all(
+            (found[name] - alone[name]).abs().max() < 1e-10 for name in alone
+        ) and is_said == (rank == 0)
 
 
 class Scaled(nn.Module):
@@ -593,8 +693,16 @@ class Scaled(nn.Module):
         self.rest, self.scale, self.name = nn.Linear(6, 3), nn.Parameter(torch.ones(())), name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for name, layer in (("blocks.0", self.blocks[0]), ("blocks.1", self.blocks[1]), ("rest", self.rest)):
-            weights = {n: self.scale.expand(p.shape) / 9 for n, p in layer.named_parameters() if name == self.name}
+        for name, layer in (
+            ("blocks.0", self.blocks[0]),
+            ("blocks.1", self.blocks[1]),
+            ("rest", self.rest),
+        ):
+            weights = {
+                n: self.scale.expand(p.shape) / 9
+                for n, p in layer.named_parameters()
+                if name == self.name
+            }
             x = torch.func.functional_call(layer, weights, x)
         return x
 
@@ -602,8 +710,13 @@ class Scaled(nn.Module):
 @pytest.mark.slow
 def test_other_weights_for_a_call_are_refused_for_blocks() -> None:
     """Found by trial: blocks computed with their own, without a word."""
-    assert parity(_job(lambda: Scaled("rest"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu").worst < 1e-10
-    with pytest.raises(StrategyError, match=r'forward gives a block another "blocks\.1\.0\.weight" for a call'):
+    assert (
+        parity(_job(lambda: Scaled("rest"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu").worst
+        < 1e-10
+    )
+    with pytest.raises(
+        StrategyError, match=r'forward gives a block another "blocks\.1\.0\.weight" for a call'
+    ):
         parity(_job(lambda: Scaled("blocks.1"), optimizer=sgd), FSDP(blocks="blocks"), "2xcpu")
 
 
@@ -612,7 +725,10 @@ class Closing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.out = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)), mlp()
+        self.blocks, self.out = (
+            nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2)),
+            mlp(),
+        )
         self.again = lambda x: self.blocks[1](x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -620,14 +736,18 @@ class Closing(nn.Module):
 
 
 def test_a_model_whose_function_holds_on_to_it_is_not_inspected(tmp_path, capfd) -> None:
-    """Found by trial: the copy that rank 0 inspects came to blocks of the sharded model, and stood still."""
+    """Found by trial: the copy that rank 0 inspects came to blocks of the sharded model, and
+    stood still.
+    """
     job = _job(Closing, optimizer=sgd, precision="fp64")
     runs = [
         train(job, strategy=way, devices=devices, folder=tmp_path)
         for way, devices in ((FSDP(blocks="blocks"), "2xcpu"), ("single", "1xcpu"))
     ]
     assert differences(job, *runs).worst < 1e-10
-    assert "a function in the model holds on to the model it was made in" in " ".join(capfd.readouterr().out.split())
+    assert "a function in the model holds on to the model it was made in" in " ".join(
+        capfd.readouterr().out.split()
+    )
 
 
 def test_a_model_that_is_sharded_already_is_refused() -> None:
@@ -648,7 +768,11 @@ class Square(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.scale, self.out = nn.Linear(6, 6), nn.Parameter(torch.ones(1)), nn.Linear(6, 6)
+        self.inner, self.scale, self.out = (
+            nn.Linear(6, 6),
+            nn.Parameter(torch.ones(1)),
+            nn.Linear(6, 6),
+        )
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -665,7 +789,9 @@ def test_callbacks_compute_from_shards_as_on_one_device(tmp_path, capfd) -> None
     ]
     found = differences(job, *runs)
     assert found.worst < BOUND
-    assert "in evaluation" not in str(capfd.readouterr()), "rank 0 inspects evaluations in that mode"
+    assert "in evaluation" not in str(capfd.readouterr()), (
+        "rank 0 inspects evaluations in that mode"
+    )
     assert {"norm", "largest", "mean", "gradients"} <= found.history.keys()
     assert max(found.history.values()) < BOUND
 
@@ -704,12 +830,19 @@ def with_terms(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [None, slow("auto")])
 def test_what_blocks_write_to_what_they_are_given_is_kept(checkpointing: str | None) -> None:
-    """PyTorch gave them copies of lists, dictionaries and dataclasses that have tensors with gradients."""
-    job = _job(Summing, optimizer=sgd, loss=with_terms, metrics={}, activation_checkpointing=checkpointing)
-    assert parity(job, "fsdp", "2xcpu", against_settings={"activation_checkpointing": None}).worst < BOUND
+    """PyTorch gave them copies of lists, dictionaries and dataclasses that have tensors with
+    gradients.
+    """
+    job = _job(
+        Summing, optimizer=sgd, loss=with_terms, metrics={}, activation_checkpointing=checkpointing
+    )
+    assert (
+        parity(job, "fsdp", "2xcpu", against_settings={"activation_checkpointing": None}).worst
+        < BOUND
+    )
 
 
-# ---- what is refused, and what fails --------------------------------------------------------------------------------
+# ---- what is refused, and what fails -------------------------------------------------------------
 
 
 class Skipping(Stack):
@@ -738,7 +871,9 @@ class Regularized(Stack):
 
 
 def regularized(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    return nn.functional.cross_entropy(outputs[0].flatten(0, 1), targets.flatten()) + 0.01 * outputs[1]
+    return (
+        nn.functional.cross_entropy(outputs[0].flatten(0, 1), targets.flatten()) + 0.01 * outputs[1]
+    )
 
 
 class Hoarding(Stack):
@@ -795,7 +930,9 @@ def anchored(how: str) -> Any:
     def made() -> nn.Module:
         model = Stack()
         anchor = model.out.weight.detach()
-        model.register_buffer("anchor", anchor) if how == "buffer" else setattr(model, "anchor", [anchor])
+        model.register_buffer("anchor", anchor) if how == "buffer" else setattr(
+            model, "anchor", [anchor]
+        )
         return model
 
     return made
@@ -811,40 +948,70 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "settings", "says"),
     [
-        (Skipping, {}, r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*name the other blocks: --blocks'),
+        (
+            Skipping,
+            {},
+            r'forward comes to ".*" on rank 0, to ".*" on rank 1: .*name the other blocks: --blocks',
+        ),
         (Reaching, {}, "a parameter of a block is used outside of the block's forward"),
-        (Regularized, {"loss": regularized}, "what the model gives is computed from a parameter of a block outside"),
+        (
+            Regularized,
+            {"loss": regularized},
+            "what the model gives is computed from a parameter of a block outside",
+        ),
         slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
         slow(Hiding, {}, 'no tensor with a gradient in what "blocks.0" gives'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
-        (tied_by_data, {}, r'"blocks.(0|1).up.weight" and "blocks.(0|1).up.weight" have memory in common'),
+        (
+            tied_by_data,
+            {},
+            r'"blocks.(0|1).up.weight" and "blocks.(0|1).up.weight" have memory in common',
+        ),
         slow(anchored("buffer"), {}, '"anchor" and "embedding.weight" have memory in common'),
         slow(anchored("attribute"), {}, '"anchor" and "embedding.weight" have memory in common'),
         slow(Stack, {"compile": "default"}, "fsdp: compile isn't supported"),
         slow(Stack, {"precision": "fp16"}, "fsdp: precision fp16"),
-        (Stack, {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())}, "Adafactor looks at whole"),
-        (Stack, {"optimizer": lambda named: Mine(named, lr=0.1)}, r"--elementwise true \(FSDP\(elementwise=True\)\)"),
+        (
+            Stack,
+            {"optimizer": lambda named: torch.optim.Adafactor(dict(named).values())},
+            "Adafactor looks at whole",
+        ),
+        (
+            Stack,
+            {"optimizer": lambda named: Mine(named, lr=0.1)},
+            r"--elementwise true \(FSDP\(elementwise=True\)\)",
+        ),
         (Stack, {"optimizer": normalizing}, "has hooks on its step"),
     ],
 )
 def test_what_can_not_be_sharded_is_refused_in_a_line(model, settings, says, tmp_path) -> None:
     job = KINDS["mlp" if model is Penalized else "tied blocks"]
-    job = dataclasses.replace(job, model=model).replace(eval_data=None, metrics={}, order=by_first_word)
+    job = dataclasses.replace(job, model=model).replace(
+        eval_data=None, metrics={}, order=by_first_word
+    )
     with pytest.raises(LockstepError, match=says):
-        train(job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
+        train(
+            job.replace(**settings), strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True
+        )
 
 
 def test_gpus_that_share_a_gloo_group_are_refused() -> None:
-    """PyTorch's functional collectives read the memory of a GPU on the host there, and the process ends."""
+    """PyTorch's functional collectives read the memory of a GPU on the host there, and the
+    process ends.
+    """
     world = World(size=2, devices=(Device("cuda", 0),), backend="gloo")
     model = mlp()
     with pytest.raises(StrategyError, match="gloo can't gather shards that are on GPUs: take nccl"):
         FSDP()._refuse_unshardable(ZOO["mlp"], model, sgd(model.named_parameters()), world)
 
 
-@pytest.mark.parametrize(("model", "says"), [(Skipping, "name the other blocks"), (Reaching, "outside of the block's")])
-def test_what_can_not_be_sharded_is_refused_where_an_evaluation_meets_it_first(model, says, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("model", "says"), [(Skipping, "name the other blocks"), (Reaching, "outside of the block's")]
+)
+def test_what_can_not_be_sharded_is_refused_where_an_evaluation_meets_it_first(
+    model, says, tmp_path
+) -> None:
     data = torch.utils.data.TensorDataset(*(t[by_first_word(0)] for t in tokens_and_next()))
     job = dataclasses.replace(KINDS["tied blocks"], model=model, eval_data=data, metrics={})
     with pytest.raises(LockstepError, match=says):
@@ -860,12 +1027,25 @@ class ByDomain(Rows):
 
 
 def test_another_order_of_blocks_in_a_later_update_is_refused_there(tmp_path) -> None:
-    """Found by trial: ranks took one another's parameters, so that weights were 4 % off without a line."""
+    """Found by trial: ranks took one another's parameters, so that weights were 4 % off without
+    a line.
+    """
     x = drawn(64, 6).abs()
     x[36:40] *= -1  # what rank 1 computes first in update 3
-    job = _job(ByDomain, x, labels(64, 3), batch_size=16, accumulate=2, shuffle=False, precision="fp64", metrics={})
+    job = _job(
+        ByDomain,
+        x,
+        labels(64, 3),
+        batch_size=16,
+        accumulate=2,
+        shuffle=False,
+        precision="fp64",
+        metrics={},
+    )
     job = job.replace(eval_data=None, epochs=1)
-    with pytest.raises(StrategyError, match="ranks have come to other blocks in this update, or in another order"):
+    with pytest.raises(
+        StrategyError, match="ranks have come to other blocks in this update, or in another order"
+    ):
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert parity(job, FSDP(blocks="blocks.1"), devices="2xcpu").worst < BOUND
 
@@ -878,13 +1058,20 @@ class SomeDomains(Rows):
         return self.out(x + sum(self.blocks[number](x) for number in numbers))
 
 
-def test_ranks_that_wait_for_ever_in_different_blocks_are_ended_with_the_blocks_names(tmp_path, monkeypatch) -> None:
+def test_ranks_that_wait_for_ever_in_different_blocks_are_ended_with_the_blocks_names(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_HANG_REPORT_AFTER", "1")
     x = drawn(64, 6).abs()
     x[40:48] *= -1  # the samples of rank 1 in update 3
-    job = _job(SomeDomains, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={})
+    job = _job(
+        SomeDomains, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={}
+    )
     job = job.replace(eval_data=None)
-    says = 'forward comes to "blocks.1" on rank 0, to "blocks.2" on rank 1: .*name the other blocks: --blocks'
+    says = (
+        'forward comes to "blocks.1" on rank 0, to "blocks.2" on rank 1: .*name the other '
+        "blocks: --blocks"
+    )
     with pytest.raises(StrategyError, match=says):
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
 
@@ -916,7 +1103,9 @@ class OfUnequalSizes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(6, 8)
-        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))])
+        self.blocks = nn.ModuleList(
+            [nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.Linear(32, 8))]
+        )
         self.out = nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -929,11 +1118,18 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_told_of_blocks(tmp_pat
     """Found by trial: it was said to be killed by SIGABRT, and no more."""
     x = drawn(64, 6).abs()
     x[40:48] *= -1  # the samples of rank 1 in update 3
-    job = _job(OfUnequalSizes, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={})
+    job = _job(
+        OfUnequalSizes, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={}
+    )
     way = FSDP(blocks="blocks.0, blocks.1")
-    says = "killed by SIGABRT at step 3; gloo ends ranks so that are in different collectives: .*--blocks NAMES"
+    says = (
+        "killed by SIGABRT at step 3; gloo ends ranks so that are in different collectives: "
+        ".*--blocks NAMES"
+    )
     with pytest.raises(RankFailed, match=says):
-        train(job.replace(eval_data=None), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        train(
+            job.replace(eval_data=None), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+        )
 
 
 def by_first_word(epoch: int) -> torch.Tensor:
@@ -952,7 +1148,9 @@ def test_blocks_are_named_right() -> None:
     assert list(blocks_of(model, "blocks.1, blocks.2.up")) == ["blocks.1", "blocks.2.up"]
     with pytest.raises(StrategyError, match='no module "block"; did you mean "blocks"'):
         blocks_of(model, "block")
-    with pytest.raises(StrategyError, match='"embedding" has "weight", which the model uses elsewhere too'):
+    with pytest.raises(
+        StrategyError, match='"embedding" has "weight", which the model uses elsewhere too'
+    ):
         blocks_of(model, "embedding")
     with pytest.raises(StrategyError, match=r'"blocks.1.up" is within "blocks.1"'):
         blocks_of(model, "blocks.1.up, blocks")
@@ -1022,7 +1220,9 @@ def test_hooks_of_pytorch_s_shards_on_outputs_are_no_hooks_of_parameters() -> No
             )
             for number in range(5):
                 step(drawn(4, 6, seed=number), labels(4, 3))
-        return [str(line.message) for line in said], len(step.model.temperature._backward_hooks or ())
+        return [str(line.message) for line in said], len(
+            step.model.temperature._backward_hooks or ()
+        )
 
     for lines, hooks in lockstep.launch(on_rank, devices="2xcpu"):
         assert not [line for line in lines if "hook" in line]

@@ -1,4 +1,6 @@
-"""``hogwild``: shared weights, nobody waits. Not exact, so not in the parity matrix: what it keeps is tested here."""
+"""``hogwild``: shared weights, nobody waits. Not exact, so not in the parity matrix: what it
+keeps is tested here.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +45,18 @@ class Rows(nn.Module):
 
 
 def rows_job(samples: int = 29, sparse: bool = True, **settings: Any) -> Job:
-    """Updates of different samples never meet, so that in this job even ranks that wait for nobody are exact."""
+    """Updates of different samples never meet, so that in this job even ranks that wait for
+    nobody are exact.
+    """
     index = torch.arange(samples)
     generator = torch.Generator().manual_seed(3)
     defaults: dict[str, Any] = {
         "model": lambda: Rows(samples, sparse),
         "loss": nn.MSELoss(),
         "optimizer": lambda params: torch.optim.SGD(params, lr=0.5),
-        "train_data": TensorDataset(index, torch.randn(samples, 2, generator=generator, dtype=torch.float64)),
+        "train_data": TensorDataset(
+            index, torch.randn(samples, 2, generator=generator, dtype=torch.float64)
+        ),
         "batch_size": 8,
         "epochs": 3,
         "precision": "fp64",
@@ -67,7 +73,9 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_digits_are_learned_as_well_as_on_one_device(tmp_path: Path) -> None:
-    """After half as many epochs the accuracy of one and the same run differs by four points, after these by one."""
+    """After half as many epochs the accuracy of one and the same run differs by four points,
+    after these by one.
+    """
     core = Device("cpu", 0, usable_cores()[:1])
     one = train(DIGITS, strategy="single", devices=core, epochs=8, folder=tmp_path, quiet=True)
     run = train(DIGITS, strategy="hogwild", devices="2xcpu", epochs=8, folder=tmp_path, quiet=True)
@@ -82,7 +90,9 @@ FAST = {(True, "2xcpu"), (False, "3xcpu")}
 @pytest.mark.parametrize(
     ("sparse", "devices", "accumulate"),
     [
-        pytest.param(sparse, devices, accumulate, marks=() if (sparse, devices) in FAST else pytest.mark.slow)
+        pytest.param(
+            sparse, devices, accumulate, marks=() if (sparse, devices) in FAST else pytest.mark.slow
+        )
         for sparse in (True, False)
         for devices in ("2xcpu", "3xcpu")
         for accumulate in (1, 3)
@@ -91,9 +101,13 @@ FAST = {(True, "2xcpu"), (False, "3xcpu")}
 def test_the_updates_of_a_batch_are_together_that_of_one_device(
     sparse: bool, devices: str, accumulate: int, tmp_path: Path
 ) -> None:
-    """Each sample once an epoch, weighted right in unequal shares, and in the smaller last batch."""
+    """Each sample once an epoch, weighted right in unequal shares, and in the smaller last
+    batch.
+    """
     job = rows_job(sparse=sparse, accumulate=accumulate)
-    if not sparse:  # a dense update writes every row, also those without a gradient; here nobody else is at it
+    if (
+        not sparse
+    ):  # a dense update writes every row, also those without a gradient; here nobody else is at it
         job = job.replace(batch_size=29, epochs=1)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="hogwild", devices=devices, folder=tmp_path, quiet=True)
@@ -102,7 +116,9 @@ def test_the_updates_of_a_batch_are_together_that_of_one_device(
         found, expected = weights(run)["rows.weight"], weights(one)["rows.weight"]
         assert (found - expected).abs().max() < 1e-12
         for a, b in zip(run.history, one.history, strict=True):
-            assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12), "the sum over all ranks"
+            assert a["train_loss"] == pytest.approx(b["train_loss"], rel=1e-12), (
+                "the sum over all ranks"
+            )
 
 
 class Noting(Dataset[Any]):
@@ -149,7 +165,9 @@ def test_evaluation_counts_each_sample_once_on_weights_that_nobody_writes(tmp_pa
 
 
 def test_nobody_waits_for_a_slow_rank(tmp_path: Path) -> None:
-    """Rank 0 begins its first step only when rank 1 has done three: a sum in each step would hang."""
+    """Rank 0 begins its first step only when rank 1 has done three: a sum in each step would
+    hang.
+    """
 
     class Waits(Rows):
         def forward(self, index: torch.Tensor) -> torch.Tensor:
@@ -164,7 +182,9 @@ def test_nobody_waits_for_a_slow_rank(tmp_path: Path) -> None:
 
     job = rows_job(model=lambda: Waits(29, True), epochs=1)
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path / "runs", quiet=True)
-    one = train(rows_job(epochs=1), strategy="single", devices="1xcpu", folder=tmp_path / "runs", quiet=True)
+    one = train(
+        rows_job(epochs=1), strategy="single", devices="1xcpu", folder=tmp_path / "runs", quiet=True
+    )
     assert (weights(run)["rows.weight"] - weights(one)["rows.weight"]).abs().max() < 1e-12
 
 
@@ -172,7 +192,9 @@ def test_one_rank_is_one_device(tmp_path: Path) -> None:
     job = ZOO["momentum"].replace(precision="fp64")
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="hogwild", devices="1xcpu", folder=tmp_path, quiet=True)
-    assert max(float((weights(run)[name] - w).abs().max()) for name, w in weights(one).items()) < 1e-12
+    assert (
+        max(float((weights(run)[name] - w).abs().max()) for name, w in weights(one).items()) < 1e-12
+    )
 
 
 def test_a_batch_smaller_than_the_ranks_leaves_some_without_an_update(tmp_path: Path) -> None:
@@ -203,16 +225,24 @@ def test_runs_go_on_under_another_strategy_and_back(optimizer: Any, tmp_path: Pa
     assert set(state["model"]) == set(state["optimizer"]["state"]) == names == set(weights(run))
     for values in state["optimizer"]["state"].values():
         assert float(values.get("step", 4)) == 4, "a rank's counter counts global batches"
-    assert state["optimizer"]["groups"][0]["lr"] in (0.1, 0.01), "the rate of the job, not a rank's part of it"
-    for epochs, (way, devices) in enumerate((("ddp", "2xcpu"), ("hogwild", "3xcpu"), ("single", "1xcpu")), start=2):
-        run = train(job, strategy=way, devices=devices, resume=run.folder, epochs=epochs, quiet=True)
+    assert state["optimizer"]["groups"][0]["lr"] in (0.1, 0.01), (
+        "the rate of the job, not a rank's part of it"
+    )
+    for epochs, (way, devices) in enumerate(
+        (("ddp", "2xcpu"), ("hogwild", "3xcpu"), ("single", "1xcpu")), start=2
+    ):
+        run = train(
+            job, strategy=way, devices=devices, resume=run.folder, epochs=epochs, quiet=True
+        )
     assert run.summary["steps"] == 16 and [r["epoch"] for r in run.history] == [1, 2, 3, 4]
     losses = [record["train_loss"] for record in run.history]
     assert losses[-1] < losses[0]
 
 
 def test_the_saved_momentum_is_that_of_one_device(tmp_path: Path) -> None:
-    """In one step, in which nobody can have moved a weight that another reads: the mean of the ranks', by samples."""
+    """In one step, in which nobody can have moved a weight that another reads: the mean of the
+    ranks', by samples.
+    """
     job = rows_job(
         sparse=False,
         batch_size=29,
@@ -222,7 +252,9 @@ def test_the_saved_momentum_is_that_of_one_device(tmp_path: Path) -> None:
     states = []
     for way, devices in (("single", "1xcpu"), ("hogwild", "3xcpu")):
         run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-        states.append(state_of(Path(run.folder))["optimizer"]["state"]["rows.weight"]["momentum_buffer"])
+        states.append(
+            state_of(Path(run.folder))["optimizer"]["state"]["rows.weight"]["momentum_buffer"]
+        )
     assert (states[0] - states[1]).abs().max() < 1e-12
 
 
@@ -231,13 +263,16 @@ def test_an_epoch_is_taken_up_in_its_middle_with_its_sums(tmp_path: Path) -> Non
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     part = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True, steps=2)
     run = train(job, strategy="hogwild", devices="3xcpu", resume=part.folder, quiet=True)
-    assert run.history[-1]["train_loss"] == pytest.approx(whole.history[-1]["train_loss"], rel=1e-12)
+    assert run.history[-1]["train_loss"] == pytest.approx(
+        whole.history[-1]["train_loss"], rel=1e-12
+    )
     assert (weights(run)["rows.weight"] - weights(whole)["rows.weight"]).abs().max() < 1e-12
 
 
 def test_a_scheduler_by_step_moves_every_rank_alike(tmp_path: Path) -> None:
     job = rows_job(
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5), lr_scheduler_every="step"
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5),
+        lr_scheduler_every="step",
     )
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
@@ -248,25 +283,38 @@ def test_a_scheduler_by_step_moves_every_rank_alike(tmp_path: Path) -> None:
 # What is said
 
 
-def test_that_it_is_not_exact_is_declared_and_said_before_training(tmp_path: Path, capsys: Any) -> None:
+def test_that_it_is_not_exact_is_declared_and_said_before_training(
+    tmp_path: Path, capsys: Any
+) -> None:
     assert isinstance(STRATEGIES["hogwild"].exact, str)
     assert all(kind.exact is True for name, kind in STRATEGIES.items() if name != "hogwild")
     train(ZOO["mlp"].replace(clip_norm=1.0), strategy="hogwild", devices="2xcpu", folder=tmp_path)
     out = capsys.readouterr().out
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
-    assert notes[0].startswith("note: hogwild is not exact: ranks write the same weights without waiting")
+    assert notes[0].startswith(
+        "note: hogwild is not exact: ranks write the same weights without waiting"
+    )
     assert any("clip_norm clips the gradient of each rank's local batch" in line for line in notes)
     assert out.index(notes[-1]) < out.index("epoch   1")
 
 
-def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(tmp_path: Path, capsys: Any) -> None:
+def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(
+    tmp_path: Path, capsys: Any
+) -> None:
     def stream() -> Any:
         yield from TensorDataset(torch.arange(29), torch.ones(29, 2, dtype=torch.float64))
 
     job = rows_job(train_data=lambda: stream(), shuffle=False)
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: train_data is a stream")]
-    assert len(notes) == 1 and "ranks compare what they have read before each step: there they wait" in notes[0]
+    notes = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("note: train_data is a stream")
+    ]
+    assert (
+        len(notes) == 1
+        and "ranks compare what they have read before each step: there they wait" in notes[0]
+    )
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path)
     assert (weights(run)["rows.weight"] - weights(one)["rows.weight"]).abs().max() < 1e-12
     assert "ranks compare" not in capsys.readouterr().out
@@ -275,7 +323,10 @@ def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(tmp_path:
 @pytest.mark.slow
 def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", str(DIGITS), "--strategy", "hogwild", "--devices", "2xcpu", "--epochs", "1"]) == 0
+    assert (
+        main(["train", str(DIGITS), "--strategy", "hogwild", "--devices", "2xcpu", "--epochs", "1"])
+        == 0
+    )
     assert "digits: hogwild on 2 devices" in capsys.readouterr().out
 
 
@@ -289,11 +340,21 @@ def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
             "2xcpu",
             "each rank its part of the learning rate, and NoRate has none",
         ),
-        ({"optimizer": lambda params: torch.optim.Rprop(params)}, "2xcpu", "and Rprop only begins at it, so that each"),
-        ({"optimizer": lambda params: torch.optim.Adafactor(params)}, "2xcpu", "and Adafactor takes 1 / sqrt"),
+        (
+            {"optimizer": lambda params: torch.optim.Rprop(params)},
+            "2xcpu",
+            "and Rprop only begins at it, so that each",
+        ),
+        (
+            {"optimizer": lambda params: torch.optim.Adafactor(params)},
+            "2xcpu",
+            "and Adafactor takes 1 / sqrt",
+        ),
     ],
 )
-def test_what_it_cannot_do_is_refused(settings: dict[str, Any], devices: str, says: str, tmp_path: Path) -> None:
+def test_what_it_cannot_do_is_refused(
+    settings: dict[str, Any], devices: str, says: str, tmp_path: Path
+) -> None:
     job = dataclasses.replace(ZOO["mlp"], **settings)
     with pytest.raises(StrategyError, match=says):
         train(job, strategy="hogwild", devices=devices, folder=tmp_path, quiet=True)
@@ -309,11 +370,15 @@ class NoRate(torch.optim.Optimizer):
 
 def test_accelerators_several_machines_and_one_process_are_refused() -> None:
     job = ZOO["mlp"]
-    with pytest.raises(StrategyError, match="in the memory of the CPU, and this is cuda:1: take ddp, or 2xcpu"):
+    with pytest.raises(
+        StrategyError, match="in the memory of the CPU, and this is cuda:1: take ddp, or 2xcpu"
+    ):
         Hogwild().prepare(job, World(rank=1, size=2, devices=(Device("cuda", 1),)))
     with pytest.raises(StrategyError, match="the memory of one machine, and these are 2: take ddp"):
         Hogwild().prepare(job, World(size=2, nodes=2, devices=(Device("cpu"),)))
-    with pytest.raises(StrategyError, match="a process for each of the 2 devices, and this is one process"):
+    with pytest.raises(
+        StrategyError, match="a process for each of the 2 devices, and this is one process"
+    ):
         Hogwild().prepare(job, World(devices=(Device("cpu", 0), Device("cpu", 1))))
 
 
@@ -325,7 +390,9 @@ def test_weights_that_leave_the_shared_memory_are_told(tmp_path: Path) -> None:
             return super().forward(x)
 
     job = dataclasses.replace(ZOO["mlp"], model=lambda: Leaves(6, 3))
-    with pytest.raises(RunError, match='parameter "weight" no longer lies in the memory that the ranks share'):
+    with pytest.raises(
+        RunError, match='parameter "weight" no longer lies in the memory that the ranks share'
+    ):
         train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -343,7 +410,9 @@ def test_a_rank_that_fails_stops_all_at_once_and_is_named(tmp_path: Path) -> Non
             return super().forward(index)
 
     began = time.monotonic()
-    with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) failed at step 3: ValueError: this rank is ill"):
+    with pytest.raises(
+        RankFailed, match=r"rank 1 \(cpu:1\) failed at step 3: ValueError: this rank is ill"
+    ):
         train(
             rows_job(model=lambda: Fails(29, True), epochs=10_000),
             strategy="hogwild",
@@ -384,7 +453,9 @@ def test_an_own_loop_may_use_it(tmp_path: Path) -> None:
 
     (low, high), other = lockstep.launch(loop, "2xcpu")
     assert (low, high) == other
-    assert low == pytest.approx(1 - 0.5 / 5, rel=1e-12) and high == pytest.approx(1 - 0.5 / 8, rel=1e-12)
+    assert low == pytest.approx(1 - 0.5 / 5, rel=1e-12) and high == pytest.approx(
+        1 - 0.5 / 8, rel=1e-12
+    )
 
 
 @pytest.mark.sweep

@@ -23,7 +23,9 @@ from zoo import Residual, drawn, labels
 GROUPS = Path("/sys/fs/cgroup/memory")
 WIDTH, BLOCKS = 1024, 48
 LIMIT = int(os.environ.get("LOCKSTEP_TEST_LIMIT") or 280 << 20)
-"""Bytes that a rank may have beside what it had before: weights and gradients are 385 MiB together."""
+"""Bytes that a rank may have beside what it had before: weights and gradients are 385 MiB
+together.
+"""
 
 
 class Wide(nn.Module):
@@ -80,9 +82,13 @@ def limit(monkeypatch) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_model_larger_than_the_memory_of_a_rank_trains_in_shards(limit: None, tmp_path: Path) -> None:
+def test_a_model_larger_than_the_memory_of_a_rank_trains_in_shards(
+    limit: None, tmp_path: Path
+) -> None:
     job = job_of(limited)
-    run = train(job, strategy=FSDP(build_on_disk=True), devices="4xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job, strategy=FSDP(build_on_disk=True), devices="4xcpu", folder=tmp_path, quiet=True
+    )
     with pytest.raises(LockstepError):  # the system kills a rank
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     os.environ.pop("LOCKSTEP_TEST_LIMIT")
@@ -92,7 +98,9 @@ def test_a_model_larger_than_the_memory_of_a_rank_trains_in_shards(limit: None, 
 
 def test_a_model_that_is_built_on_disk_is_the_same(tmp_path: Path) -> None:
     job = job_of(lambda: Wide(160, 3), 160).replace(precision="fp64")
-    run = train(job, strategy=FSDP(build_on_disk=True), devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job, strategy=FSDP(build_on_disk=True), devices="2xcpu", folder=tmp_path, quiet=True
+    )
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert differences(job, run, one).worst < 1e-10
     assert not list(tmp_path.rglob(".parameter-*"))
@@ -109,15 +117,22 @@ def test_parameters_on_disk_stay_tied_and_are_drawn_alike(tmp_path: Path) -> Non
     with parameters_on_disk(str(tmp_path)):
         mapped = build()
     assert mapped.blocks[2].linear.weight is mapped.blocks[0].linear.weight
-    assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), mapped.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(plain.parameters(), mapped.parameters(), strict=True)
+    )
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_disk_is_said_where_parameters_are_built_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said_where_parameters_are_built_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(file: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(FolderError, match=r"no room for a parameter of 0\.1 MB"), parameters_on_disk(str(tmp_path)):
+    with (
+        pytest.raises(FolderError, match=r"no room for a parameter of 0\.1 MB"),
+        parameters_on_disk(str(tmp_path)),
+    ):
         nn.Linear(160, 160)
     assert not list(tmp_path.iterdir())

@@ -1,4 +1,6 @@
-"""A loss with parts: they are summed over devices as it is, reported beside it, and act on nothing."""
+"""A loss with parts: they are summed over devices as it is, reported beside it, and act on
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ WAYS: dict[str, Strategy] = {
 
 
 class Autoencoder(nn.Module):
-    """Variational; the noise comes with the sample, so that it is the same on any number of devices."""
+    """Variational; the noise comes with the sample, so that it is the same on any number of
+    devices.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +68,9 @@ class Tasks(nn.Module):
 
 
 def weighted_tasks(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
-    """The number counts for samples of class 2 only, which many a local batch hasn't; then that part is left out."""
+    """The number counts for samples of class 2 only, which many a local batch hasn't; then that
+    part is left out.
+    """
     kinds = F.cross_entropy(outputs["kind"], targets, reduction="sum")
     those = targets == 2
     sizes = (outputs["size"][those] - 1).square().sum()
@@ -92,7 +98,11 @@ def with_router(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
     """The router's logits are held near 0 (its z-loss), which is a sum over samples."""
     task = F.cross_entropy(outputs["logits"], targets, reduction="sum")
     z = outputs["routes"].logsumexp(dim=1).square().sum()
-    return Loss(task + 0.01 * z, len(targets), parts={"task": (task, len(targets)), "router": (z, len(targets))})
+    return Loss(
+        task + 0.01 * z,
+        len(targets),
+        parts={"task": (task, len(targets)), "router": (z, len(targets))},
+    )
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
@@ -122,7 +132,11 @@ JOBS = {
     "tasks, accumulated and clipped": job_of(Tasks, weighted_tasks, accumulate=3, clip_norm=0.5),
 }
 NAMES = {"vae": ("error", "kl"), "tasks": ("kinds", "sizes"), "experts": ("task", "router")}
-SLOW = {("vae", "ddp flat"), ("experts", "ddp overlapped"), ("tasks, accumulated and clipped", "ddp flat")}
+SLOW = {
+    ("vae", "ddp flat"),
+    ("experts", "ddp overlapped"),
+    ("tasks, accumulated and clipped", "ddp flat"),
+}
 SLOW |= {(kind, "ddp=2xpp=2") for kind in JOBS}
 SLOW |= {("tasks", "ddp flat"), ("tasks", "ddp overlapped"), ("vae", "dp"), ("experts", "pp")}
 
@@ -130,12 +144,18 @@ SLOW |= {("tasks", "ddp flat"), ("tasks", "ddp overlapped"), ("vae", "dp"), ("ex
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "way"),
-    [pytest.param(kind, way, marks=[pytest.mark.slow] if (kind, way) in SLOW else []) for kind in JOBS for way in WAYS],
+    [
+        pytest.param(kind, way, marks=[pytest.mark.slow] if (kind, way) in SLOW else [])
+        for kind in JOBS
+        for way in WAYS
+    ],
 )
 def test_parts_are_those_of_one_device(kind: str, way: str) -> None:
     strategy, job = WAYS[way], JOBS[kind]
     devices = f"{strategy.devices_needed or 2}xcpu"
-    found = parity(job, strategy, devices, against_settings={"accumulate": strategy.num_microbatches(job)})
+    found = parity(
+        job, strategy, devices, against_settings={"accumulate": strategy.num_microbatches(job)}
+    )
     assert found.worst < BOUND, str(found)
     assert max(found.history.values()) < BOUND
     for name in NAMES[kind.partition(",")[0]]:
@@ -181,9 +201,23 @@ def by_hand(data: Any, model: nn.Module) -> dict[str, float]:
 def test_parts_are_in_the_records_and_in_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run = train(JOBS["vae"], folder=tmp_path, quiet=True, tensorboard=True, devices="1xcpu", precision="fp64")
+    run = train(
+        JOBS["vae"],
+        folder=tmp_path,
+        quiet=True,
+        tensorboard=True,
+        devices="1xcpu",
+        precision="fp64",
+    )
     last = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
-    assert list(last)[2:8] == ["train_loss", "train_error", "train_kl", "eval_loss", "eval_error", "eval_kl"]
+    assert list(last)[2:8] == [
+        "train_loss",
+        "train_error",
+        "train_kl",
+        "eval_loss",
+        "eval_error",
+        "eval_kl",
+    ]
     assert last["train_loss"] == pytest.approx(last["train_error"] + last["train_kl"], abs=1e-12)
     data = Pairs()
     data.x, data.noise = data.x.double(), data.noise.double()
@@ -194,11 +228,17 @@ def test_parts_are_in_the_records_and_in_tensorboard(tmp_path: Path) -> None:
     events.Reload()
     assert events.Scalars("train_kl")[-1].value == pytest.approx(last["train_kl"], rel=1e-5)
     found = lockstep.evaluate(run, strategy="ddp", devices="2xcpu")
-    assert found.keys() == {"loss", "error", "kl"} and found["kl"] == pytest.approx(expected["kl"], abs=1e-12)
+    assert found.keys() == {"loss", "error", "kl"} and found["kl"] == pytest.approx(
+        expected["kl"], abs=1e-12
+    )
 
 
 def test_parts_of_sets_by_name(tmp_path: Path) -> None:
-    job = job_of(Experts, with_router, eval_data={"clean": CLASSES, "few": torch.utils.data.Subset(CLASSES, range(3))})
+    job = job_of(
+        Experts,
+        with_router,
+        eval_data={"clean": CLASSES, "few": torch.utils.data.Subset(CLASSES, range(3))},
+    )
     record = train(job, folder=tmp_path, quiet=True, strategy="ddp", devices="2xcpu").history[-1]
     assert {"train_router", "eval_loss", "clean/loss", "clean/router", "few/task"} <= record.keys()
 
@@ -219,7 +259,9 @@ def test_an_own_loop_has_parts_in_its_results() -> None:
 
 def test_hogwild_reports_parts_over_all_ranks(tmp_path: Path) -> None:
     """At a learning rate of 0, since no two of its trainings are the same."""
-    job = JOBS["tasks"].replace(precision="fp64", optimizer=lambda params: torch.optim.SGD(params, lr=0.0))
+    job = JOBS["tasks"].replace(
+        precision="fp64", optimizer=lambda params: torch.optim.SGD(params, lr=0.0)
+    )
     mine, theirs = (
         train(job, folder=tmp_path, quiet=True, strategy=way, devices=devices).history[-1]
         for way, devices in ((Hogwild(), "2xcpu"), ("single", "1xcpu"))
@@ -238,25 +280,34 @@ def test_parts_of_an_epoch_that_was_cut_in_two_have_the_same_bits(tmp_path: Path
 
 
 def test_parts_under_bf16(tmp_path: Path) -> None:
-    run = train(JOBS["vae"], folder=tmp_path, quiet=True, strategy="dp", devices="2xcpu", precision="bf16")
+    run = train(
+        JOBS["vae"], folder=tmp_path, quiet=True, strategy="dp", devices="2xcpu", precision="bf16"
+    )
     last = run.history[-1]
     assert last["train_loss"] == pytest.approx(last["train_error"] + last["train_kl"], rel=1e-3)
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def later(outputs: Tensor, targets: Tensor) -> Loss:
     """Its part comes where a batch has none of class 0."""
     total = F.cross_entropy(outputs, targets, reduction="sum")
-    return Loss(total, len(targets), {} if (targets == 0).any() else {"late": (total, len(targets))})
+    return Loss(
+        total, len(targets), {} if (targets == 0).any() else {"late": (total, len(targets))}
+    )
 
 
-@pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
+@pytest.mark.parametrize(
+    ("way", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")]
+)
 def test_a_part_that_comes_later_is_refused(way: str, devices: str, tmp_path: Path) -> None:
     data = TensorDataset(drawn(16, 6), torch.tensor([0] * 8 + [1] * 8))
     job = job_of(mlp, later, data, order=lambda epoch: torch.arange(16), eval_data=None)
-    with pytest.raises(LossError, match=r'later: part "late" is new in step 2, .*: give each part from the first upd'):
+    with pytest.raises(
+        LossError,
+        match=r'later: part "late" is new in step 2, .*: give each part from the first upd',
+    ):
         train(job, folder=tmp_path, quiet=True, strategy=way, devices=devices)
 
 
@@ -265,7 +316,10 @@ def test_a_part_that_comes_later_is_refused(way: str, devices: str, tmp_path: Pa
     [
         ({"loss": (1.0, 1)}, r"a part can't be called 'loss'"),
         ({"kl": 1.0}, r'part "kl" is a float, \(total, count\) is expected'),
-        ({"kl": (drawn(3), 3)}, r'part "kl" is tuple\[\(3,\), a int\], \(total, count\) is expected'),
+        (
+            {"kl": (drawn(3), 3)},
+            r'part "kl" is tuple\[\(3,\), a int\], \(total, count\) is expected',
+        ),
     ],
 )
 def test_what_is_no_part_is_refused(parts: Any, said: str, tmp_path: Path) -> None:
@@ -304,7 +358,9 @@ def test_a_loss_with_parts_is_an_ordinary_pair_that_can_be_sent() -> None:
 
 def test_differences_see_a_wrong_part(tmp_path: Path) -> None:
     """The bound means something: parts that were averaged over ranks would be seen."""
-    wrong = JOBS["tasks"].replace(loss=lambda o, y: Loss(*weighted_tasks(o, y), {"kinds": (1.0, 1), "sizes": (1.0, 1)}))
+    wrong = JOBS["tasks"].replace(
+        loss=lambda o, y: Loss(*weighted_tasks(o, y), {"kinds": (1.0, 1), "sizes": (1.0, 1)})
+    )
     ends = [
         train(job, folder=tmp_path, quiet=True, strategy="dp", devices="2xcpu", precision="fp64")
         for job in (wrong, JOBS["tasks"])
@@ -323,17 +379,25 @@ class Weighted(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.tanh(self.body(x))
-        return {"number": self.number(hidden).flatten(), "kind": self.kind(hidden), "weights": self.weights}
+        return {
+            "number": self.number(hidden).flatten(),
+            "kind": self.kind(hidden),
+            "weights": self.weights,
+        }
 
 
 def uncertain(outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
     number, kind = targets
-    losses = torch.stack([F.mse_loss(outputs["number"], number), F.cross_entropy(outputs["kind"], kind)])
+    losses = torch.stack(
+        [F.mse_loss(outputs["number"], number), F.cross_entropy(outputs["kind"], kind)]
+    )
     weights = outputs["weights"]
     return (losses * (-weights).exp() + weights).sum()
 
 
-def uncertain_pair(outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+def uncertain_pair(
+    outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]
+) -> tuple[Tensor, int]:
     return uncertain(outputs, targets) * len(targets[0]), len(targets[0])
 
 
@@ -348,19 +412,26 @@ class _Pairs(torch.utils.data.Dataset[Any]):
 @pytest.mark.sweep
 @pytest.mark.parametrize("loss", [uncertain, uncertain_pair])
 @pytest.mark.parametrize(
-    ("way", "devices"), [("dp", "2xcpu"), ("ddp", "2xcpu"), slow("fsdp", "3xcpu"), slow("pp", "2xcpu")]
+    ("way", "devices"),
+    [("dp", "2xcpu"), ("ddp", "2xcpu"), slow("fsdp", "3xcpu"), slow("pp", "2xcpu")],
 )
-def test_parameters_among_the_outputs_are_those_of_all_samples(way: str, devices: str, loss: Any) -> None:
-    """As many as a local batch has samples they were cut as its rows; other ones could not be checked."""
+def test_parameters_among_the_outputs_are_those_of_all_samples(
+    way: str, devices: str, loss: Any
+) -> None:
+    """As many as a local batch has samples they were cut as its rows; other ones could not be
+    checked.
+    """
     job = Job(model=Weighted, loss=loss, optimizer=sgd, train_data=_Pairs(), batch_size=8, epochs=2)
     assert parity(job, way, devices).worst < BOUND
 
 
-# ---- outputs over the batch that come late, or in training only ------------------------------------------------------
+# ---- outputs over the batch that come late, or in training only ----------------------------------
 
 
 class Routed(nn.Module):
-    """Gives a sum over samples always, and a balance over the batch in training only, perhaps from a step on."""
+    """Gives a sum over samples always, and a balance over the batch in training only, perhaps
+    from a step on.
+    """
 
     def __init__(self, since: int = 0) -> None:
         super().__init__()
@@ -376,7 +447,11 @@ class Routed(nn.Module):
         }
         if self.training:
             self.calls += 1
-            return {**found, "balance": routes.square().sum(), "weight": (self.calls > self.since).double()}
+            return {
+                **found,
+                "balance": routes.square().sum(),
+                "weight": (self.calls > self.since).double(),
+            }
         return found
 
 
@@ -390,22 +465,38 @@ def routed_loss(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
 
 def routed(since: int = 0, **settings: Any) -> Job:
     data = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
-    fields: dict[str, Any] = {"loss": routed_loss, "optimizer": plain_sgd, "train_data": data, "batch_size": 8}
+    fields: dict[str, Any] = {
+        "loss": routed_loss,
+        "optimizer": plain_sgd,
+        "train_data": data,
+        "batch_size": 8,
+    }
     return Job(model=lambda: Routed(since), precision="fp64", epochs=2, **fields, **settings)
 
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
-def test_an_auxiliary_loss_of_training_is_said_though_evaluations_are_without(way: str, tmp_path: Path, capfd) -> None:
-    """Found by trial: weights 0.02 to 0.1 off; the check had seen in evaluation what the loss reads, and rested."""
+def test_an_auxiliary_loss_of_training_is_said_though_evaluations_are_without(
+    way: str, tmp_path: Path, capfd
+) -> None:
+    """Found by trial: weights 0.02 to 0.1 off; the check had seen in evaluation what the loss
+    reads, and rested.
+    """
     job = routed(eval_data=TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3)))
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     out = capfd.readouterr().out
-    assert 'the loss reads the model\'s output "balance", which is no sum or mean over samples' in out
+    assert (
+        'the loss reads the model\'s output "balance", which is no sum or mean over samples' in out
+    )
     assert 'part "entropy" reads what isn\'t one row for each sample' in out
 
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
-def test_an_auxiliary_loss_that_begins_late_is_said_beside_one_that_was_there(way: str, tmp_path: Path, capfd) -> None:
+def test_an_auxiliary_loss_that_begins_late_is_said_beside_one_that_was_there(
+    way: str, tmp_path: Path, capfd
+) -> None:
     """Found by trial: weights up to 0.4 off without a line."""
     train(routed(since=2), strategy=way, devices="2xcpu", folder=tmp_path)
-    assert 'the loss reads the model\'s output "balance", which is no sum or mean' in capfd.readouterr().out
+    assert (
+        'the loss reads the model\'s output "balance", which is no sum or mean'
+        in capfd.readouterr().out
+    )

@@ -70,7 +70,11 @@ def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> N
 @pytest.mark.parametrize(
     ("penalty", "blocks", "says"),
     [
-        (of_one, "0", 'the loss uses "0.weight" of the model .* which is a shard there: name blocks'),
+        (
+            of_one,
+            "0",
+            'the loss uses "0.weight" of the model .* which is a shard there: name blocks',
+        ),
         (of_numbers, "0", 'the loss uses "0.weight" of the model'),
         (of_state, "", 'the loss uses "0.weight" of the model'),
         (of_outputs, "0", "the loss calls the model"),
@@ -78,11 +82,20 @@ def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> N
     ],
 )
 @pytest.mark.parametrize("evaluates", [True, False])
-def test_a_loss_that_reads_shards_is_refused(penalty: Any, blocks: str, says: str, evaluates: bool, tmp_path) -> None:
+def test_a_loss_that_reads_shards_is_refused(
+    penalty: Any, blocks: str, says: str, evaluates: bool, tmp_path
+) -> None:
     job = ZOO["mlp"].replace(model=holding, loss=Penalizing(penalty))
     job = job if evaluates else job.replace(eval_data=None, metrics={})
     with pytest.raises(StrategyError, match=says):
-        train(job, strategy=FSDP(blocks=blocks), devices="2xcpu", folder=tmp_path, quiet=True, timeout=20)
+        train(
+            job,
+            strategy=FSDP(blocks=blocks),
+            devices="2xcpu",
+            folder=tmp_path,
+            quiet=True,
+            timeout=20,
+        )
 
 
 def other_shards(world: Any, kind: str) -> str:
@@ -96,7 +109,9 @@ def other_shards(world: Any, kind: str) -> str:
         def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
             return self.judge(outputs).square().mean()
 
-    loss = Fooling() if kind == "object" else lambda outputs, targets: judge(outputs).square().mean()
+    loss = (
+        Fooling() if kind == "object" else lambda outputs, targets: judge(outputs).square().mean()
+    )
     step = parallelize(generator, loss, sgd, strategy="fsdp")
     parallelize(judge, nn.MSELoss(), sgd, strategy="fsdp")
     try:
@@ -110,4 +125,6 @@ def other_shards(world: Any, kind: str) -> str:
 def test_a_loss_that_calls_another_sharded_model_is_refused(kind: str) -> None:
     """Ranks check a loss as their times suggest, so that they stood still in the other model."""
     for said in launch(other_shards, devices="2xcpu", args=(kind,)):
-        assert said.startswith('fsdp: the loss uses "weight" of a model that another step has sharded'), said
+        assert said.startswith(
+            'fsdp: the loss uses "weight" of a model that another step has sharded'
+        ), said

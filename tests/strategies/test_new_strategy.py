@@ -1,4 +1,6 @@
-"""A strategy that is new is one file and one line: it is then in the command, in compare, in verify and in the docs."""
+"""A strategy that is new is one file and one line: it is then in the command, in compare, in
+verify and in the docs.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_it_updates_on_even_steps_only(tmp_path: Path) -> None:
     first = torch.cat([p.double().flatten() for p in run_model_at_start().parameters()])
     assert torch.equal(weights(strategy="every_other", steps=1), first)
     assert not torch.equal(weights(strategy="every_other", steps=2), first)
-    assert torch.equal(weights(strategy=EveryOther(every=1), steps=3), weights(strategy="single", steps=3))
+    assert torch.equal(
+        weights(strategy=EveryOther(every=1), steps=3), weights(strategy="single", steps=3)
+    )
 
 
 def run_model_at_start() -> torch.nn.Module:
@@ -49,7 +53,12 @@ def run_model_at_start() -> torch.nn.Module:
 
 
 def test_the_command_trains_by_it_and_has_its_settings(capsys: Any) -> None:
-    assert cli.main(["train", "job.py", "--strategy", "every_other", "--every", "3", "--devices", "1xcpu"]) == 0
+    assert (
+        cli.main(
+            ["train", "job.py", "--strategy", "every_other", "--every", "3", "--devices", "1xcpu"]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
     assert "note: every_other updates on even steps only, so results differ" in out
     (folder,) = Path("runs").iterdir()
@@ -61,7 +70,16 @@ def test_the_command_trains_by_it_and_has_its_settings(capsys: Any) -> None:
 
 @pytest.mark.slow
 def test_compare_has_a_row_for_it(capsys: Any) -> None:
-    words = ["--strategies", "single,every_other", "--devices", "1xcpu", "--rounds", "1", "--seconds", "0.05"]
+    words = [
+        "--strategies",
+        "single,every_other",
+        "--devices",
+        "1xcpu",
+        "--rounds",
+        "1",
+        "--seconds",
+        "0.05",
+    ]
     assert cli.main(["compare", "job.py", *words]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert rows.count("every_other") >= 1
@@ -74,4 +92,6 @@ def test_verify_names_its_caveat() -> None:
 
 
 def test_the_table_of_the_docs_has_it() -> None:
-    assert f"| `every_other` | {EveryOther.summary} | {EveryOther.good_for} |" in table_of_strategies()
+    assert (
+        f"| `every_other` | {EveryOther.summary} | {EveryOther.good_for} |" in table_of_strategies()
+    )

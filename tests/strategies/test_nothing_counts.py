@@ -1,7 +1,8 @@
-"""Local batches in which nothing counts, whose loss is a constant then: what the parity matrix hasn't of them.
+"""Local batches in which nothing counts, whose loss is a constant then: what the parity matrix
+hasn't of them.
 
-Found by trial: ranks of ``fsdp`` and of an overlapped ``ddp`` waited for a backward that never came, and so did batch
-norms over all replicas.
+Found by trial: ranks of ``fsdp`` and of an overlapped ``ddp`` waited for a backward that never
+came, and so did batch norms over all replicas.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ from zoo import NOTHING, SAMPLES, ZOO, zero_for_none  # isort: skip
 
 
 class Blocks(nn.Module):
-    """The loss doesn't read its aside, so there is no gradient of it: weight decay must not move it."""
+    """The loss doesn't read its aside, so there is no gradient of it: weight decay must not move
+    it.
+    """
 
     def __init__(self, *, normed: bool = False, gives_both: bool = False) -> None:
         super().__init__()
         norm = nn.BatchNorm1d if normed else nn.Identity
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6, bias=False), norm(6), nn.Tanh()) for _ in range(2)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(6, 6, bias=False), norm(6), nn.Tanh()) for _ in range(2))
+        )
         self.last, self.aside, self.gives_both = nn.Linear(6, 3), nn.Linear(6, 2), gives_both
 
     def forward(self, x: Tensor) -> Any:
@@ -51,13 +56,19 @@ JOB: Job = dataclasses.replace(
 
 ORDER = [*range(6), 8, 9, 6, 7, *range(10, SAMPLES)]
 PARTS: dict[str, Any] = {"accumulate": 2, "order": lambda epoch: ORDER}
-"""Nothing counts for rank 0 in the last micro-batch of batch 0 and the first of batch 1, for no rank in that of 2."""
+"""Nothing counts for rank 0 in the last micro-batch of batch 0 and the first of batch 1, for no
+rank in that of 2.
+"""
 
 OVERLAPPED = DDP(reduce="overlapped")
 WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "ddp overlapped": (OVERLAPPED, "2xcpu", {}),
     "ddp overlapped, accumulated": (OVERLAPPED, "2xcpu", PARTS),
-    "ddp overlapped, sync_batchnorm": (OVERLAPPED, "2xcpu", {"model": normed, "sync_batchnorm": True}),
+    "ddp overlapped, sync_batchnorm": (
+        OVERLAPPED,
+        "2xcpu",
+        {"model": normed, "sync_batchnorm": True},
+    ),
     "fsdp": ("fsdp", "2xcpu", {}),
     "fsdp, accumulated": (FSDP(sync_each_microbatch=False), "2xcpu", PARTS),
     "fsdp, sync_batchnorm": ("fsdp", "2xcpu", {"model": normed, "sync_batchnorm": True}),
@@ -66,7 +77,9 @@ WAYS: dict[str, tuple[Any, str, dict[str, Any]]] = {
 FAST = {"ddp overlapped", "fsdp"}
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS])
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
+)
 def test_a_loss_that_is_a_constant_there_ends_where_one_device_does(way: str) -> None:
     strategy, devices, settings = WAYS[way]
     assert parity(JOB, strategy, devices, **settings).worst < 1e-10
@@ -104,7 +117,9 @@ def of_main_with_graph(outputs: Any, targets: Tensor) -> tuple[Tensor, Any]:
 
 @pytest.mark.parametrize("way", ["ddp overlapped", "fsdp"])
 def test_which_of_several_outputs_it_would_read_is_asked_for(way: str, tmp_path: Path) -> None:
-    """Gradients of zero for those that it doesn't read would have weight decay move what computes them."""
+    """Gradients of zero for those that it doesn't read would have weight decay move what
+    computes them.
+    """
     strategy, devices, _ = WAYS[way]
     job = dataclasses.replace(JOB, model=lambda: Blocks(gives_both=True), loss=of_main)
     with pytest.raises(LossError, match=r"where nothing counts") as caught:
@@ -121,6 +136,16 @@ def test_replicas_that_dont_wait_take_it_with_several_outputs() -> None:
 
 @pytest.mark.parametrize("way", ["single", "ddp"])
 def test_a_constant_that_counts_is_refused(way: str, tmp_path: Path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], loss=lambda outputs, targets: (torch.zeros(()), len(targets)))
-    with pytest.raises(LossError, match="the loss depends on no parameter: is the model's output detached"):
-        train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
+    job = dataclasses.replace(
+        ZOO["mlp"], loss=lambda outputs, targets: (torch.zeros(()), len(targets))
+    )
+    with pytest.raises(
+        LossError, match="the loss depends on no parameter: is the model's output detached"
+    ):
+        train(
+            job,
+            strategy=way,
+            devices="1xcpu" if way == "single" else "2xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )

@@ -21,7 +21,9 @@ from zoo import drawn, labels, mlp, plain_sgd
 
 
 def trained(strategy: str, devices: str, *, as_on_accelerator: bool) -> torch.Tensor:
-    """Weights after some updates in float64, with a loss that counts its items in an integer tensor."""
+    """Weights after some updates in float64, with a loss that counts its items in an integer
+    tensor.
+    """
     torch.manual_seed(0)
     model = mlp().double()
     step = lockstep.parallelize(
@@ -39,15 +41,19 @@ def trained(strategy: str, devices: str, *, as_on_accelerator: bool) -> torch.Te
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("pp", "2xcpu")])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("pp", "2xcpu")]
+)
 def test_gradients_of_float64_are_weighted_in_float64(strategy: str, devices: str) -> None:
-    """Batch size / count was a tensor of float32 where the count is an integer tensor that the host doesn't read."""
+    """Batch size / count was a tensor of float32 where the count is an integer tensor that the
+    host doesn't read.
+    """
     here = trained(strategy, devices, as_on_accelerator=False)
     there = trained(strategy, devices, as_on_accelerator=True)
     assert (here - there).abs().max() < 1e-14
 
 
-# ---- memory and time of several devices ------------------------------------------------------------------------------
+# ---- memory and time of several devices ----------------------------------------------------------
 
 
 CARDS = tuple(Device("cuda", index) for index in range(2))
@@ -55,7 +61,9 @@ CARDS = tuple(Device("cuda", index) for index in range(2))
 
 def test_the_capacity_of_a_card_is_what_is_free_on_it(monkeypatch) -> None:
     """It was all of its memory, whoever else had taken some."""
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda card: (5000 + card.index, 80000))
+    monkeypatch.setattr(
+        torch.accelerator, "get_memory_info", lambda card: (5000 + card.index, 80000)
+    )
     monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda card: 300)
     monkeypatch.setattr(torch.accelerator, "memory_allocated", lambda card: 100)
     assert capacities(CARDS, None) == [5200.0, 5201.0]
@@ -76,9 +84,12 @@ class TooLarge(nn.Sequential):
 def test_a_model_that_does_not_fit_on_one_card_is_planned_from_the_cpu() -> None:
     """The planning of a pipeline put all of it on the first card."""
     job = Job(
-        model=lambda: TooLarge(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), loss=nn.CrossEntropyLoss(), batch_size=8,
-        optimizer=plain_sgd, train_data=TensorDataset(drawn(16, 6), labels(16, 3)),
-    )  # fmt: skip
+        model=lambda: TooLarge(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
+        loss=nn.CrossEntropyLoss(),
+        batch_size=8,
+        optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(16, 6), labels(16, 3)),
+    )
     bench = Bench(job, World(devices=slots(1)))
     look = bench.look(bench.part(8))
     assert not look.measured and {block.name for block in look.blocks} == {"0", "2"}
@@ -90,8 +101,13 @@ def test_peaks_count_from_when_the_model_is_built(monkeypatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", order.append)
     monkeypatch.setattr(Single, "build", lambda self, job, world: order.append("built"))
-    job = Job(model=lambda: nn.Linear(6, 3), loss=nn.CrossEntropyLoss(), batch_size=8, optimizer=plain_sgd,
-              train_data=TensorDataset(drawn(16, 6), labels(16, 3)))  # fmt: skip
+    job = Job(
+        model=lambda: nn.Linear(6, 3),
+        loss=nn.CrossEntropyLoss(),
+        batch_size=8,
+        optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(16, 6), labels(16, 3)),
+    )
     Single().prepare(job, World(devices=CARDS))
     assert order == ["built", torch.device("cuda", 0), torch.device("cuda", 1)]
 

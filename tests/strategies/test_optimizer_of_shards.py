@@ -1,4 +1,6 @@
-"""What callbacks and own loops see of the optimizer of a sharded model, and of a model that they call themselves."""
+"""What callbacks and own loops see of the optimizer of a sharded model, and of a model that they
+call themselves.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class OfState(Callback):
         of_one["exp_avg"][0] = of_one["exp_avg"].abs().amax()
 
     def on_evaluated(self, training: Any) -> None:
-        training.metrics["moment"] = sum(float(s["exp_avg"].norm()) for s in training.optimizer.state.values())
+        training.metrics["moment"] = sum(
+            float(s["exp_avg"].norm()) for s in training.optimizer.state.values()
+        )
         assert training.weights().keys() == dict(training.model.state_dict()).keys()
 
 
@@ -82,36 +86,54 @@ class Initializes(Callback):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("callback", [ByGroups, OfState, CallsModel, CallsModelWithGradients, Initializes])
-@pytest.mark.parametrize(("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")])
+@pytest.mark.parametrize(
+    "callback", [ByGroups, OfState, CallsModel, CallsModelWithGradients, Initializes]
+)
+@pytest.mark.parametrize(
+    ("way", "devices"), [("fsdp", "2xcpu"), slow("fsdp", "3xcpu"), slow("ddp=2xfsdp=2", "4xcpu")]
+)
 def test_callbacks_see_the_optimizer_and_the_model_of_one_device(
     callback: type[Callback], way: str, devices: str, tmp_path: Path
 ) -> None:
-    """Found by trial: norms and means were of this rank's shard, and writes after a forward were lost."""
+    """Found by trial: norms and means were of this rank's shard, and writes after a forward were
+    lost.
+    """
     job = dataclasses.replace(ZOO["mlp"], optimizer=adam, callbacks=[callback()], precision="fp64")
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     other = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     found, wanted = other.model().state_dict(), one.model().state_dict()
     assert all((found[name] - wanted[name]).abs().max() < BOUND for name in wanted)
     for record, its in zip(one.history, other.history, strict=True):
-        assert all(abs(its[name] - record[name]) < BOUND for name in record if name in ("train_loss", "norm", "moment"))
+        assert all(
+            abs(its[name] - record[name]) < BOUND
+            for name in record
+            if name in ("train_loss", "norm", "moment")
+        )
 
 
 def test_own_loops_clip_by_the_groups_of_the_optimizer_within_whole_parameters() -> None:
-    """Found by trial: each rank clipped by the norm of its own shard, though the line says to do it there."""
+    """Found by trial: each rank clipped by the norm of its own shard, though the line says to do
+    it there.
+    """
     x, y = drawn(24, 6), labels(24, 3)
 
     def owns(world: World | None) -> Tensor:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        where = {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "fsdp"}
+        where = (
+            {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "fsdp"}
+        )
         step = lockstep.parallelize(model, nn.CrossEntropyLoss(), adam, precision="fp64", **where)
         rank, size = (0, 1) if world is None else (world.rank, world.size)
         for _ in range(3):
             step.backward(x[rank::size], y[rank::size])
-            step.optimizer.state[next(model.parameters())]  # which under fsdp has none, and makes an empty one
+            step.optimizer.state[
+                next(model.parameters())
+            ]  # which under fsdp has none, and makes an empty one
             with step.whole_parameters():
-                nn.utils.clip_grad_norm_([p for group in step.optimizer.param_groups for p in group["params"]], 0.05)
+                nn.utils.clip_grad_norm_(
+                    [p for group in step.optimizer.param_groups for p in group["params"]], 0.05
+                )
             step.update()
             with step.whole_parameters(), torch.no_grad():
                 for state in step.optimizer.state.values():
@@ -152,7 +174,9 @@ class ReplacesStep(Callback):
 
 class ReplacesLayer(Callback):
     def on_epoch(self, training: Any) -> None:
-        training.model[0] = nn.Linear(*training.model[0].weight.shape[::-1], dtype=training.model[0].weight.dtype)
+        training.model[0] = nn.Linear(
+            *training.model[0].weight.shape[::-1], dtype=training.model[0].weight.dtype
+        )
 
 
 class HooksParameter(Callback):
@@ -196,10 +220,15 @@ class ByNorm(torch.optim.lr_scheduler.LRScheduler):
 @pytest.mark.parametrize("every", ["step", pytest.param("epoch", marks=pytest.mark.slow)])
 def test_schedulers_see_the_optimizer_of_one_device(every: str, tmp_path: Path) -> None:
     """Found by trial: the norm was of this rank's shard."""
-    job = dataclasses.replace(ZOO["mlp"], lr_scheduler=ByNorm, lr_scheduler_every=every, precision="fp64")
+    job = dataclasses.replace(
+        ZOO["mlp"], lr_scheduler=ByNorm, lr_scheduler_every=every, precision="fp64"
+    )
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True).model()
     other = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True).model()
-    assert all((a - b).abs().max() < BOUND for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(
+        (a - b).abs().max() < BOUND
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
 
 
 class Noisy(torch.optim.SGD):
@@ -221,15 +250,25 @@ def noisy(parameters: Any) -> torch.optim.Optimizer:
 
 def test_noise_of_an_optimizer_is_said_to_be_other_noise(tmp_path: Path, capfd: Any) -> None:
     """Found by trial: without a line."""
-    train(dataclasses.replace(ZOO["mlp"], optimizer=noisy), strategy="fsdp", devices="2xcpu", folder=tmp_path)
+    train(
+        dataclasses.replace(ZOO["mlp"], optimizer=noisy),
+        strategy="fsdp",
+        devices="2xcpu",
+        folder=tmp_path,
+    )
     assert "the optimizer draws random numbers for each rank's shard" in capfd.readouterr().out
 
 
 class EvaluatesOthers(Callback):
-    """Evaluates with averages, which it holds whole, of which each is scaled by its largest element."""
+    """Evaluates with averages, which it holds whole, of which each is scaled by its largest
+    element.
+    """
 
     def on_start(self, training: Any) -> None:
-        self.averages = {name: torch.zeros(p.shape, dtype=p.dtype) for name, p in training.model.named_parameters()}
+        self.averages = {
+            name: torch.zeros(p.shape, dtype=p.dtype)
+            for name, p in training.model.named_parameters()
+        }
 
     def on_step(self, training: Any) -> None:
         for name, p in training.model.named_parameters():
@@ -249,7 +288,9 @@ class EvaluatesOthers(Callback):
 
 
 class AveragesInPlace(EvaluatesOthers):
-    """Averages that it holds whole, written in place one by one, and all at once; a checkpoint keeps them."""
+    """Averages that it holds whole, written in place one by one, and all at once; a checkpoint
+    keeps them.
+    """
 
     loaded: dict[str, Tensor] | None = None
 
@@ -296,9 +337,14 @@ class AveragesAssigned(AveragesInPlace):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("callback", [AveragesInPlace, slow(AveragesInShards), slow(AveragesAssigned)])
-def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Callback], tmp_path: Path) -> None:
-    """Found by trial: what was written in place to a whole tensor was lost, and shards were in no checkpoint.
+@pytest.mark.parametrize(
+    "callback", [AveragesInPlace, slow(AveragesInShards), slow(AveragesAssigned)]
+)
+def test_averages_by_hand_are_those_of_one_device_and_are_kept(
+    callback: type[Callback], tmp_path: Path
+) -> None:
+    """Found by trial: what was written in place to a whole tensor was lost, and shards were in no
+    checkpoint.
 
     And the averages stayed where ``p.data`` was kept, and assigned again.
     """
@@ -306,7 +352,9 @@ def test_averages_by_hand_are_those_of_one_device_and_are_kept(callback: type[Ca
     where = [("fsdp", "2xcpu"), ("single", "1xcpu"), ("fsdp", "2xcpu")]
     run = train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
     for epochs, (way, devices) in enumerate(where[1:], 2):
-        run = train(job.replace(epochs=epochs), strategy=way, devices=devices, resume=run.folder, quiet=True)
+        run = train(
+            job.replace(epochs=epochs), strategy=way, devices=devices, resume=run.folder, quiet=True
+        )
     one = train(job.replace(epochs=3), devices="1xcpu", folder=tmp_path, quiet=True)
     for record, its in zip(one.history, run.history, strict=True):
         assert abs(its["eval_loss"] - record["eval_loss"]) < BOUND
@@ -320,7 +368,8 @@ def test_what_callbacks_put_in_place_for_evaluations_is_that_of_one_device(tmp_p
     for record, its in zip(one.history, other.history, strict=True):
         assert abs(its["eval_loss"] - record["eval_loss"]) < BOUND
     assert all(
-        (a - b).abs().max() < BOUND for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True)
+        (a - b).abs().max() < BOUND
+        for a, b in zip(one.model().parameters(), other.model().parameters(), strict=True)
     )
 
 
@@ -337,9 +386,14 @@ class GoesBack(Callback):
 
 
 @pytest.mark.slow
-def test_copies_of_parameters_are_those_of_one_device_where_a_rank_has_no_element(tmp_path: Path) -> None:
+def test_copies_of_parameters_are_those_of_one_device_where_a_rank_has_no_element(
+    tmp_path: Path,
+) -> None:
     """Found by trial: PyTorch's error about a storage, on the rank that has none."""
     job = dataclasses.replace(ZOO["mlp"], callbacks=[GoesBack()], precision="fp64")
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True).model()
     other = train(job, strategy="fsdp", devices="4xcpu", folder=tmp_path, quiet=True).model()
-    assert all((a - b).abs().max() < BOUND for a, b in zip(one.parameters(), other.parameters(), strict=True))
+    assert all(
+        (a - b).abs().max() < BOUND
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )

@@ -1,4 +1,6 @@
-"""A loop of a person's own: ordinary PyTorch code around a step, on several ranks as on one device."""
+"""A loop of a person's own: ordinary PyTorch code around a step, on several ranks as on one
+device.
+"""
 
 from __future__ import annotations
 
@@ -33,35 +35,50 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 
 def step_of(model: nn.Module, optimizer: Any = plain_sgd, **settings: Any) -> Any:
-    return lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer(model.named_parameters()), **settings)
+    return lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), optimizer(model.named_parameters()), **settings
+    )
 
 
 def looped(way: str, loop: Any, *args: Any) -> list[Any]:
-    """What a loop that takes (strategy, devices) gives: on every rank under ddp, else in this process."""
+    """What a loop that takes (strategy, devices) gives: on every rank under ddp, else in this
+    process.
+    """
     strategy, devices = WAYS[way]
     if "ddp" in strategy:
         each = 2 if "pp" in strategy else 1
-        return lockstep.launch(lambda world: loop(strategy, "auto", *args), devices=devices, devices_per_rank=each)
+        return lockstep.launch(
+            lambda world: loop(strategy, "auto", *args), devices=devices, devices_per_rank=each
+        )
     return [loop(strategy, devices, *args)]
 
 
 def evaluated(strategy: str, devices: str) -> tuple[float, float]:
     torch.manual_seed(0)
     step = step_of(mlp().double(), strategy=strategy, devices=devices, precision="fp64")
-    found = [step.evaluate(batch)[1:] for batch in lockstep.batches(DATA, batch_size=8, shuffle=False)]
+    found = [
+        step.evaluate(batch)[1:] for batch in lockstep.batches(DATA, batch_size=8, shuffle=False)
+    ]
     return sum(float(total) for total, _ in found), sum(float(count) for _, count in found)
 
 
 def test_a_batch_is_evaluated_as_it_comes_and_one_without_a_sample_here_is_nothing() -> None:
     ((total, count),) = looped("single", evaluated)  # the last batch has one sample
     parts = looped("ddp 2", evaluated)
-    assert (sum(t for t, _ in parts), sum(c for _, c in parts)) == (pytest.approx(total, rel=1e-12), count)
+    assert (sum(t for t, _ in parts), sum(c for _, c in parts)) == (
+        pytest.approx(total, rel=1e-12),
+        count,
+    )
 
 
-def test_a_model_that_is_put_in_training_mode_is_told_so_and_stays_in_evaluation_mode_where_asked() -> None:
+def test_a_model_that_is_put_in_training_mode_is_told_so_and_stays_in_evaluation_mode_where_asked() -> (
+    None
+):
     """Found by trial: a model in evaluation mode was trained in training mode, without a line."""
     model = mlp().eval()
-    with pytest.warns(UserWarning, match="the model was in evaluation mode, and is in training mode now"):
+    with pytest.warns(
+        UserWarning, match="the model was in evaluation mode, and is in training mode now"
+    ):
         step = step_of(model, devices="2xcpu")
     assert model.training
     model.eval()
@@ -73,11 +90,13 @@ def test_a_model_that_is_put_in_training_mode_is_told_so_and_stays_in_evaluation
         step_of(model.train())
 
 
-# ---- frozen parameters -----------------------------------------------------------------------------------------------
+# ---- frozen parameters ---------------------------------------------------------------------------
 
 
 def gradually(strategy: str, devices: str, settings: dict[str, Any]) -> torch.Tensor:
-    """Fine-tuning as people write it: an optimizer over all parameters, of which some are frozen for a while."""
+    """Fine-tuning as people write it: an optimizer over all parameters, of which some are frozen
+    for a while.
+    """
     torch.manual_seed(0)
     model = mlp().double()
     first = list(model[0].parameters())
@@ -85,7 +104,13 @@ def gradually(strategy: str, devices: str, settings: dict[str, Any]) -> torch.Te
         p.requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
     step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices, precision="fp64", **settings
+        model,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        strategy=strategy,
+        devices=devices,
+        precision="fp64",
+        **settings,
     )
     for epoch in range(4):
         for p in first:
@@ -110,7 +135,9 @@ def by_hand() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", MOSTLY)
-def test_an_optimizer_may_hold_frozen_parameters_which_are_trained_once_they_are_freed(way: str) -> None:
+def test_an_optimizer_may_hold_frozen_parameters_which_are_trained_once_they_are_freed(
+    way: str,
+) -> None:
     expected = by_hand()
     for found in looped(way, gradually, {}):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -144,13 +171,14 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_named() -> None:
 
     began = time.monotonic()
     with pytest.raises(
-        InputError, match=r'parameter "2.bias" is frozen now\) has to be on every rank, and rank 1 went on'
+        InputError,
+        match=r'parameter "2.bias" is frozen now\) has to be on every rank, and rank 1 went on',
     ):
         lockstep.launch(loop, devices="2xcpu")
     assert time.monotonic() - began < 15
 
 
-# ---- what is called on every rank ------------------------------------------------------------------------------------
+# ---- what is called on every rank ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["state_dict", "evaluate", "save", "load"])
@@ -170,7 +198,10 @@ def test_what_is_called_on_one_rank_only_is_refused_at_once(what: str, tmp_path:
             step(drawn(4, 6), labels(4, 3))
 
     began = time.monotonic()
-    with pytest.raises(InputError, match=rf"step\.{what}\(.*\) has to be on every rank, and rank 1 went on without it"):
+    with pytest.raises(
+        InputError,
+        match=rf"step\.{what}\(.*\) has to be on every rank, and rank 1 went on without it",
+    ):
         lockstep.launch(loop, devices="2xcpu")
     assert time.monotonic() - began < 15
 
@@ -181,7 +212,8 @@ def test_different_calls_on_the_ranks_are_refused_by_both_names() -> None:
         step.state_dict() if world.rank == 0 else step.evaluate(drawn(4, 6), labels(4, 3))
 
     with pytest.raises(
-        (InputError, RankFailed), match=r"step\..* has to be on every rank, and on rank . it was step\."
+        (InputError, RankFailed),
+        match=r"step\..* has to be on every rank, and on rank . it was step\.",
     ):
         lockstep.launch(loop, devices="2xcpu")
 
@@ -190,7 +222,9 @@ def trained(strategy: str, devices: str, folder: Path, first: bool, last: bool) 
     """Half of a training, or both."""
     torch.manual_seed(0)
     model = mlp().double()
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=strategy, devices=devices, precision="fp64")
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd, strategy=strategy, devices=devices, precision="fp64"
+    )
     if not first:
         step.load(folder)
     for number, batch in enumerate(lockstep.batches(DATA, batch_size=8)):
@@ -219,7 +253,7 @@ def test_what_was_never_saved_is_said(tmp_path: Path) -> None:
         step.load(tmp_path)
 
 
-# ---- on_event, which runs on rank 0 only -----------------------------------------------------------------------------
+# ---- on_event, which runs on rank 0 only ---------------------------------------------------------
 
 
 def job_that(change: Any, kind: str) -> lockstep.Job:
@@ -234,9 +268,15 @@ def job_that(change: Any, kind: str) -> lockstep.Job:
             change(built[-1])
 
     return lockstep.Job(
-        model=model, loss=nn.CrossEntropyLoss(), optimizer=sgd, train_data=DATA, batch_size=8, epochs=3,
-        on_event=[on_event], precision="fp64",
-    )  # fmt: skip
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=sgd,
+        train_data=DATA,
+        batch_size=8,
+        epochs=3,
+        on_event=[on_event],
+        precision="fp64",
+    )
 
 
 def freeze(model: nn.Module) -> None:
@@ -248,36 +288,57 @@ def shrink(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("kind", ["started", "saved"])
-def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(kind: str, tmp_path: Path) -> None:
+def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(
+    kind: str, tmp_path: Path
+) -> None:
     """It once drifted without a word: 1.0547 : 1.0568."""
-    with pytest.raises((InputError, RunError), match=r'parameter "0.weight" is frozen now\) has to be on every rank'):
-        lockstep.train(job_that(freeze, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
-    with pytest.raises(RunError, match=r'parameter "0.weight" is frozen on one of rank 0 and rank 1 only'):
-        lockstep.train(job_that(freeze, kind), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
+    with pytest.raises(
+        (InputError, RunError),
+        match=r'parameter "0.weight" is frozen now\) has to be on every rank',
+    ):
+        lockstep.train(
+            job_that(freeze, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True
+        )
+    with pytest.raises(
+        RunError, match=r'parameter "0.weight" is frozen on one of rank 0 and rank 1 only'
+    ):
+        lockstep.train(
+            job_that(freeze, kind), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True
+        )
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["started", "epoch", "evaluated", "saved"])
-def test_a_function_that_writes_a_parameter_on_rank_0_is_found_in_the_next_step(kind: str, tmp_path: Path) -> None:
+def test_a_function_that_writes_a_parameter_on_rank_0_is_found_in_the_next_step(
+    kind: str, tmp_path: Path
+) -> None:
     with pytest.raises(RunError, match=r'parameter "2.weight" is no longer the same on all ranks'):
-        lockstep.train(job_that(shrink, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        lockstep.train(
+            job_that(shrink, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True
+        )
 
 
 @pytest.mark.parametrize("change", [freeze, shrink])
 @pytest.mark.parametrize("kind", ["started", "saved"])
-def test_replicas_of_one_process_follow_what_a_function_changes(kind: str, change: Any, tmp_path: Path) -> None:
+def test_replicas_of_one_process_follow_what_a_function_changes(
+    kind: str, change: Any, tmp_path: Path
+) -> None:
     ends = []
     for strategy, devices in (("single", "1xcpu"), ("dp", "2xcpu")):
-        run = lockstep.train(job_that(change, kind), strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
+        run = lockstep.train(
+            job_that(change, kind), strategy=strategy, devices=devices, folder=tmp_path, quiet=True
+        )
         ends.append(weights(run.model()))
     torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
 
 
-# ---- what a person changes between steps -----------------------------------------------------------------------------
+# ---- what a person changes between steps ---------------------------------------------------------
 
 
 class Tempered(nn.Module):
-    """Divided by a temperature that a loop lowers, with settings in a dictionary, and a head that is switched on."""
+    """Divided by a temperature that a loop lowers, with settings in a dictionary, and a head
+    that is switched on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -294,7 +355,11 @@ def tempered(strategy: str, devices: str) -> torch.Tensor:
     model = Tempered().double()
     step = step_of(model, sgd, strategy=strategy, devices=devices, precision="fp64")
     for number, batch in enumerate(lockstep.batches(DATA, batch_size=8)):
-        model.temperature, model.settings["scale"], model.has_more = 2 / (1 + number), 1 + number / 4, number > 2
+        model.temperature, model.settings["scale"], model.has_more = (
+            2 / (1 + number),
+            1 + number / 4,
+            number > 2,
+        )
         step(batch)
     return weights(model)
 
@@ -312,18 +377,27 @@ def add_a_group(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.parametrize("way", MOSTLY)
 def test_parameters_that_the_optimizer_is_given_later_are_refused(way: str) -> None:
-    """Found by trial: their gradients were never set to zero, summed or clipped, under every strategy."""
+    """Found by trial: their gradients were never set to zero, summed or clipped, under every
+    strategy.
+    """
 
     def loop(strategy: str, devices: str) -> None:
         model = mlp()
         model[0].requires_grad_(False)
         optimizer = plain_sgd([(n, p) for n, p in model.named_parameters() if p.requires_grad])
-        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices)
+        step = lockstep.parallelize(
+            model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices
+        )
         step(drawn(8, 6), labels(8, 3))
         add_a_group(model, optimizer)
-        with pytest.raises(InputError, match=r"the optimizer has other parameters .*call lockstep.parallelize again"):
+        with pytest.raises(
+            InputError,
+            match=r"the optimizer has other parameters .*call lockstep.parallelize again",
+        ):
             step(drawn(8, 6), labels(8, 3))
-        step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices)
+        step = lockstep.parallelize(
+            model, nn.CrossEntropyLoss(), optimizer, strategy=strategy, devices=devices
+        )
         before = weights(model[0])
         step(drawn(8, 6), labels(8, 3))
         assert not torch.equal(before, weights(model[0]))
@@ -347,11 +421,13 @@ def test_what_the_replicas_of_dp_would_not_have_is_refused(change: str) -> None:
     step = step_of(model, strategy="dp", devices="2xcpu")
     step(drawn(8, 6), labels(8, 3))
     CHANGES[change](model)
-    with pytest.raises(InputError, match=r"dp: modules, parameters or hooks .* call lockstep.parallelize again"):
+    with pytest.raises(
+        InputError, match=r"dp: modules, parameters or hooks .* call lockstep.parallelize again"
+    ):
         step(drawn(8, 6), labels(8, 3))
 
 
-# ---- what is said ----------------------------------------------------------------------------------------------------
+# ---- what is said --------------------------------------------------------------------------------
 
 
 class Centred(nn.Linear):
@@ -371,17 +447,27 @@ class Centred(nn.Linear):
         (lambda: nn.Sequential(nn.Dropout(), nn.Linear(6, 3)), "dp 3", {}, "dropout masks differ"),
         (
             lambda: nn.Sequential(
-                nn.Unflatten(1, (2, 3)), nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 3)
+                nn.Unflatten(1, (2, 3)),
+                nn.InstanceNorm1d(2, track_running_stats=True),
+                nn.Flatten(),
+                nn.Linear(6, 3),
             ),
             "dp 3",
             {},
             "InstanceNorm's running statistics are those of the first replica's local batches",
         ),
         (lambda: Centred(6, 3), "dp 3", {}, "outputs depend on other samples of the batch"),
-        (lambda: Centred(6, 3), "single", {"accumulate": 2}, "outputs depend on other samples of the batch"),
+        (
+            lambda: Centred(6, 3),
+            "single",
+            {"accumulate": 2},
+            "outputs depend on other samples of the batch",
+        ),
     ],
 )
-def test_a_loop_is_warned_where_its_numbers_will_differ(model: Any, way: str, settings: Any, says: str) -> None:
+def test_a_loop_is_warned_where_its_numbers_will_differ(
+    model: Any, way: str, settings: Any, says: str
+) -> None:
     """Found by trial: what a training says in a note, a loop of one's own was never told."""
     built, (strategy, devices) = model(), WAYS[way]
     with pytest.warns(UserWarning, match=says) as warned:
@@ -413,16 +499,22 @@ def test_a_loop_is_warned_of_what_its_model_does_in_evaluation(way: str) -> None
     def alone(way: str) -> tuple[list[str], list[str]]:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            step_of(CentredInEvaluation(6, 3), strategy=way, devices="2xcpu").evaluate(drawn(8, 6), labels(8, 3))
+            step_of(CentredInEvaluation(6, 3), strategy=way, devices="2xcpu").evaluate(
+                drawn(8, 6), labels(8, 3)
+            )
         return [str(one.message) for one in warned], []
 
-    said, others = alone(way) if way == "dp" else lockstep.launch(loop, devices="2xcpu", args=(way,))
+    said, others = (
+        alone(way) if way == "dp" else lockstep.launch(loop, devices="2xcpu", args=(way,))
+    )
     assert ["outputs depend on other samples of the batch" in one for one in said].count(True) == 1
     assert others == []
 
 
 def test_a_rank_that_ends_its_loop_early_is_named() -> None:
-    """Found by trial: it was said to be killed by SIGABRT, since its barrier met a sum of another rank."""
+    """Found by trial: it was said to be killed by SIGABRT, since its barrier met a sum of
+    another rank.
+    """
 
     def loop(world: Any) -> None:
         model = mlp()
@@ -431,7 +523,8 @@ def test_a_rank_that_ends_its_loop_early_is_named() -> None:
             step(drawn(8, 6), labels(8, 3))
 
     with pytest.raises(
-        InputError, match=r"rank 0 ended after step 2, .*every rank has to make the same number of steps"
+        InputError,
+        match=r"rank 0 ended after step 2, .*every rank has to make the same number of steps",
     ):
         lockstep.launch(loop, devices="2xcpu")
 
@@ -457,7 +550,9 @@ def test_a_list_of_as_many_targets_as_each_has_is_cut_by_samples(way: str) -> No
     for strategy, devices in (("single", "1xcpu"), (way, "2xcpu")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8)).double()
-        step = lockstep.parallelize(model, apart, plain_sgd(model.parameters()), strategy=strategy, devices=devices)
+        step = lockstep.parallelize(
+            model, apart, plain_sgd(model.parameters()), strategy=strategy, devices=devices
+        )
         for counts in ((1, 3, 2), (2, 2), (1, 1)):
             step(drawn(len(counts), 6).double(), [drawn(n, 2, seed=n).double() for n in counts])
         ends.append(model[0].weight.detach())
@@ -484,16 +579,26 @@ def summed_over_each(outputs: list[torch.Tensor], targets: Any) -> tuple[torch.T
     return torch.stack([output.square().sum() for output in outputs]).sum(), len(outputs)
 
 
-@pytest.mark.parametrize(("way", "devices", "accumulate"), [("dp", "2xcpu", 1), ("single", "1xcpu", 2)])
+@pytest.mark.parametrize(
+    ("way", "devices", "accumulate"), [("dp", "2xcpu", 1), ("single", "1xcpu", 2)]
+)
 def test_a_list_of_a_tensor_for_each_sample_is_refused_where_batches_are_cut(
     way: str, devices: str, accumulate: int
 ) -> None:
     inputs, targets = points(21)
     for given, target in (((inputs,), targets), (inputs, targets), ((inputs, targets), None)):
         step = lockstep.parallelize(
-            Each(), summed_over_each, plain_sgd, strategy=way, devices=devices, accumulate=accumulate
+            Each(),
+            summed_over_each,
+            plain_sgd,
+            strategy=way,
+            devices=devices,
+            accumulate=accumulate,
         )
-        with pytest.raises(InputError, match=r"there is a list of 21 things, .* whose tensors have 1 rows and others"):
+        with pytest.raises(
+            InputError,
+            match=r"there is a list of 21 things, .* whose tensors have 1 rows and others",
+        ):
             step(given, target)
 
 
@@ -508,7 +613,9 @@ def test_a_list_of_a_tensor_for_each_sample_is_refused_on_ranks() -> None:
 
 
 def test_one_device_takes_a_list_of_a_tensor_for_each_sample() -> None:
-    step = lockstep.parallelize(Each(), summed_over_each, plain_sgd, strategy="single", devices="1xcpu")
+    step = lockstep.parallelize(
+        Each(), summed_over_each, plain_sgd, strategy="single", devices="1xcpu"
+    )
     inputs, targets = points(21)
     assert step((inputs,), targets).count == 21
 
@@ -525,7 +632,9 @@ class Scaled(nn.Module):
         return out
 
 
-def scaled(strategy: str, devices: str, sizes: tuple[int, ...], accumulate: int = 1) -> torch.Tensor:
+def scaled(
+    strategy: str, devices: str, sizes: tuple[int, ...], accumulate: int = 1
+) -> torch.Tensor:
     torch.manual_seed(0)
     model = Scaled().double()
     step = step_of(model, strategy=strategy, devices=devices, accumulate=accumulate)
@@ -534,16 +643,24 @@ def scaled(strategy: str, devices: str, sizes: tuple[int, ...], accumulate: int 
     return weights(model)
 
 
-@pytest.mark.parametrize(("way", "accumulate"), [("dp 3", 1), ("single", 2), ("pp 2", 2), ("dp 3", 2)])
+@pytest.mark.parametrize(
+    ("way", "accumulate"), [("dp 3", 1), ("single", 2), ("pp 2", 2), ("dp 3", 2)]
+)
 def test_an_input_that_all_samples_share_is_not_cut_by_chance(way: str, accumulate: int) -> None:
     """Found by trial: in a batch of as many samples as it has rows it was, without a line."""
-    ((expected,), (found,)) = looped("single", scaled, (9, 8, 7)), looped(way, scaled, (9, 8, 7), accumulate)
+    ((expected,), (found,)) = (
+        looped("single", scaled, (9, 8, 7)),
+        looped(way, scaled, (9, 8, 7), accumulate),
+    )
     assert (found - expected).abs().max() < 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:outputs depend on other samples")
 def test_an_input_that_was_cut_by_chance_is_named() -> None:
-    with pytest.raises(InputError, match=r'inputs "1": shape \(7,\) for 8 samples, and in an earlier batch, of as m'):
+    with pytest.raises(
+        InputError,
+        match=r'inputs "1": shape \(7,\) for 8 samples, and in an earlier batch, of as m',
+    ):
         looped("single", scaled, (7, 8), 2)
 
 
@@ -571,7 +688,14 @@ def normalized(strategy: str, devices: str, accumulate: int) -> tuple[torch.Tens
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        step = step_of(model, strategy=strategy, devices=devices, accumulate=2, sync_batchnorm=True, precision="fp64")
+        step = step_of(
+            model,
+            strategy=strategy,
+            devices=devices,
+            accumulate=2,
+            sync_batchnorm=True,
+            precision="fp64",
+        )
         for batch in lockstep.batches(DATA, batch_size=16, accumulate=accumulate):
             step(batch)
     return weights(model), [str(one.message) for one in said]
@@ -584,30 +708,48 @@ def test_micro_batches_of_a_batch_norm_are_those_of_single_or_said_not_to_be(way
     for accumulate in (2, 1):
         found, said = looped(way, normalized, accumulate)[0]
         differs = (found - expected).abs().max() > 1e-10
-        assert differs == any("lockstep.batches(..., accumulate=2) cuts the global batch" in one for one in said)
+        assert differs == any(
+            "lockstep.batches(..., accumulate=2) cuts the global batch" in one for one in said
+        )
         assert differs == (way == "ddp 2" and accumulate == 1)
 
 
 @pytest.mark.parametrize("way", ["single", "dp 3"])
-def test_micro_batches_that_only_the_loader_was_told_of_are_said_and_others_refused(way: str) -> None:
+def test_micro_batches_that_only_the_loader_was_told_of_are_said_and_others_refused(
+    way: str,
+) -> None:
     """Found by trial: BatchNorm normalized over them without a line."""
     batch = next(iter(lockstep.batches(DATA, batch_size=16, accumulate=2)))
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     strategy, devices = WAYS[way]
-    where: dict[str, Any] = {"strategy": strategy, "devices": devices, "sync_batchnorm": way != "single"}
+    where: dict[str, Any] = {
+        "strategy": strategy,
+        "devices": devices,
+        "sync_batchnorm": way != "single",
+    }
     step = step_of(model, **where)
-    with pytest.warns(UserWarning, match="normalizes over each micro-batch, as single with accumulate=2 does"):
+    with pytest.warns(
+        UserWarning, match="normalizes over each micro-batch, as single with accumulate=2 does"
+    ):
         step(batch)
     with pytest.warns(UserWarning, match="as single with accumulate=4 does"):
         step = step_of(model, accumulate=4, **where)
-    with pytest.raises(InputError, match="this batch has 2 micro-batches, and the step was made with 4"):
+    with pytest.raises(
+        InputError, match="this batch has 2 micro-batches, and the step was made with 4"
+    ):
         step(batch)
 
 
 def test_a_last_batch_of_fewer_samples_than_micro_batches_is_taken() -> None:
     """Found by trial: refused, as one of another number of micro-batches."""
-    step, data = step_of(mlp(), devices="1xcpu", accumulate=4), TensorDataset(*(t[:11] for t in DATA.tensors))
-    assert [step(batch).count for batch in lockstep.batches(data, batch_size=8, accumulate=4)] == [8, 3]
+    step, data = (
+        step_of(mlp(), devices="1xcpu", accumulate=4),
+        TensorDataset(*(t[:11] for t in DATA.tensors)),
+    )
+    assert [step(batch).count for batch in lockstep.batches(data, batch_size=8, accumulate=4)] == [
+        8,
+        3,
+    ]
 
 
 def mean_over_batch(module: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
@@ -627,14 +769,19 @@ def hooked_after(world: Any) -> list[str]:
 def test_hooks_on_modules_of_later_are_said_not_to_be_seen_under_fsdp() -> None:
     """Found by trial: without a line, as rank 0 inspects a copy of the model that was built."""
     said, _ = lockstep.launch(hooked_after, devices="2xcpu")
-    assert any("hooks, modules or forward of the model are others than when it was cut into shards" in s for s in said)
+    assert any(
+        "hooks, modules or forward of the model are others than when it was cut into shards" in s
+        for s in said
+    )
 
 
 def clamped_backward(strategy: str, devices: str) -> list[str]:
     model = mlp()
     where: dict[str, Any] = {"strategy": strategy, "devices": devices, "precision": "fp64"}
     step = lockstep.parallelize(model, nn.MSELoss(), sgd(model.named_parameters()), **where)
-    model[2].register_full_backward_hook(lambda module, before, after: tuple(g.clamp(-1e-3, 1e-3) for g in before))
+    model[2].register_full_backward_hook(
+        lambda module, before, after: tuple(g.clamp(-1e-3, 1e-3) for g in before)
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for batch in lockstep.batches(TensorDataset(drawn(16, 6), drawn(16, 3)), batch_size=8):
@@ -643,13 +790,20 @@ def clamped_backward(strategy: str, devices: str) -> list[str]:
 
 
 def test_a_batch_of_the_loader_is_cut_in_micro_batches() -> None:
-    """Found by trial: it was one, so nothing overlapped, and a hook that clamps acted on other gradients."""
+    """Found by trial: it was one, so nothing overlapped, and a hook that clamps acted on other
+    gradients.
+    """
     (said,) = looped("pp 2", clamped_backward)
-    assert any("is not linear (a hook or an autograd function that clamps gradients, say)" in line for line in said)
+    assert any(
+        "is not linear (a hook or an autograd function that clamps gradients, say)" in line
+        for line in said
+    )
 
 
 def differences_of_gradients(world: Any, reduce: str) -> torch.Tensor:
-    """Moves by a gradient and its difference to that of the step before, which it keeps as it is."""
+    """Moves by a gradient and its difference to that of the step before, which it keeps as it
+    is.
+    """
     torch.manual_seed(0)
     model = mlp().double()
     where = {"strategy": DDP(reduce=reduce)} if world else {"strategy": "single", "devices": 1}
@@ -685,10 +839,15 @@ def drawn_around(strategy: str, devices: str, accumulate: int = 1) -> torch.Tens
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("way", "accumulate"), [("pp 2", 1), ("single", 2), slow("ddp 2", 2), slow("dp 3", 2)])
+@pytest.mark.parametrize(
+    ("way", "accumulate"), [("pp 2", 1), ("single", 2), slow("ddp 2", 2), slow("dp 3", 2)]
+)
 def test_a_step_draws_nothing_of_what_a_loop_draws(way: str, accumulate: int) -> None:
     """Found by trial: a step of several micro-batches drew one number."""
-    ((expected,), (found, *_)) = looped("single", drawn_around), looped(way, drawn_around, accumulate)
+    ((expected,), (found, *_)) = (
+        looped("single", drawn_around),
+        looped(way, drawn_around, accumulate),
+    )
     assert torch.equal(found, expected)
 
 
@@ -701,10 +860,16 @@ def with_mean_of_the_rare(outputs: torch.Tensor, targets: torch.Tensor) -> tuple
 @pytest.mark.sweep
 @pytest.mark.parametrize("in_parts", [False, True])
 @pytest.mark.parametrize("update", [3, 5, 6])
-def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(update: int, in_parts: bool) -> None:
-    """Found by trial: not in update 5, whose check was timed, nor was a loop timed that gives its step parts."""
+def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(
+    update: int, in_parts: bool
+) -> None:
+    """Found by trial: not in update 5, whose check was timed, nor was a loop timed that gives
+    its step parts.
+    """
     model = nn.Sequential(nn.Linear(6, 3), Slow()).double()
-    step = lockstep.parallelize(model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu")
+    step = lockstep.parallelize(
+        model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu"
+    )
     with pytest.raises(LossError, match=f"in step {update} "), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="whether the loss is additive")
         for number in range(1, 8):
@@ -720,8 +885,12 @@ def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(upd
 
 def test_a_loop_in_parts_is_told_how_often_its_loss_is_checked() -> None:
     model = nn.Linear(6, 3)
-    step = lockstep.parallelize(model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu")
-    with pytest.warns(UserWarning, match="whether the loss is additive over samples is checked in one of"):
+    step = lockstep.parallelize(
+        model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu"
+    )
+    with pytest.warns(
+        UserWarning, match="whether the loss is additive over samples is checked in one of"
+    ):
         for number in range(6):
             step.backward(drawn(16, 6, seed=number), torch.arange(16) % 2)
             step.update()

@@ -33,7 +33,11 @@ from planted import Averaging, Clamping, Jittering, Noisy, SelfWriting  # isort:
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd, slow  # isort: skip
 
 BOUND = 1e-10
-WAYS: dict[str, Strategy] = {"dp": DP(), "ddp flat": DDP(reduce="flat"), "ddp overlapped": DDP(reduce="overlapped")}
+WAYS: dict[str, Strategy] = {
+    "dp": DP(),
+    "ddp flat": DDP(reduce="flat"),
+    "ddp overlapped": DDP(reduce="overlapped"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
 
 
 def _is_fast(number: int, way: str, devices: int) -> bool:
-    """Each kind once under dp and once under ddp, in turn with two and three devices, flat and overlapped."""
+    """Each kind once under dp and once under ddp, in turn with two and three devices, flat and
+    overlapped.
+    """
     if way == "dp":
         return number % 2 == devices - 2
     return number % 4 == (devices - 2) + 2 * (way == "ddp overlapped")
@@ -52,23 +58,39 @@ def _is_fast(number: int, way: str, devices: int) -> bool:
 @pytest.mark.parametrize(
     ("kind", "way", "devices"),
     [
-        pytest.param(kind, way, devices, marks=() if _is_fast(number, way, devices) else pytest.mark.slow)
+        pytest.param(
+            kind, way, devices, marks=() if _is_fast(number, way, devices) else pytest.mark.slow
+        )
         for number, kind in enumerate(ZOO)
         for way in WAYS
         for devices in (2, 3)
     ],
 )
-def test_a_strategy_ends_where_one_device_does(kind: str, way: str, devices: int, reference, tmp_path_factory) -> None:
+def test_a_strategy_ends_where_one_device_does(
+    kind: str, way: str, devices: int, reference, tmp_path_factory
+) -> None:
     job = ZOO[kind].replace(precision="fp64")
     if kind not in reference:
         reference[kind] = train(
-            job, strategy="single", devices="1xcpu", folder=tmp_path_factory.mktemp("single"), quiet=True
+            job,
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path_factory.mktemp("single"),
+            quiet=True,
         )
-    run = train(job, strategy=WAYS[way], devices=f"{devices}xcpu", folder=tmp_path_factory.mktemp("run"), quiet=True)
+    run = train(
+        job,
+        strategy=WAYS[way],
+        devices=f"{devices}xcpu",
+        folder=tmp_path_factory.mktemp("run"),
+        quiet=True,
+    )
     found = differences(job, run, reference[kind])
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
-    assert found.history.get("accuracy", 0.0) == 0.0, "metrics count whole samples, so they are equal to the last digit"
+    assert found.history.get("accuracy", 0.0) == 0.0, (
+        "metrics count whole samples, so they are equal to the last digit"
+    )
     assert max(found.history.values()) < BOUND
 
 
@@ -93,7 +115,11 @@ def test_replicas_of_stages_end_where_one_device_does(kind: str, way: str, tmp_p
     strategy = named(way, **({"microbatches": 2} if "pp" in way else {}))
     accumulate = strategy.num_microbatches(job)
     single = train(
-        job.replace(accumulate=accumulate), strategy="single", devices="1xcpu", folder=tmp_path / "single", quiet=True
+        job.replace(accumulate=accumulate),
+        strategy="single",
+        devices="1xcpu",
+        folder=tmp_path / "single",
+        quiet=True,
     )
     run = train(job, strategy=strategy, folder=tmp_path, quiet=True)
     found = differences(job, run, single)
@@ -116,7 +142,8 @@ def test_a_wrong_weight_of_unequal_shares_would_be_seen(way: str, tmp_path) -> N
 def _mean_of_halves(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     cut = (len(outputs) + 1) // 2
     halves = [
-        nn.functional.cross_entropy(o, t) for o, t in ((outputs[:cut], targets[:cut]), (outputs[cut:], targets[cut:]))
+        nn.functional.cross_entropy(o, t)
+        for o, t in ((outputs[:cut], targets[:cut]), (outputs[cut:], targets[cut:]))
     ]
     return sum(halves) / len(halves)
 
@@ -142,7 +169,9 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp
         epochs=3,
     )
     devices = "1xcpu" if way.name == "single" else "2xcpu"
-    runs = [train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True) for _ in range(2)]
+    runs = [
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True) for _ in range(2)
+    ]
     other = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True, seed=1)
     assert same_bits(runs[0].model(), runs[1].model())
     assert not same_bits(runs[0].model(), other.model())
@@ -151,16 +180,30 @@ def test_the_same_seed_twice_gives_the_same_bits_with_dropout(way: Strategy, tmp
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("single", "ddp"), ("ddp", "dp"), ("dp", "single"), slow("mp", "ddp=2xmp=2"), slow("ddp=2xmp=2", "mp")],
+    [
+        ("single", "ddp"),
+        ("ddp", "dp"),
+        ("dp", "single"),
+        slow("mp", "ddp=2xmp=2"),
+        slow("ddp=2xmp=2", "mp"),
+    ],
 )
 @pytest.mark.parametrize(
     "kind", ["adamw with groups by name", "a schedule by step", "convolutions with sync_batchnorm"]
 )
 def test_a_run_goes_on_under_another_strategy(kind: str, before: str, after: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64", epochs=2)
-    devices = {"single": "1xcpu", "dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "ddp=2xmp=2": "4xcpu"}
+    devices = {
+        "single": "1xcpu",
+        "dp": "3xcpu",
+        "ddp": "2xcpu",
+        "mp": "2xcpu",
+        "ddp=2xmp=2": "4xcpu",
+    }
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    half = train(job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, epochs=1)
+    half = train(
+        job, strategy=before, devices=devices[before], folder=tmp_path, quiet=True, epochs=1
+    )
     resumed = train(job, strategy=after, devices=devices[after], resume=half.folder, quiet=True)
     assert resumed.folder == half.folder
     assert [record["epoch"] for record in resumed.history] == [1, 2]
@@ -195,7 +238,9 @@ def by_a_plain_loop(job: Job, model: nn.Module) -> nn.Module:
 
 
 def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
-    """Fused kernels go by address; float64 would hide it, since turning the model to it closes the gaps."""
+    """Fused kernels go by address; float64 would hide it, since turning the model to it closes
+    the gaps.
+    """
     job = ZOO["mlp"].replace(shuffle=False)
     job = dataclasses.replace(job, model=Gappy, optimizer=sgd)
     run = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -205,7 +250,9 @@ def test_a_parameter_with_gaps_is_trained_as_by_a_plain_loop(tmp_path) -> None:
 
 
 class Clamped(nn.Module):
-    """Gradients clamped by a hook on a parameter, by one on a tensor, or by an autograd function."""
+    """Gradients clamped by a hook on a parameter, by one on a tensor, or by an autograd
+    function.
+    """
 
     def __init__(self, kind: str, since: int = 1) -> None:
         super().__init__()
@@ -236,10 +283,18 @@ def ignoring(model: Any, since: int = 0) -> Job:
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["parameter", "tensor", "function", "tensor, later"])
 @pytest.mark.parametrize("way", ["single", "mp"])
-def test_what_clamps_in_backward_sees_gradients_of_the_mean_over_targets_that_count(way, kind, tmp_path) -> None:
+def test_what_clamps_in_backward_sees_gradients_of_the_mean_over_targets_that_count(
+    way, kind, tmp_path
+) -> None:
     kind, since = kind.removesuffix(", later"), 4 if "later" in kind else 1
     job = ignoring(lambda: Clamped(kind, since))
-    run = train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job,
+        strategy=way,
+        devices="1xcpu" if way == "single" else "2xcpu",
+        folder=tmp_path,
+        quiet=True,
+    )
     with seeded(job.seed):
         plain = by_a_plain_loop(job, Clamped(kind, since))
     for mine, its in zip(run.model().parameters(), plain.parameters(), strict=True):
@@ -255,7 +310,9 @@ CUT = {
 
 
 @pytest.mark.parametrize("way", ["ddp", "accumulate"])
-def test_hooks_on_parameters_are_said_of_jobs_and_of_own_loops(way, tmp_path, capsys, recwarn) -> None:
+def test_hooks_on_parameters_are_said_of_jobs_and_of_own_loops(
+    way, tmp_path, capsys, recwarn
+) -> None:
     """Found by trial: a job had no line, weights were 2 % off."""
     said = "hooks on parameters see the gradient of a local batch"
     job = ignoring(lambda: Clamped("parameter"))
@@ -278,14 +335,20 @@ def test_what_clamps_in_backward_where_batches_are_cut_is_said(way, kind, tmp_pa
     job = ignoring(lambda: Clamped(kind))
     train(job, **CUT[way], folder=tmp_path)
     assert said in " ".join(capsys.readouterr().out.split())
-    job = dataclasses.replace(job, train_data=ZOO["mlp"].train_data)  # and all that count: nothing to say
+    job = dataclasses.replace(
+        job, train_data=ZOO["mlp"].train_data
+    )  # and all that count: nothing to say
     train(job, **CUT[way], folder=tmp_path)
     assert said not in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("way", [way if way == "dp" else slow(way) for way in CUT])
-def test_so_it_is_where_targets_are_ignored_later_only(way: str, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: what was seen of backward in update 1 was forgotten in update 2, and weights were 16 % off."""
+def test_so_it_is_where_targets_are_ignored_later_only(
+    way: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: what was seen of backward in update 1 was forgotten in update 2, and
+    weights were 16 % off.
+    """
     job = ignoring(lambda: Clamped("tensor"), 2 * ZOO["mlp"].batch_size)
     assert len(job.train_data) > 3 * job.batch_size
     train(job, **CUT[way], folder=tmp_path)
@@ -308,9 +371,13 @@ class Unfrozen(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["single", "dp"])
-def test_what_clamps_in_backward_once_a_body_is_trained_is_seen_there(way: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_clamps_in_backward_once_a_body_is_trained_is_seen_there(
+    way: str, tmp_path: Path, capsys: Any
+) -> None:
     """Found by trial: it was looked for in updates 1, 2, 4, 8, and weights were 1 % off."""
-    job = ignoring(Unfrozen).replace(callbacks=[Freeze("body", until=2)], eval_data=None, metrics={}, epochs=1)
+    job = ignoring(Unfrozen).replace(
+        callbacks=[Freeze("body", until=2)], eval_data=None, metrics={}, epochs=1
+    )
     assert math.ceil(len(job.train_data) / job.batch_size) >= 3
     where = {"strategy": way, "devices": "1xcpu" if way == "single" else "2xcpu"}
     run = train(job, **where, folder=tmp_path)
@@ -330,11 +397,15 @@ def test_what_clamps_in_backward_once_a_body_is_trained_is_seen_there(way: str, 
 
 
 @pytest.mark.parametrize("kind", ["tensor", "function"])
-def test_what_clamps_in_backward_is_given_the_same_while_gradients_are_summed(kind: str, tmp_path) -> None:
+def test_what_clamps_in_backward_is_given_the_same_while_gradients_are_summed(
+    kind: str, tmp_path
+) -> None:
     """Found by trial: it was given so many times the gradient as there are ranks."""
     job = dataclasses.replace(ignoring(lambda: Clamped(kind)), train_data=ZOO["mlp"].train_data)
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    run = train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path, quiet=True)
+    run = train(
+        job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path, quiet=True
+    )
     assert differences(job, run, single).worst < 1e-10
 
 
@@ -359,10 +430,14 @@ def test_replicas_that_synchronise_different_batch_norms_are_refused(way, tmp_pa
     """Found by trial: statistics of two layers were mixed without a line."""
     inputs, targets = ZOO["mlp"].train_data.tensors
     inputs = inputs.clone()
-    inputs[:, 0] = torch.where(torch.arange(len(inputs)) % 8 < 4, 1.0, -1.0)  # each local batch of 4 of one domain
+    inputs[:, 0] = torch.where(
+        torch.arange(len(inputs)) % 8 < 4, 1.0, -1.0
+    )  # each local batch of 4 of one domain
     job = ZOO["mlp"].replace(shuffle=False, sync_batchnorm=True, eval_data=None)
     job = dataclasses.replace(job, model=ByDomain, train_data=TensorDataset(inputs, targets))
-    with pytest.raises(StrategyError, match="replicas have come to different batch norms at the same time"):
+    with pytest.raises(
+        StrategyError, match="replicas have come to different batch norms at the same time"
+    ):
         train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -390,18 +465,30 @@ class Branching(nn.Module):
 @pytest.mark.parametrize(
     ("strategy", "way", "says"),
     [
-        ("ddp", "other channels", r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)'),
-        ("fsdp", "other channels", r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)'),
+        (
+            "ddp",
+            "other channels",
+            r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)',
+        ),
+        (
+            "fsdp",
+            "other channels",
+            r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)',
+        ),
         ("ddp", "left out", r'\(replica 0 to batch norm "last", replica 1 to the end of forward\)'),
     ],
 )
-def test_ranks_that_come_to_batch_norms_of_other_sizes_are_refused(strategy, way, says, tmp_path) -> None:
+def test_ranks_that_come_to_batch_norms_of_other_sizes_are_refused(
+    strategy, way, says, tmp_path
+) -> None:
     """Gloo ended the process that was sent more than it expected."""
     inputs, targets = ZOO["mlp"].train_data.tensors
     inputs = inputs.clone()
     inputs[:, 0] = torch.where(torch.arange(len(inputs)) % 8 < 4, 1.0, -1.0)
     job = ZOO["mlp"].replace(shuffle=False, sync_batchnorm=True, eval_data=None)
-    job = dataclasses.replace(job, model=functools.partial(Branching, way), train_data=TensorDataset(inputs, targets))
+    job = dataclasses.replace(
+        job, model=functools.partial(Branching, way), train_data=TensorDataset(inputs, targets)
+    )
     with pytest.raises(StrategyError, match=says):
         train(job, strategy=strategy, devices="2xcpu", folder=tmp_path, quiet=True)
 
@@ -414,12 +501,20 @@ class RarelySparse(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rare = x[:, 0] > 1.5
         outputs = self.body(x)
-        return outputs.index_add(0, rare.nonzero()[:, 0], self.words(rare[rare].long())) if rare.any() else outputs
+        return (
+            outputs.index_add(0, rare.nonzero()[:, 0], self.words(rare[rare].long()))
+            if rare.any()
+            else outputs
+        )
 
 
-def test_a_sparse_embedding_that_a_rank_does_not_use_is_summed_flat_else_explained(tmp_path) -> None:
+def test_a_sparse_embedding_that_a_rank_does_not_use_is_summed_flat_else_explained(
+    tmp_path,
+) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=RarelySparse, optimizer=plain_sgd)
-    with pytest.raises(StrategyError, match=r"was not used by this rank's local batch.*take DDP\(reduce='flat'\)"):
+    with pytest.raises(
+        StrategyError, match=r"was not used by this rank's local batch.*take DDP\(reduce='flat'\)"
+    ):
         train(job, strategy=DDP(reduce="overlapped"), devices="2xcpu", folder=tmp_path, quiet=True)
     assert parity(job, "ddp", devices="2xcpu").worst < 1e-10
 
@@ -438,8 +533,12 @@ def test_rows_whose_gradients_are_zero_are_rows_of_a_sparse_gradient(reduce: Any
     """SparseAdam moves them. Found by trial: weights 5 % off without a line."""
     inputs, targets = ZOO["mlp"].train_data.tensors
     ignored = targets.where(torch.arange(len(targets)) % 3 > 0, -100)
-    job = dataclasses.replace(ZOO["mlp"], model=Averaged, train_data=TensorDataset(3 * inputs, ignored), eval_data=None)
-    job = job.replace(optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.05))
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Averaged, train_data=TensorDataset(3 * inputs, ignored), eval_data=None
+    )
+    job = job.replace(
+        optimizer=lambda parameters: torch.optim.SparseAdam(list(parameters), lr=0.05)
+    )
     assert parity(job, DDP(reduce=reduce), devices="2xcpu").worst < 1e-10
 
 
@@ -514,7 +613,11 @@ class Closing(nn.Linear):
         (lambda: Rescaled(bag=True), ["dp"], 'the model writes its parameter "words" in forward'),
         (lambda: Frequent("embedding"), ["dp", "ddp", "hogwild"], '"words" has scale_grad_by_freq'),
         (lambda: Frequent("bag"), ["dp", "ddp"], '"words" has scale_grad_by_freq'),
-        (lambda: Frequent("function"), ["dp", "ddp"], "calls embedding with scale_grad_by_freq=True"),
+        (
+            lambda: Frequent("function"),
+            ["dp", "ddp"],
+            "calls embedding with scale_grad_by_freq=True",
+        ),
         (hooked, ["dp"], "has a hook"),
         (
             old_weight_norm,
@@ -567,51 +670,85 @@ def test_pruned_layers_are_refused_with_what_to_do(tmp_path) -> None:
         with pytest.raises(StrategyError, match=says % way):
             train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    two = train(job.replace(model=masked), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+    two = train(
+        job.replace(model=masked), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True
+    )
     assert two.history[0]["eval_loss"] == pytest.approx(one.history[0]["eval_loss"], abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["embedding", "bag", "function"])
 @pytest.mark.parametrize("way", ["single", "pp"])
 def test_frequencies_in_a_micro_batch_are_said(kind: str, way: str, tmp_path, capsys) -> None:
-    """Found by trial: 0.2 % off without a line where a function scales, and words of the first batch are unique."""
+    """Found by trial: 0.2 % off without a line where a function scales, and words of the first
+    batch are unique.
+    """
     job = ZOO["mlp"].replace(model=lambda: nn.Sequential(Frequent(kind), nn.Linear(3, 3)))
     if way == "single":
         train(job.replace(accumulate=2), strategy=way, devices="1xcpu", folder=tmp_path)
     else:
         train(job, strategy=PP(microbatches=2), devices="2xcpu", folder=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert "note: scale_grad_by_freq divides gradients by how often a word is in a micro-batch" in said
+    assert (
+        "note: scale_grad_by_freq divides gradients by how often a word is in a micro-batch" in said
+    )
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("way", "samples", "settings", "says"),
     [
-        ("dp", 19, {}, "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets"),
+        (
+            "dp",
+            19,
+            {},
+            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
+            "lets",
+        ),
         (
             "ddp",
             19,
             {},
-            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True lets",
+            "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
+            "lets",
         ),
-        ("hogwild", 19, {}, "of a batch of 3: choose a batch_size that leaves no batch of one sample"),
-        ("dp", 17, {"sync_batchnorm": True}, "of a batch of 1: choose a batch_size that leaves no batch of one sample"),
-        ("single", 17, {}, "of a batch of 1: choose a batch_size that leaves no batch of one sample"),
+        (
+            "hogwild",
+            19,
+            {},
+            "of a batch of 3: choose a batch_size that leaves no batch of one sample",
+        ),
+        (
+            "dp",
+            17,
+            {"sync_batchnorm": True},
+            "of a batch of 1: choose a batch_size that leaves no batch of one sample",
+        ),
+        (
+            "single",
+            17,
+            {},
+            "of a batch of 1: choose a batch_size that leaves no batch of one sample",
+        ),
         ("pp", 19, {}, "of a batch of 3: choose fewer micro-batches, or a batch_size that leaves"),
     ],
 )
-def test_a_share_of_one_sample_is_told_what_batch_norm_needs(way, samples, settings, says, tmp_path) -> None:
+def test_a_share_of_one_sample_is_told_what_batch_norm_needs(
+    way, samples, settings, says, tmp_path
+) -> None:
     data = TensorDataset(drawn(samples, 6), labels(samples, 3))
     job = dataclasses.replace(
-        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), train_data=data
+        ZOO["mlp"],
+        model=lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
+        train_data=data,
     ).replace(**settings)
     devices = "1xcpu" if way == "single" else "2xcpu"
     with pytest.raises(RunError, match=re.escape(says)):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     if settings.get("sync_batchnorm") or way != "dp":
         return
-    train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True, sync_batchnorm=True)  # as it was told
+    train(
+        job, strategy=way, devices=devices, folder=tmp_path, quiet=True, sync_batchnorm=True
+    )  # as it was told
 
 
 def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
@@ -622,7 +759,12 @@ def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_buffer_that_depends_on_the_share_is_said(way: str, tmp_path, capsys) -> None:
-    train(dataclasses.replace(ZOO["mlp"], model=Averaging), strategy=way, devices="2xcpu", folder=tmp_path)
+    train(
+        dataclasses.replace(ZOO["mlp"], model=Averaging),
+        strategy=way,
+        devices="2xcpu",
+        folder=tmp_path,
+    )
     assert 'note: buffer "seen" depends on the local batch' in capsys.readouterr().out
 
 
@@ -634,7 +776,9 @@ class Reseeding(nn.Linear):
 
 
 @pytest.mark.parametrize(("way", "is_said"), [("dp", True), ("ddp", False)])
-def test_a_seed_that_forward_sets_is_said_where_it_is_not_drawn_from(way: str, is_said: bool, tmp_path, capsys) -> None:
+def test_a_seed_that_forward_sets_is_said_where_it_is_not_drawn_from(
+    way: str, is_said: bool, tmp_path, capsys
+) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=lambda: Reseeding(6, 3))
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert ("note: the model seeds PyTorch's generator" in capsys.readouterr().out) == is_said
@@ -647,14 +791,20 @@ def test_a_loss_over_pairs_is_refused_where_every_share_is_one_sample(tmp_path) 
     for way in ("dp", "ddp"):
         with pytest.raises(LossError, match="not a mean over samples"):
             train(
-                ZOO["mlp"].replace(batch_size=2, loss=pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+                ZOO["mlp"].replace(batch_size=2, loss=pairs),
+                strategy=way,
+                devices="2xcpu",
+                folder=tmp_path,
+                quiet=True,
             )
 
 
 @pytest.mark.slow
 def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> None:
     lengths = [16, 29, 8, 24]
-    job = ZOO["momentum"].replace(precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch]))
+    job = ZOO["momentum"].replace(
+        precision="fp64", epochs=4, order=lambda epoch: torch.arange(lengths[epoch])
+    )
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert whole.summary["steps"] == 2 + 4 + 1 + 3
     for steps in (4, 7):
@@ -662,7 +812,9 @@ def test_epochs_of_different_lengths_are_resumed_in_their_middle(tmp_path) -> No
         resumed = train(job, strategy="dp", devices="2xcpu", resume=part.folder, quiet=True)
         found = differences(job, resumed, whole)
         assert found.worst < BOUND
-        assert max(found.history.values()) < BOUND, "the record at the end of the interrupted epoch is over all of it"
+        assert max(found.history.values()) < BOUND, (
+            "the record at the end of the interrupted epoch is over all of it"
+        )
 
 
 def test_a_batch_norm_that_one_replica_skips_is_said_instead_of_waited_for(tmp_path) -> None:
@@ -722,7 +874,10 @@ class Padded(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.words, layer = nn.Embedding(11, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.words, layer = (
+            nn.Embedding(11, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        )
         self.encoder, self.out = nn.TransformerEncoder(layer, 1), nn.Linear(8, 3)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Replicas of pipelines: what a product of strategies is called, where it runs, and what of it is refused in a line.
+"""Replicas of pipelines: what a product of strategies is called, where it runs, and what of it is
+refused in a line.
 
 That it ends where one device does is in ``test_parity.py``, on accelerators in ``tests/on_cards``.
 """
@@ -53,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ---- words -----------------------------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inner", ["pp", "mp"])
@@ -81,9 +82,13 @@ def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> 
     ],
 )
 def test_a_product_that_there_is_not_is_refused_with_the_nearest(wrong: str, instead: str) -> None:
-    with pytest.raises(StrategyError, match=rf'there is no strategy "{wrong}": products are .*: take {instead}$'):
+    with pytest.raises(
+        StrategyError, match=rf'there is no strategy "{wrong}": products are .*: take {instead}$'
+    ):
         named(wrong)
-    with pytest.raises(StrategyError, match=r'there is no strategy "ddp=2": take ddp on 2 devices$'):
+    with pytest.raises(
+        StrategyError, match=r'there is no strategy "ddp=2": take ddp on 2 devices$'
+    ):
         named("ddp=2")
 
 
@@ -98,7 +103,9 @@ def test_a_product_that_there_is_not_is_refused_with_the_nearest(wrong: str, ins
         ("ddp=2xpp=2", 1, "single"),
     ],
 )
-def test_another_number_of_devices_is_refused_with_the_nearest(product: str, devices: int, instead: str) -> None:
+def test_another_number_of_devices_is_refused_with_the_nearest(
+    product: str, devices: int, instead: str
+) -> None:
     says = rf"{product} is for \d x \d = \d devices, not {devices}: take {instead}, or \d devices$"
     with pytest.raises(StrategyError, match=says):
         choose(product, slots(devices))
@@ -119,18 +126,31 @@ def test_a_mesh_is_drawn_with_a_line_for_each_rank() -> None:
 def test_batch_norms_of_replicas_are_said_and_synchronised_under_mp_only(tmp_path: Path) -> None:
     job = ZOO["convolutions with sync_batchnorm"]
     model = job.model()
-    said = {c.kind: c for c in named("ddp=2xpp=2").caveats(job.replace(sync_batchnorm=False), model, 2)}
+    said = {
+        c.kind: c for c in named("ddp=2xpp=2").caveats(job.replace(sync_batchnorm=False), model, 2)
+    }
     assert said["batchnorm"].fix == "ddp=2xmp=2 with sync_batchnorm=True keeps the results"
     with pytest.raises(StrategyError, match=r"ddp=2xpp=2: sync_batchnorm .* or take ddp=2xmp=2$"):
         train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True)
-    with pytest.raises(StrategyError, match=r"ddp=2xmp=2: sync_batchnorm .* or take ddp=2xmp=2 without accumulate$"):
+    with pytest.raises(
+        StrategyError, match=r"ddp=2xmp=2: sync_batchnorm .* or take ddp=2xmp=2 without accumulate$"
+    ):
         train(job.replace(accumulate=2), strategy="ddp=2xmp=2", folder=tmp_path, quiet=True)
-    norm = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
-    with pytest.raises(RunError, match="of a batch of 5: choose fewer micro-batches, or a batch_size"):
-        train(norm.replace(batch_size=5), strategy=named("ddp=2xpp=2", microbatches=2), folder=tmp_path, quiet=True)
+    norm = dataclasses.replace(
+        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3))
+    )
+    with pytest.raises(
+        RunError, match="of a batch of 5: choose fewer micro-batches, or a batch_size"
+    ):
+        train(
+            norm.replace(batch_size=5),
+            strategy=named("ddp=2xpp=2", microbatches=2),
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+# ---- runs ----------------------------------------------------------------------------------------
 
 
 def test_the_command_trains_says_the_mesh_and_evaluates_and_predicts(folder: Path, capfd) -> None:
@@ -155,7 +175,9 @@ def test_the_command_trains_says_the_mesh_and_evaluates_and_predicts(folder: Pat
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_to_replicas_of_stages_as_it_went_and_from_them(tmp_path: Path, capsys) -> None:
+def test_a_run_goes_on_to_replicas_of_stages_as_it_went_and_from_them(
+    tmp_path: Path, capsys
+) -> None:
     job = ZOO["adamw with groups by name"].replace(precision="fp64")
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True, epochs=4)
     run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True, epochs=1)
@@ -187,7 +209,9 @@ def test_a_rank_that_is_killed_is_named_with_its_devices(tmp_path: Path) -> None
 
 
 def test_fewer_devices_after_a_loss_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="min_devices: ddp=2xmp=2 is for 4 devices, and no fewer: leave it out"):
+    with pytest.raises(
+        InputError, match="min_devices: ddp=2xmp=2 is for 4 devices, and no fewer: leave it out"
+    ):
         train(ZOO["mlp"], strategy="ddp=2xmp=2", folder=tmp_path, restarts=1, min_devices=2)
 
 
@@ -195,21 +219,27 @@ def test_fewer_devices_after_a_loss_are_refused(tmp_path: Path) -> None:
 def test_a_rank_that_is_lost_is_started_again_with_its_devices(tmp_path: Path) -> None:
     job = ZOO["momentum"].replace(precision="fp64", epochs=3, callbacks=[KillingOnce(tmp_path)])
     run = train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True, restarts=1)
-    whole = train(job.replace(callbacks=[]), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    whole = train(
+        job.replace(callbacks=[]), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+    )
     assert differences(job, run, whole).worst < BOUND
 
 
 @pytest.mark.slow
 def test_the_same_seed_twice_gives_the_same_bits_with_dropout(tmp_path: Path) -> None:
     job = dataclasses.replace(
-        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 3))
+        ZOO["mlp"],
+        model=lambda: nn.Sequential(nn.Linear(6, 32), nn.Dropout(0.5), nn.ReLU(), nn.Linear(32, 3)),
     )
-    runs = [train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True, seed=seed) for seed in (0, 0, 1)]
+    runs = [
+        train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True, seed=seed)
+        for seed in (0, 0, 1)
+    ]
     assert same_bits(runs[0].model(), runs[1].model())
     assert not same_bits(runs[0].model(), runs[2].model())
 
 
-# ---- around a training -----------------------------------------------------------------------------------------------
+# ---- around a training ---------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -229,28 +259,42 @@ def test_compare_measures_a_product_beside_others(folder: Path, capfd) -> None:
 
 @pytest.mark.slow
 def test_a_profile_has_a_row_for_each_device_and_tune_times_it(folder: Path, capfd) -> None:
-    assert main(["train", "small.py", "--strategy", "ddp=2xpp=2", "--profile", "--epochs", "4"]) == 0
+    assert (
+        main(["train", "small.py", "--strategy", "ddp=2xpp=2", "--profile", "--epochs", "4"]) == 0
+    )
     said = capfd.readouterr().out.splitlines()
     assert "measured, rank 0:" in said
     rows = [line.split() for line in said]
-    assert [row[:2] for row in rows if row[1:2] and row[1].startswith("cpu:") and row[0].isdigit()] == [
-        [str(i), f"cpu:{i}"] for i in range(4)
-    ]
-    assert main(["tune", "small.py", "--strategy", "ddp=2xpp=2", "--rounds", "1", "--seconds", "0.05"]) == 0
+    assert [
+        row[:2] for row in rows if row[1:2] and row[1].startswith("cpu:") and row[0].isdigit()
+    ] == [[str(i), f"cpu:{i}"] for i in range(4)]
+    assert (
+        main(["tune", "small.py", "--strategy", "ddp=2xpp=2", "--rounds", "1", "--seconds", "0.05"])
+        == 0
+    )
     assert "as it is: --strategy ddp=2xpp=2 --devices 4xcpu" in capfd.readouterr().out
 
 
-# ---- launches by others, and own loops -------------------------------------------------------------------------------
+# ---- launches by others, and own loops -----------------------------------------------------------
 
 
 def torchrun(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *words,
+    ]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
 @pytest.mark.slow
 def test_under_torchrun_each_process_drives_the_devices_of_a_replica(folder: Path) -> None:
-    done = torchrun("-m", "lockstep", "train", "small.py", "--strategy", "ddp=2xpp=2", "--devices", "4xcpu")
+    done = torchrun(
+        "-m", "lockstep", "train", "small.py", "--strategy", "ddp=2xpp=2", "--devices", "4xcpu"
+    )
     assert done.returncode == 0, done.stderr
     assert "rank 1: cpu:2 stage 0, cpu:3 stage 1; local batch 2 of 2" in done.stdout
     assert "2 CPU devices" not in done.stdout and "epoch   1" in done.stdout
@@ -265,11 +309,19 @@ def test_under_torchrun_each_process_drives_the_devices_of_a_replica(folder: Pat
             "6xcpu",
             "2 processes with 2 devices each were started for 6 devices here: give --devices 4xcpu",
         ),
-        ("ddp=3xpp=2", "auto", "ddp=3xpp=2 is for 3 x 2 = 6 devices, not 4: take ddp=2xpp=2, or 6 devices"),
+        (
+            "ddp=3xpp=2",
+            "auto",
+            "ddp=3xpp=2 is for 3 x 2 = 6 devices, not 4: take ddp=2xpp=2, or 6 devices",
+        ),
     ],
 )
-def test_other_processes_than_a_product_has_are_refused_under_torchrun(folder, strategy, devices, says) -> None:
-    done = torchrun("-m", "lockstep", "train", "small.py", "--strategy", strategy, "--devices", devices)
+def test_other_processes_than_a_product_has_are_refused_under_torchrun(
+    folder, strategy, devices, says
+) -> None:
+    done = torchrun(
+        "-m", "lockstep", "train", "small.py", "--strategy", strategy, "--devices", devices
+    )
     assert done.returncode and f"lockstep: {says}" in done.stderr
 
 
@@ -277,26 +329,46 @@ def test_a_node_gives_each_process_several_accelerators(monkeypatch: pytest.Monk
     from lockstep.launch import started_ranks
 
     cards = tuple(Device("cuda", i) for i in range(5))
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     assert started_ranks.devices_of_this_rank(cards, 2) == cards[2:4]
-    with pytest.raises(DeviceError, match=r"2 processes with 3 devices each were started for 5 devices here: start 1 "):
+    with pytest.raises(
+        DeviceError,
+        match=r"2 processes with 3 devices each were started for 5 devices here: start 1 ",
+    ):
         started_ranks.devices_of_this_rank(cards, 3)
 
 
 @pytest.mark.parametrize(
     ("devices", "each", "says"),
     [
-        ("2xcpu", 1, r"ddp=2xpp=2 wants 2 devices for each rank, and this one has 1: .*devices_per_rank=2"),
+        (
+            "2xcpu",
+            1,
+            r"ddp=2xpp=2 wants 2 devices for each rank, and this one has 1: .*devices_per_rank=2",
+        ),
         ("5xcpu", 2, r"5 devices, and 2 for each rank: give a multiple of that"),
-        ("4xcpu", 4, r"ddp=2xpp=2 wants 2 processes with 2 devices each, and there are 1 with 4: .*devices_per_rank=2"),
+        (
+            "4xcpu",
+            4,
+            r"ddp=2xpp=2 wants 2 processes with 2 devices each, and there are 1 with 4: .*devices_per_rank=2",
+        ),
     ],
 )
-def test_a_loop_whose_ranks_have_other_devices_is_refused(devices: str, each: int, says: str) -> None:
+def test_a_loop_whose_ranks_have_other_devices_is_refused(
+    devices: str, each: int, says: str
+) -> None:
     def loop(world: Any) -> None:
         model = mlp()
         optimizer = plain_sgd(model.named_parameters())
-        lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy="ddp=2xpp=2", devices=devices)
+        lockstep.parallelize(
+            model, nn.CrossEntropyLoss(), optimizer, strategy="ddp=2xpp=2", devices=devices
+        )
 
     with pytest.raises(InputError, match=says):
         lockstep.launch(loop, devices=devices, devices_per_rank=each)

@@ -1,4 +1,6 @@
-"""What forward hands to layers beside their arguments: by an object that they share, or by a global variable."""
+"""What forward hands to layers beside their arguments: by an object that they share, or by a
+global variable.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Layer(nn.Module):
 
 
 class Handing(nn.Module):
-    """Hands its layers the norms of the samples, or of the batch, and takes them back at the end, or leaves them."""
+    """Hands its layers the norms of the samples, or of the batch, and takes them back at the
+    end, or leaves them.
+    """
 
     def __init__(self, kind: str, clears: bool, mixes: bool = False) -> None:
         super().__init__()
@@ -108,7 +112,9 @@ class Handing(nn.Module):
 
 
 def handing(kind: str, clears: bool, *, mixes: bool = False) -> Any:
-    return ZOO["mlp"].replace(model=functools.partial(Handing, kind, clears, mixes), precision="fp64", epochs=1)
+    return ZOO["mlp"].replace(
+        model=functools.partial(Handing, kind, clears, mixes), precision="fp64", epochs=1
+    )
 
 
 @pytest.mark.sweep
@@ -116,7 +122,9 @@ def handing(kind: str, clears: bool, *, mixes: bool = False) -> Any:
 @pytest.mark.parametrize("clears", [True, False], ids=["taken back", "left"])
 @pytest.mark.parametrize("kind", ["dict", "namespace", "dataclass"])
 def test_layers_of_each_replica_and_stage_see_their_own(kind: str, clears: bool, way: str) -> None:
-    """Found by trial: under dp each layer had a dict of its own; under pp objects were those of another micro-batch."""
+    """Found by trial: under dp each layer had a dict of its own; under pp objects were those of
+    another micro-batch.
+    """
     assert parity(handing(kind, clears), way, "2xcpu").worst < BOUND
 
 
@@ -150,9 +158,15 @@ def with_terms(outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor
 
 
 @pytest.mark.parametrize("way", ["dp", "fsdp"])
-def test_terms_that_layers_append_are_those_of_the_local_batch(way: str, tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: an error of PyTorch's under dp, or terms were lost; under fsdp a false line."""
-    job = ZOO["mlp"].replace(model=Collecting, loss=with_terms, metrics={}, precision="fp64", epochs=1)
+def test_terms_that_layers_append_are_those_of_the_local_batch(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Found by trial: an error of PyTorch's under dp, or terms were lost; under fsdp a false
+    line.
+    """
+    job = ZOO["mlp"].replace(
+        model=Collecting, loss=with_terms, metrics={}, precision="fp64", epochs=1
+    )
     assert parity(job, way, "2xcpu").worst < BOUND
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     said = capfd.readouterr().out
@@ -163,17 +177,26 @@ def test_threads_compute_in_turn_where_a_global_is_taken_back(tmp_path: Path, ca
     """Found by trial: predictions up to 86 % off without a line."""
     assert parity(handing("global", True), "dp", "2xcpu").worst < BOUND
     run = train(handing("global", True), strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert '"CURRENT", which is outside of the model, is set in forward and put back' in capsys.readouterr().out
-    assert evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(evaluate(run, devices="1xcpu"), abs=1e-12)
+    assert (
+        '"CURRENT", which is outside of the model, is set in forward and put back'
+        in capsys.readouterr().out
+    )
+    assert evaluate(run, strategy="dp", devices="2xcpu") == pytest.approx(
+        evaluate(run, devices="1xcpu"), abs=1e-12
+    )
     mine, theirs = (
-        predict(run, "eval", strategy=way, devices=on) for way, on in (("dp", "2xcpu"), ("single", "1xcpu"))
+        predict(run, "eval", strategy=way, devices=on)
+        for way, on in (("dp", "2xcpu"), ("single", "1xcpu"))
     )
     assert torch.allclose(mine, theirs, rtol=0, atol=1e-12)
 
 
 def test_it_is_refused_where_replicas_wait_for_one_another(tmp_path: Path) -> None:
     job = handing("global", True).replace(sync_batchnorm=True)
-    with pytest.raises(StrategyError, match='"CURRENT", which is outside of the model, is set in a step and put back'):
+    with pytest.raises(
+        StrategyError,
+        match='"CURRENT", which is outside of the model, is set in a step and put back',
+    ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -208,8 +231,12 @@ class Blocks(nn.Module):
 
 
 @pytest.mark.parametrize(("by_global", "way"), [(True, "dp"), (True, "pp"), (False, "pp")])
-def test_what_a_block_sets_for_its_own_call_only_is_seen(by_global: bool, way: str, tmp_path: Path) -> None:
-    """Found by trial: weights 0.2 to 3 % off without a line, where no layer was called meanwhile."""
+def test_what_a_block_sets_for_its_own_call_only_is_seen(
+    by_global: bool, way: str, tmp_path: Path
+) -> None:
+    """Found by trial: weights 0.2 to 3 % off without a line, where no layer was called
+    meanwhile.
+    """
     job = ZOO["mlp"].replace(model=functools.partial(Blocks, by_global), precision="fp64", epochs=1)
     assert parity(job, way, "2xcpu").worst < BOUND
 
@@ -239,17 +266,25 @@ def divided(x: torch.Tensor, kind: str) -> torch.Tensor:
     return x / (HELD["deep"]["a"]["b"]["c"]["d"] if kind == "deep" else HELD[kind]).scale
 
 
-@pytest.mark.parametrize("kind", ["slots", "weak", "deep", "inline", "subclass", "beside a table", "class's default"])
+@pytest.mark.parametrize(
+    "kind", ["slots", "weak", "deep", "inline", "subclass", "beside a table", "class's default"]
+)
 def test_so_is_what_an_object_has(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found by trial: weights up to 65 % off under dp without a line; an error that __weakref__ is not writable."""
+    """Found by trial: weights up to 65 % off under dp without a line; an error that __weakref__
+    is not writable.
+    """
     if kind == "beside a table":  # which takes long to look at
-        monkeypatch.setitem(HELD, kind, types.SimpleNamespace(scale=None, table={i: str(i) for i in range(6000)}))
+        monkeypatch.setitem(
+            HELD, kind, types.SimpleNamespace(scale=None, table={i: str(i) for i in range(6000)})
+        )
     job = ZOO["mlp"].replace(model=functools.partial(ByObject, kind), precision="fp64", epochs=1)
     assert parity(job, "dp", "2xcpu").worst < BOUND
 
 
 class Refining(nn.Module):
-    """Calls one function again and again, by a line that hands it a scale from the fifth time on."""
+    """Calls one function again and again, by a line that hands it a scale from the fifth time
+    on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +319,9 @@ def test_a_profiler_goes_on_afterwards(kind: str) -> None:
     def called_afterwards() -> None:
         pass
 
-    if kind == "torch":  # (what it saw isn't read: PyTorch fails now and then to decode the names of stacks)
+    if (
+        kind == "torch"
+    ):  # (what it saw isn't read: PyTorch fails now and then to decode the names of stacks)
         with torch.profiler.profile(with_stack=True):
             assert parity(job, "dp", "2xcpu").worst < BOUND
         return
@@ -319,27 +356,46 @@ def test_so_it_is_in_a_step_function(name: str, tmp_path: Path) -> None:
 
     data = ZOO["mlp"].train_data
     optimizer = {"layer": plain_sgd}
-    job = Job(model=lambda: {"layer": Layer(None, 6)}, step=step, optimizer=optimizer, train_data=data, batch_size=8)
-    with pytest.raises(StrategyError, match=f'"{name}", which is outside of the model, is set in a step and put back'):
+    job = Job(
+        model=lambda: {"layer": Layer(None, 6)},
+        step=step,
+        optimizer=optimizer,
+        train_data=data,
+        batch_size=8,
+    )
+    with pytest.raises(
+        StrategyError,
+        match=f'"{name}", which is outside of the model, is set in a step and put back',
+    ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
-def test_micro_batches_follow_one_another_where_a_global_is_taken_back(tmp_path: Path, capsys: Any) -> None:
+def test_micro_batches_follow_one_another_where_a_global_is_taken_back(
+    tmp_path: Path, capsys: Any
+) -> None:
     assert parity(handing("global", True), "pp", "2xcpu").worst < BOUND
     train(handing("global", True), strategy="pp", devices="2xcpu", folder=tmp_path)
     assert 'forward sets "CURRENT" and puts it back' in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.parametrize("way", [{"strategy": "ddp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
-def test_a_statistic_of_the_batch_that_is_handed_on_is_seen(way: Any, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: the inspection's copy had a dict for each layer, so weights were 0.1 % off without a line."""
+@pytest.mark.parametrize(
+    "way", [{"strategy": "ddp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}]
+)
+def test_a_statistic_of_the_batch_that_is_handed_on_is_seen(
+    way: Any, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: the inspection's copy had a dict for each layer, so weights were 0.1 % off
+    without a line.
+    """
     train(handing("dict", True, mixes=True), **way, folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
 
 
 class Weighted:
-    """A loss that hands its terms the weights of samples by an attribute, or by a global, and takes them back."""
+    """A loss that hands its terms the weights of samples by an attribute, or by a global, and
+    takes them back.
+    """
 
     def __init__(self, by_global: bool) -> None:
         self.by_global, self.weights = by_global, CURRENT["scale"]
@@ -363,7 +419,9 @@ class Weighted:
 def test_a_loss_that_hands_its_terms_something_is_called_by_one_thread(
     by_global: bool, tmp_path: Path, capsys: Any
 ) -> None:
-    """Found by trial: a raw TypeError, or weights 1 % off where a thread read those of another one's samples."""
+    """Found by trial: a raw TypeError, or weights 1 % off where a thread read those of another
+    one's samples.
+    """
     job = ZOO["mlp"].replace(loss=Weighted(by_global), metrics={}, precision="fp64", epochs=1)
     assert parity(job, "dp", "2xcpu").worst < BOUND
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)

@@ -1,4 +1,6 @@
-"""Updates that are skipped: nothing counts in the batch or, with ``nonfinite="skip"``, something isn't finite."""
+"""Updates that are skipped: nothing counts in the batch or, with ``nonfinite="skip"``, something
+isn't finite.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def known(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Targets that are NaN don't count; ``torch.where`` has NaN gradients of them where the outputs act."""
+    """Targets that are NaN don't count; ``torch.where`` has NaN gradients of them where the
+    outputs act.
+    """
     kept = ~targets.isnan()
     return torch.where(kept, (outputs - targets).square().sqrt(), 0.0).sum(), kept.sum()
 
@@ -87,7 +91,9 @@ def job(*batches: int, **settings: Any) -> Job:
 
 
 def plain_loop(of: Job, skipped: set[int]) -> tuple[dict[str, Tensor], list[float]]:
-    """The same training in PyTorch alone, without the optimizer's step in those batches: weights and epochs' losses."""
+    """The same training in PyTorch alone, without the optimizer's step in those batches: weights
+    and epochs' losses.
+    """
     model = build_model(of, World(devices=parse("1xcpu")))
     optimizer = of.optimizer(list(model.named_parameters()))
     scheduler = halved(optimizer)
@@ -126,8 +132,12 @@ WAYS: dict[str, tuple[Any, str]] = {
 SLOW = {"ddp=2xpp=2"}
 
 
-@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in WAYS])
-def test_a_run_with_skipped_updates_is_a_plain_loop_without_them(way: str, tmp_path: Path, capfd: Any) -> None:
+@pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=[pytest.mark.slow] * (w in SLOW)) for w in WAYS]
+)
+def test_a_run_with_skipped_updates_is_a_plain_loop_without_them(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
     strategy, devices = WAYS[way]
     ill = {EMPTY, BAD_INPUT, BAD_TARGET}
     of = job(*ill, loss=known, nonfinite="skip")
@@ -171,7 +181,9 @@ def test_the_first_update_may_be_skipped_and_be_cut_in_parts(way: str, tmp_path:
 
 
 def test_a_gradient_that_is_not_finite_in_one_shard_is_skipped_on_all_ranks(tmp_path: Path) -> None:
-    """Only the first output's weights have it, which rank 0 holds; the other rank's shard is finite."""
+    """Only the first output's weights have it, which rank 0 holds; the other rank's shard is
+    finite.
+    """
     of = job(BAD_TARGET, loss=known, nonfinite="skip", model=lambda: nn.Linear(6, 3))
     weights, _ = plain_loop(of, {BAD_TARGET})
     run = train(of, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
@@ -191,7 +203,8 @@ LIMITS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing counts": (
         {"loss": nothing_counts},
         RunError,
-        "step 11: the loss counted 0 items in the batch, and the 10 updates before it were skipped: are all targets",
+        "step 11: the loss counted 0 items in the batch, and the 10 updates before it were "
+        "skipped: are all targets",
     ),
     "nothing counts in a short training": (
         {"loss": nothing_counts, "steps": 5},
@@ -206,7 +219,8 @@ LIMITS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "not finite": (
         {"loss": diverges, "nonfinite": "skip", "nonfinite_limit": 3},
         NonFiniteLoss,
-        "the loss became nan at step 4 on .*: the model's outputs are finite, so the loss itself divides by 0",
+        "the loss became nan at step 4 on .*: the model's outputs are finite, so the loss itself "
+        "divides by 0",
     ),
     "gradients": (
         {"train_data": data(BAD_TARGET), "loss": known, "nonfinite": "skip", "nonfinite_limit": 0},
@@ -241,7 +255,9 @@ def test_skipped_updates_are_counted_over_a_resume(tmp_path: Path) -> None:
     assert apart(run, weights) < 1e-10
 
 
-def test_a_scheduler_that_reads_losses_is_not_shown_those_of_skipped_updates(tmp_path: Path) -> None:
+def test_a_scheduler_that_reads_losses_is_not_shown_those_of_skipped_updates(
+    tmp_path: Path,
+) -> None:
     """It would count a loss that is NaN as one that is no better."""
     shown = []
 
@@ -261,9 +277,14 @@ def test_a_loop_of_ones_own_is_told(strategy: str) -> None:
     weights, _ = plain_loop(of, {EMPTY, BAD_INPUT})
     model = build_model(of, World(devices=parse("1xcpu")))
     step = lockstep.parallelize(
-        model, known, adamw, strategy=strategy, devices="1xcpu" if strategy == "single" else "2xcpu",
-        nonfinite="skip", precision="fp64",
-    )  # fmt: skip
+        model,
+        known,
+        adamw,
+        strategy=strategy,
+        devices="1xcpu" if strategy == "single" else "2xcpu",
+        nonfinite="skip",
+        precision="fp64",
+    )
     scheduler = halved(step.optimizer)
     skipped = []
     with warnings.catch_warnings(record=True) as warned:
@@ -286,7 +307,9 @@ def test_a_loop_of_ones_own_is_told(strategy: str) -> None:
 
 
 def test_fp16_goes_on_after_a_skipped_update(tmp_path: Path) -> None:
-    """Its scaler makes no step either, so that its scale isn't halved, and no update is begun twice."""
+    """Its scaler makes no step either, so that its scale isn't halved, and no update is begun
+    twice.
+    """
     of = job(EMPTY, BAD_INPUT, nonfinite="skip", precision="fp16", epochs=3)
     run = train(of, devices="1xcpu", folder=tmp_path, quiet=True)
     assert run.summary["skipped_updates"] == 6
@@ -294,30 +317,47 @@ def test_fp16_goes_on_after_a_skipped_update(tmp_path: Path) -> None:
 
 
 def test_ranks_of_hogwild_skip_by_themselves(tmp_path: Path, capfd: Any) -> None:
-    of = job(EMPTY, BAD_INPUT, nonfinite="skip", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01))
+    of = job(
+        EMPTY,
+        BAD_INPUT,
+        nonfinite="skip",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    )
     run = train(of, strategy="hogwild", devices="2xcpu", folder=tmp_path)
     out = capfd.readouterr().out
     for rank in (0, 1):
-        assert f"step 2 on rank {rank}: the loss counted no item in the batch, so the update is skipped" in out
+        assert (
+            f"step 2 on rank {rank}: the loss counted no item in the batch, so the update is "
+            "skipped" in out
+        )
     assert "step 3 on rank 1: the loss became NaN" in out and "step 3 on rank 0" not in out
     assert run.summary["skipped_updates"] == 6
 
 
 def test_a_step_function_refuses_to_skip() -> None:
-    with pytest.raises(JobError, match=r"^nonfinite: a step function makes several updates, of which one"):
+    with pytest.raises(
+        JobError, match=r"^nonfinite: a step function makes several updates, of which one"
+    ):
         job(
-            step=lambda models, batch, update: None, optimizer={"0": adamw}, lr_scheduler=None, nonfinite="skip"
-        )  # fmt: skip
+            step=lambda models, batch, update: None,
+            optimizer={"0": adamw},
+            lr_scheduler=None,
+            nonfinite="skip",
+        )
 
 
-def own_loop(*, as_on_accelerator: bool, fused: bool = True, **settings: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Some updates of which one counts nothing, perhaps with the branches taken that accelerators take."""
+def own_loop(
+    *, as_on_accelerator: bool, fused: bool = True, **settings: Any
+) -> tuple[Any, dict[str, Tensor]]:
+    """Some updates of which one counts nothing, perhaps with the branches taken that
+    accelerators take.
+    """
     of = job(EMPTY)
     model = build_model(of, World(devices=parse("1xcpu")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1, fused=fused)
     step = lockstep.parallelize(
         model, counted, optimizer, devices="1xcpu", precision="fp64", fused=fused, **settings
-    )  # fmt: skip
+    )
     step._on_accelerator = as_on_accelerator
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -328,15 +368,21 @@ def own_loop(*, as_on_accelerator: bool, fused: bool = True, **settings: Any) ->
 
 
 @pytest.mark.parametrize("settings", [{}, {"nonfinite": "skip"}], ids=str)
-def test_a_fused_optimizer_on_an_accelerator_skips_what_the_host_has_not_read(settings: dict[str, Any]) -> None:
+def test_a_fused_optimizer_on_an_accelerator_skips_what_the_host_has_not_read(
+    settings: dict[str, Any],
+) -> None:
     here, weights = own_loop(as_on_accelerator=False, **settings)
     there, others = own_loop(as_on_accelerator=True, **settings)
     assert here.skips.number == there.skips.number == 1
-    assert all(torch.allclose(weights[name], value, rtol=0, atol=1e-12) for name, value in others.items())
+    assert all(
+        torch.allclose(weights[name], value, rtol=0, atol=1e-12) for name, value in others.items()
+    )
 
 
 def test_another_optimizer_on_an_accelerator_says_what_to_do() -> None:
-    with pytest.raises(RunError, match=r'step 2: the loss counted 0 items .* Use nonfinite="skip" or a fused'):
+    with pytest.raises(
+        RunError, match=r'step 2: the loss counted 0 items .* Use nonfinite="skip" or a fused'
+    ):
         own_loop(as_on_accelerator=True, fused=False)
     step, _ = own_loop(as_on_accelerator=True, fused=False, nonfinite="skip")
     assert step.skips.number == 1

@@ -1,4 +1,6 @@
-"""State in other places than parameters and buffers: kept right where it can be, and else said or refused."""
+"""State in other places than parameters and buffers: kept right where it can be, and else said
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Penalty:
         return self.model
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs, targets) + 0.01 * sum(p.pow(2).sum() for p in self.model.parameters())
+        return F.cross_entropy(outputs, targets) + 0.01 * sum(
+            p.pow(2).sum() for p in self.model.parameters()
+        )
 
 
 def test_a_loss_that_uses_the_model_itself_is_refused_under_dp(tmp_path: Path) -> None:
@@ -59,7 +63,9 @@ def test_a_child_that_refers_to_its_parent_is_refused_under_dp(tmp_path: Path) -
     model = nn.Sequential(nn.Linear(6, 3), Child())
     model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(StrategyError, match='uses "scale" of the model itself'):
-        train(dataclasses.replace(ZOO["mlp"], model=lambda: model), **DP, folder=tmp_path, quiet=True)
+        train(
+            dataclasses.replace(ZOO["mlp"], model=lambda: model), **DP, folder=tmp_path, quiet=True
+        )
 
 
 held: dict[str, nn.Module] = {}
@@ -96,10 +102,18 @@ def of_last(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     [("kept", of_kept), ("new", of_last), ("replaced", of_last)],
     ids=lambda of: getattr(of, "__name__", of),
 )
-def test_a_loss_that_reads_what_forward_left_in_the_model_is_refused_under_dp(way: str, loss: Any, tmp_path) -> None:
-    """Replicas read what the first one left, or what was there before: other numbers, or a text of Python's."""
-    job = ZOO["mlp"].replace(model=functools.partial(Hidden, way), loss=loss, eval_data=None, metrics={})
-    with pytest.raises(StrategyError, match=r"the loss reads what forward writes to the model itself \((last|kept)"):
+def test_a_loss_that_reads_what_forward_left_in_the_model_is_refused_under_dp(
+    way: str, loss: Any, tmp_path
+) -> None:
+    """Replicas read what the first one left, or what was there before: other numbers, or a text
+    of Python's.
+    """
+    job = ZOO["mlp"].replace(
+        model=functools.partial(Hidden, way), loss=loss, eval_data=None, metrics={}
+    )
+    with pytest.raises(
+        StrategyError, match=r"the loss reads what forward writes to the model itself \((last|kept)"
+    ):
         train(job, **DP, folder=tmp_path, quiet=True)
     assert parity(job, "ddp", "2xcpu").worst < 1e-12
 
@@ -118,8 +132,12 @@ class Scaling(nn.Module):
         return self.body(x) * self.scale
 
 
-def test_a_global_of_the_name_of_an_attribute_is_not_taken_for_one_that_forward_uses(tmp_path: Path, capsys) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=Scaling).replace(on_event=[lambda event: scale.append(event.step)])
+def test_a_global_of_the_name_of_an_attribute_is_not_taken_for_one_that_forward_uses(
+    tmp_path: Path, capsys
+) -> None:
+    job = dataclasses.replace(ZOO["mlp"], model=Scaling).replace(
+        on_event=[lambda event: scale.append(event.step)]
+    )
     train(job, **DP, folder=tmp_path)
     assert "outside of the model" not in capsys.readouterr().out
 
@@ -172,7 +190,9 @@ class Adversarial(nn.Module):
 
 
 class Averaging(nn.Module):
-    """Keeps the mean of its inputs in an attribute, for evaluation, and the last inputs, for nothing."""
+    """Keeps the mean of its inputs in an attribute, for evaluation, and the last inputs, for
+    nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +254,9 @@ OF_FIRST_BATCH: dict[str, torch.Tensor] = {}
 
 
 class Centering(nn.Module):
-    """Subtracts the mean of its first batch, which it keeps in a new attribute, one that was None, or elsewhere."""
+    """Subtracts the mean of its first batch, which it keeps in a new attribute, one that was
+    None, or elsewhere.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -291,19 +313,48 @@ def dropping() -> nn.Module:
             {**DP, "accumulate": 2},
             'forward changes attribute "calls" once per micro-batch, not once per batch',
         ),
-        ({"model": Averaging}, DP, 'forward writes attribute "mean" from its local batch: each replica has its own'),
-        ({"model": Averaging}, ACCUMULATE, 'forward writes attribute "mean" from the samples of each micro-batch'),
+        (
+            {"model": Averaging},
+            DP,
+            'forward writes attribute "mean" from its local batch: each replica has its own',
+        ),
+        (
+            {"model": Averaging},
+            ACCUMULATE,
+            'forward writes attribute "mean" from the samples of each micro-batch',
+        ),
         ({"model": WritingInBackward}, DP, 'backward writes "norm" from its local batch'),
-        ({"model": WritingInBackward}, ACCUMULATE, '"norm" is written in backward, once per micro-batch'),
-        ({"model": Growing, "train_data": first_is_large(), "shuffle": False}, DP, 'buffer "largest" depends on the'),
+        (
+            {"model": WritingInBackward},
+            ACCUMULATE,
+            '"norm" is written in backward, once per micro-batch',
+        ),
+        (
+            {"model": Growing, "train_data": first_is_large(), "shuffle": False},
+            DP,
+            'buffer "largest" depends on the',
+        ),
         *[
-            ({"model": functools.partial(Centering, where)}, way, "outputs depend on other samples of the batch")
-            for where, way in (("new", ACCUMULATE), ("None", DP), ("dict", DP), ("global", ACCUMULATE))
+            (
+                {"model": functools.partial(Centering, where)},
+                way,
+                "outputs depend on other samples of the batch",
+            )
+            for where, way in (
+                ("new", ACCUMULATE),
+                ("None", DP),
+                ("dict", DP),
+                ("global", ACCUMULATE),
+            )
         ],
         ({"model": MixingInEvaluation}, DP, "outputs depend on other samples of the batch"),
         ({"model": normed}, ACCUMULATE, "BatchNorm normalizes over each micro-batch"),
         ({"model": dropping}, ACCUMULATE, "dropout masks differ from single-device training"),
-        ({"collate": padded}, ACCUMULATE, "collate is given each micro-batch, not the global batch"),
+        (
+            {"collate": padded},
+            ACCUMULATE,
+            "collate is given each micro-batch, not the global batch",
+        ),
     ],
     ids=lambda value: "",
 )
@@ -317,12 +368,17 @@ def test_it_is_said(changes: Any, way: Any, says: str, tmp_path: Path, capsys: A
 @pytest.mark.parametrize(("batch_size", "is_said"), [(8, False), (7, True)])
 @pytest.mark.parametrize(
     ("model", "what"),
-    [(Adversarial, 'forward changes attribute "calls"'), (CountingInBackward, 'backward writes "calls"')],
+    [
+        (Adversarial, 'forward changes attribute "calls"'),
+        (CountingInBackward, 'backward writes "calls"'),
+    ],
 )
 def test_a_count_of_calls_is_said_where_a_rank_has_no_sample(
     model, what, batch_size, is_said, tmp_path, capsys
 ) -> None:
-    job = ZOO["mlp"].replace(model=model, epochs=1, batch_size=batch_size, eval_batch_size=8)  # 29 samples
+    job = ZOO["mlp"].replace(
+        model=model, epochs=1, batch_size=batch_size, eval_batch_size=8
+    )  # 29 samples
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
     note = f"{what} in each call, and a rank without a sample of a batch makes none"
     assert (note in " ".join(capsys.readouterr().out.split())) == is_said
@@ -370,7 +426,9 @@ def test_weights_of_the_model_are_not_what_a_loss_remembers(tmp_path: Path, caps
 
 
 class Configured(nn.Module):
-    """Its outputs depend on attributes that are no plain values; it keeps its last outputs, with their history."""
+    """Its outputs depend on attributes that are no plain values; it keeps its last outputs, with
+    their history.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -409,20 +467,27 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("after", [1, 5])
 def test_replicas_follow_whatever_a_loop_changes(change: str, after: int) -> None:
-    """Found by trial: after an update other than 1, 2, 4, 8 and so on weights were 3 % off without a line."""
+    """Found by trial: after an update other than 1, 2, 4, 8 and so on weights were 3 % off
+    without a line.
+    """
     found = []
     for way, devices in (("single", "1xcpu"), ("dp", "2xcpu")):
         torch.manual_seed(0)
         model = Configured().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = lockstep.parallelize(model, F.cross_entropy, optimizer, strategy=way, devices=devices)
+        step = lockstep.parallelize(
+            model, F.cross_entropy, optimizer, strategy=way, devices=devices
+        )
         for update in range(after + 2):
             if update == after:
                 CHANGES[change](model)
                 step.evaluate(drawn(8, 6).double(), labels(8, 3))
             step(drawn(8, 6).double(), labels(8, 3))
         found.append(model.body)
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(*(m.parameters() for m in found), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12)
+        for a, b in zip(*(m.parameters() for m in found), strict=True)
+    )
 
 
 class Locked(dict[str, Any]):
@@ -432,11 +497,16 @@ class Locked(dict[str, Any]):
 
 def test_what_replicas_cannot_be_given_a_copy_of_is_refused() -> None:
     model = Tempered()
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd(model.parameters()), strategy="dp", devices="2xcpu")
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), sgd(model.parameters()), strategy="dp", devices="2xcpu"
+    )
     for _ in range(2):  # the third update looks at nothing
         step(drawn(8, 6), labels(8, 3))
     model.locked = Locked(a={})
-    with pytest.raises(StrategyError, match='"locked" of the model has changed, and can\'t be copied for its replicas'):
+    with pytest.raises(
+        StrategyError,
+        match='"locked" of the model has changed, and can\'t be copied for its replicas',
+    ):
         step(drawn(8, 6), labels(8, 3))
 
 
@@ -448,14 +518,21 @@ def changed_by_on_event() -> lockstep.Job:
             for change in CHANGES.values():
                 change(built[0])
 
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: built.append(Configured()) or built[-1], eval_data=None)
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: built.append(Configured()) or built[-1], eval_data=None
+    )
     return job.replace(on_event=[act], precision="fp64", epochs=3, metrics={})
 
 
 def test_what_on_event_changes_in_the_model_is_followed_by_replicas(tmp_path: Path) -> None:
-    expected = train(changed_by_on_event(), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model()
+    expected = train(
+        changed_by_on_event(), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+    ).model()
     model = train(changed_by_on_event(), **DP, folder=tmp_path, quiet=True).model()
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12)
+        for a, b in zip(model.parameters(), expected.parameters(), strict=True)
+    )
 
 
 def test_lists_of_dictionaries_are_cut_by_sample_whatever_their_rows() -> None:
@@ -513,25 +590,38 @@ class CountedForLater(Counted):
     [
         (DP, "which is outside of it, once per replica, not once per batch"),
         (ACCUMULATE, "which is outside of it, once per micro-batch"),
-        ({"strategy": "ddp", "devices": "2xcpu"}, "in each call, and a rank without a sample of a batch makes none"),
+        (
+            {"strategy": "ddp", "devices": "2xcpu"},
+            "in each call, and a rank without a sample of a batch makes none",
+        ),
         ({"strategy": "mp", "devices": "2xcpu"}, None),
     ],
     ids=["dp", "accumulate", "ddp", "mp"],
 )
-def test_a_global_counter_that_acts_later_is_said(backward: bool, way: Any, says: str | None, tmp_path, capsys) -> None:
-    """Found by trial: weights 30 to 100 % off without a line. And a plan for stages went on from where it measured."""
+def test_a_global_counter_that_acts_later_is_said(
+    backward: bool, way: Any, says: str | None, tmp_path, capsys
+) -> None:
+    """Found by trial: weights 30 to 100 % off without a line. And a plan for stages went on from
+    where it measured.
+    """
     global CALLS
     CALLS = 0
     model = functools.partial(CountedForLater, backward)
     job = ZOO["mlp"].replace(model=model, epochs=1, batch_size=7)  # 29 samples
     run = train(job, **way, folder=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    assert says in said if says else "CALLS" not in said.replace('"CALLS", which is outside of the model, changes', "")
+    assert (
+        says in said
+        if says
+        else "CALLS" not in said.replace('"CALLS", which is outside of the model, changes', "")
+    )
     if way["strategy"] == "mp":
         assert run.summary["steps"] == CALLS
 
 
-@pytest.mark.parametrize("changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"])
+@pytest.mark.parametrize(
+    "changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"]
+)
 def test_a_global_counter_counts_updates_only(changes: Any, tmp_path: Path) -> None:
     global CALLS
     CALLS = 0
@@ -540,7 +630,9 @@ def test_a_global_counter_counts_updates_only(changes: Any, tmp_path: Path) -> N
     assert run.summary["steps"] == CALLS
 
 
-@pytest.mark.parametrize("changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"])
+@pytest.mark.parametrize(
+    "changes", [{"loss": counted_loss}, {"model": Counted}], ids=["loss", "model"]
+)
 @pytest.mark.parametrize("way", [DP, ACCUMULATE], ids=["dp", "accumulate"])
 def test_a_global_counter_is_said(changes: Any, way: Any, tmp_path: Path, capsys: Any) -> None:
     train(dataclasses.replace(ZOO["mlp"], **changes), **way, folder=tmp_path)
@@ -567,14 +659,21 @@ def test_a_hook_that_writes_to_a_global_keeps_its_numbers_under_mp(tmp_path: Pat
     expected = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     got = train(job, strategy="mp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert got.metrics == pytest.approx(expected.metrics, rel=1e-12)
-    assert got.history[-1]["train_loss"] == pytest.approx(expected.history[-1]["train_loss"], rel=1e-12)
+    assert got.history[-1]["train_loss"] == pytest.approx(
+        expected.history[-1]["train_loss"], rel=1e-12
+    )
 
 
-@pytest.mark.parametrize("way", [DP, ACCUMULATE, {"strategy": "pp", "devices": "2xcpu", "accumulate": 2}], ids=str)
-def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(way: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", [DP, ACCUMULATE, {"strategy": "pp", "devices": "2xcpu", "accumulate": 2}], ids=str
+)
+def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(
+    way: Any, tmp_path: Path
+) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden, eval_data=None)
     with pytest.raises(
-        LockstepError, match=r"SEEN.*outside of the model|reads what forward computes beside the outputs"
+        LockstepError,
+        match=r"SEEN.*outside of the model|reads what forward computes beside the outputs",
     ):
         train(job, **way, folder=tmp_path, quiet=True)
 
@@ -587,12 +686,22 @@ def late_mask(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def test_a_masked_mean_is_no_sum_where_the_first_part_of_a_batch_is_masked(tmp_path: Path) -> None:
     data = TensorDataset(drawn(8, 6), torch.tensor([0, 0, 0, 0, 0, 1, 2, 1]))
     job = dataclasses.replace(
-        ZOO["mlp"], loss=late_mask, train_data=data, eval_data=None, batch_size=8, shuffle=False, epochs=1
+        ZOO["mlp"],
+        loss=late_mask,
+        train_data=data,
+        eval_data=None,
+        batch_size=8,
+        shuffle=False,
+        epochs=1,
     )
     train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
 
-def counted_by_default(outputs: torch.Tensor, targets: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+def counted_by_default(
+    outputs: torch.Tensor,
+    targets: torch.Tensor,
+    calls: list[int] = [0],  # noqa: B006
+) -> torch.Tensor:
     calls[0] += 1
     return F.cross_entropy(outputs, targets) * (1 + 0.1 * calls[0])
 
@@ -620,11 +729,16 @@ class CentringLate(nn.Module):
         return outputs - outputs.mean(dim=0) if not self.training and bool(x.max() > 4) else outputs
 
 
-def test_what_begins_in_the_second_batch_of_an_evaluation_is_said(tmp_path: Path, capsys: Any) -> None:
+def test_what_begins_in_the_second_batch_of_an_evaluation_is_said(
+    tmp_path: Path, capsys: Any
+) -> None:
     inputs = drawn(16, 6)
     inputs[8:] *= 4
     job = dataclasses.replace(
-        ZOO["mlp"], model=CentringLate, eval_data=TensorDataset(inputs, labels(16, 3)), eval_batch_size=8
+        ZOO["mlp"],
+        model=CentringLate,
+        eval_data=TensorDataset(inputs, labels(16, 3)),
+        eval_batch_size=8,
     )
     train(job, **DP, folder=tmp_path)
     assert "outputs depend on other samples of the batch" in capsys.readouterr().out
@@ -690,7 +804,9 @@ def test_replicas_follow_an_attribute_in_evaluation_too() -> None:
         torch.manual_seed(0)
         model = Tempered()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = lockstep.parallelize(model, F.cross_entropy, optimizer, strategy=way, devices=devices)
+        step = lockstep.parallelize(
+            model, F.cross_entropy, optimizer, strategy=way, devices=devices
+        )
         step(inputs, targets)
         model.temperature = 0.25
         found.append(float(step.evaluate(inputs, targets)[1]))
@@ -698,7 +814,9 @@ def test_replicas_follow_an_attribute_in_evaluation_too() -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Its learning rate falls with its steps, which it counts under a name of its own in its state."""
+    """Its learning rate falls with its steps, which it counts under a name of its own in its
+    state.
+    """
 
     def step(self, closure: Any = None) -> None:
         self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
@@ -708,7 +826,9 @@ class Counting(torch.optim.SGD):
 
 
 def test_an_optimizers_state_of_no_parameter_is_resumed(tmp_path: Path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], optimizer=lambda parameters: Counting(parameters, lr=0.1), eval_data=None)
+    job = dataclasses.replace(
+        ZOO["mlp"], optimizer=lambda parameters: Counting(parameters, lr=0.1), eval_data=None
+    )
     whole = train(job.replace(epochs=2), devices="1xcpu", folder=tmp_path / "a", quiet=True)
     half = train(job.replace(epochs=1), devices="1xcpu", folder=tmp_path / "b", quiet=True)
     resumed = train(job.replace(epochs=2), devices="1xcpu", resume=half.folder, quiet=True)
@@ -716,7 +836,9 @@ def test_an_optimizers_state_of_no_parameter_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_scheduler_without_state_is_refused(tmp_path: Path) -> None:
-    job = dataclasses.replace(ZOO["mlp"], lr_scheduler=lambda optimizer: types.SimpleNamespace(step=lambda: None))
+    job = dataclasses.replace(
+        ZOO["mlp"], lr_scheduler=lambda optimizer: types.SimpleNamespace(step=lambda: None)
+    )
     with pytest.raises(JobError, match="gave a SimpleNamespace, which has no state_dict"):
         train(job, devices="1xcpu", folder=tmp_path, quiet=True)
 
@@ -752,10 +874,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_optimizer_that_draws_random_numbers_draws_the_same_under_every_strategy(way: str, tmp_path: Path) -> None:
-    """Found by trial: with micro-batches it drew from the stream of the last one; under ddp each rank from its own."""
+def test_an_optimizer_that_draws_random_numbers_draws_the_same_under_every_strategy(
+    way: str, tmp_path: Path
+) -> None:
+    """Found by trial: with micro-batches it drew from the stream of the last one; under ddp each
+    rank from its own.
+    """
     job = ZOO["mlp"].replace(precision="fp64", metrics={})
-    job = dataclasses.replace(job, optimizer=lambda named: Langevin([p for _, p in named]), eval_data=None)
+    job = dataclasses.replace(
+        job, optimizer=lambda named: Langevin([p for _, p in named]), eval_data=None
+    )
     expected = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model()
     model = train(job, **WAYS[way], folder=tmp_path, quiet=True).model()
     for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
@@ -763,15 +891,23 @@ def test_an_optimizer_that_draws_random_numbers_draws_the_same_under_every_strat
 
 
 @pytest.mark.parametrize("way", ["dp", "ddp", "accumulate"])
-def test_a_buffer_that_was_expanded_is_copied_and_inspected(way: str, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: replicas raised PyTorch's error, and with micro-batches no buffer was seen to be written."""
+def test_a_buffer_that_was_expanded_is_copied_and_inspected(
+    way: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: replicas raised PyTorch's error, and with micro-batches no buffer was seen
+    to be written.
+    """
     job = dataclasses.replace(ZOO["mlp"], model=Expanded)
     train(job, **WAYS[way], folder=tmp_path)
-    assert ('buffer "calls" is written in forward' in capsys.readouterr().out) is (way == "accumulate")
+    assert ('buffer "calls" is written in forward' in capsys.readouterr().out) is (
+        way == "accumulate"
+    )
 
 
 class Balanced(nn.Module):
-    """Divides by a running mean of itself, which another thread writes before the backward of the first call."""
+    """Divides by a running mean of itself, which another thread writes before the backward of
+    the first call.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -789,22 +925,34 @@ class Balanced(nn.Module):
         (SECOND if second else FIRST).set()
         if not second:
             WRITTEN.release()
-            SECOND.wait(0.5)  # (by the lock on losses it comes later, and before this one's backward)
+            SECOND.wait(
+                0.5
+            )  # (by the lock on losses it comes later, and before this one's backward)
         return divided
 
 
-BALANCED, WRITTEN, FIRST, SECOND = Balanced(), threading.Semaphore(0), threading.Event(), threading.Event()
+BALANCED, WRITTEN, FIRST, SECOND = (
+    Balanced(),
+    threading.Semaphore(0),
+    threading.Event(),
+    threading.Event(),
+)
 
 
 def test_a_loss_that_writes_what_other_threads_need_is_refused_in_a_line(tmp_path: Path) -> None:
     """Found by trial: PyTorch's own error of an in-place operation, from a thread."""
     job = dataclasses.replace(ZOO["mlp"], loss=BALANCED, eval_data=None, metrics={})
-    with pytest.raises(StrategyError, match="Balanced seems to write to a tensor that it holds, while another thread"):
+    with pytest.raises(
+        StrategyError,
+        match="Balanced seems to write to a tensor that it holds, while another thread",
+    ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_forward_mode_differentiation_on_threads_is_explained() -> None:
-    """Found by trial: PyTorch's own error, where the threads of two replicas met in ``torch.func.jvp``."""
+    """Found by trial: PyTorch's own error, where the threads of two replicas met in
+    ``torch.func.jvp``.
+    """
     loss = ZOO["mlp"].loss
     text = "Trying to access a forward AD level with an invalid index."
     assert "take ddp, which has a process for each replica" in str(
@@ -845,7 +993,9 @@ def of_a_module(tmp_path: Path, monkeypatch: Any) -> Any:
     del sys.modules["of_a_person"]
 
 
-def test_a_function_within_a_function_shares_what_a_module_holds_on_ranks_too(of_a_module: Any) -> None:
+def test_a_function_within_a_function_shares_what_a_module_holds_on_ranks_too(
+    of_a_module: Any,
+) -> None:
     """Found by trial: it had values of its own, so the loss was another one without a line."""
     job = dataclasses.replace(ZOO["mlp"], model=of_a_module.Setting, eval_data=None, metrics={})
     assert parity(job.replace(loss=of_a_module.loss_within()), "ddp", "2xcpu").worst < 1e-10
@@ -857,7 +1007,9 @@ class Named(nn.Module):
     def __init__(self, key: str) -> None:
         super().__init__()
         self.layers, self.out = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)), nn.Linear(6, 3)
-        self.key = {"layer": lambda layer: layer, "weight": lambda layer: layer.weight, "id": id}[key]
+        self.key = {"layer": lambda layer: layer, "weight": lambda layer: layer.weight, "id": id}[
+            key
+        ]
         self.factors = {self.key(self.layers[1]): 0.3}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -875,7 +1027,10 @@ def test_a_dictionary_goes_by_the_layers_of_each_replica(key: str) -> None:
 
 def test_one_by_their_ids_is_refused(tmp_path: Path) -> None:
     job = ZOO["mlp"].replace(model=functools.partial(Named, "id"))
-    with pytest.raises(StrategyError, match="dp: a dictionary in the model has ids of layers or parameters for keys"):
+    with pytest.raises(
+        StrategyError,
+        match="dp: a dictionary in the model has ids of layers or parameters for keys",
+    ):
         train(job, **DP, folder=tmp_path, quiet=True)
 
 

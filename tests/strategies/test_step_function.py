@@ -1,4 +1,6 @@
-"""Several losses and optimizers in a job: a function of the person's makes the updates, the same on any devices."""
+"""Several losses and optimizers in a job: a function of the person's makes the updates, the same
+on any devices.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ SMALL: dict[str, dict[str, Any]] = {
     "gradient_penalty": {"width": 8, "samples": 52},
     "distillation": {"width": 8},
 }
-"""Each with a last smaller batch; that of 52 samples in batches of 17 has one sample, so a device has none."""
+"""Each with a last smaller batch; that of 52 samples in batches of 17 has one sample, so a
+device has none.
+"""
 
 FAST = {("actor_critic", "dp"), ("alternating", "dp"), ("alternating", "ddp")}
 
 
 def example(name: str) -> Job:
-    return loaded(str(EXAMPLES / f"{name}.py")).job(**SMALL[name]).replace(batch_size=17, epochs=2, steps=None)
+    return (
+        loaded(str(EXAMPLES / f"{name}.py"))
+        .job(**SMALL[name])
+        .replace(batch_size=17, epochs=2, steps=None)
+    )
 
 
 @pytest.mark.parametrize(
@@ -57,7 +65,9 @@ def test_each_example_ends_where_one_device_does(name: str, way: str) -> None:
 def words_of_all(samples: list[Any]) -> Any:
     """Texts of one to four words, one after another, with their lengths."""
     words = [torch.arange(1 + int(y) + i % 2) for i, (_, y) in enumerate(samples)]
-    return (torch.cat(words), torch.tensor([len(w) for w in words])), torch.stack([y for _, y in samples])
+    return (torch.cat(words), torch.tensor([len(w) for w in words])), torch.stack(
+        [y for _, y in samples]
+    )
 
 
 def summed_words(models: Any, batch: Any, update: Any) -> None:
@@ -71,12 +81,16 @@ def summed_words(models: Any, batch: Any, update: Any) -> None:
 def test_samples_of_several_rows_end_where_one_device_does_and_are_said_not_to_be_checked(
     way: str, tmp_path: Path, capfd: Any
 ) -> None:
-    """Found by trial: the function's own error, since it was tried with a part of the samples and all their words."""
+    """Found by trial: the function's own error, since it was tried with a part of the samples
+    and all their words.
+    """
     job = Job(
         model=lambda: {"body": nn.Embedding(4, 3)},
         optimizer={"body": plain_sgd},
         step=summed_words,
-        train_data=TensorDataset(*(t[:25] for t in DATA.tensors)),  # the last rank has no sample in the end
+        train_data=TensorDataset(
+            *(t[:25] for t in DATA.tensors)
+        ),  # the last rank has no sample in the end
         collate=words_of_all,
         batch_size=8,
         shuffle=False,
@@ -85,26 +99,39 @@ def test_samples_of_several_rows_end_where_one_device_does_and_are_said_not_to_b
     found = parity(job, way, "2xcpu")
     assert found.worst < BOUND, str(found)
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
-    assert "losses are sums over samples isn't checked, since a local batch can't be cut" in capfd.readouterr().out
+    assert (
+        "losses are sums over samples isn't checked, since a local batch can't be cut"
+        in capfd.readouterr().out
+    )
 
 
-# ---- the law, with SGD, unequal counts, and devices without a sample -------------------------------------------------
+# ---- the law, with SGD, unequal counts, and devices without a sample -----------------------------
 
 DATA = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu"}
 
 
 def both(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """A head on top of a body, each with its own loss; the head's counts some samples only, in some steps none here."""
+    """A head on top of a body, each with its own loss; the head's counts some samples only, in
+    some steps none here.
+    """
     x, y = batch
     hidden = models["body"](x)
     counts = y != 1
     logits = models["head"](hidden.detach())
-    update("head", nn.functional.cross_entropy(logits[counts], y[counts], reduction="sum"), counts.sum())
+    update(
+        "head",
+        nn.functional.cross_entropy(logits[counts], y[counts], reduction="sum"),
+        counts.sum(),
+    )
     update("body", (hidden.square().sum(dim=1) - y).square().sum(), len(y))
     if update.step % 3 == 0:
         again = models["head"](models["body"](x))
-        update("body", nn.functional.cross_entropy(again, y, reduction="sum"), update.samples / 8 * len(y))
+        update(
+            "body",
+            nn.functional.cross_entropy(again, y, reduction="sum"),
+            update.samples / 8 * len(y),
+        )
 
 
 def parts() -> dict[str, nn.Module]:
@@ -112,7 +139,12 @@ def parts() -> dict[str, nn.Module]:
 
 
 def job_of(step: Any = both, model: Any = parts, **settings: Any) -> Job:
-    fields = {"optimizer": {"head": plain_sgd, "body": sgd}, "batch_size": 7, "epochs": 2, **settings}
+    fields = {
+        "optimizer": {"head": plain_sgd, "body": sgd},
+        "batch_size": 7,
+        "epochs": 2,
+        **settings,
+    }
     return Job(model=model, step=step, train_data=DATA, **fields)
 
 
@@ -129,7 +161,9 @@ def by_torch(job: Job, clip: float) -> dict[str, Tensor]:
 
         def __call__(self, name: str, total: Tensor, count: Any = 1) -> None:
             optimizers[name].zero_grad()
-            (total / count).backward(inputs=[p for p in models[name].parameters() if p.requires_grad])
+            (total / count).backward(
+                inputs=[p for p in models[name].parameters() if p.requires_grad]
+            )
             nn.utils.clip_grad_norm_(models[name].parameters(), clip)
             optimizers[name].step()
 
@@ -156,7 +190,11 @@ def adversarial(models: nn.ModuleDict, batch: Any, update: Any) -> None:
     x, y = batch
     counts = y != 1
     update("autoencoder", (models["autoencoder"](x) - x).square().sum(), x.numel())
-    update("judge", nn.functional.softplus(models["judge"](models["encoder"](x).detach())).sum(), len(x))
+    update(
+        "judge",
+        nn.functional.softplus(models["judge"](models["encoder"](x).detach())).sum(),
+        len(x),
+    )
     fooled = nn.functional.softplus(-models["judge"](models["encoder"](x)))
     update("encoder", fooled[counts].sum(), counts.sum())
 
@@ -167,11 +205,17 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def sharing() -> dict[str, nn.Module]:
     encoder = nn.Linear(6, 4)
-    return {"autoencoder": nn.Sequential(encoder, nn.Linear(4, 6)), "encoder": encoder, "judge": nn.Linear(4, 1)}
+    return {
+        "autoencoder": nn.Sequential(encoder, nn.Linear(4, 6)),
+        "encoder": encoder,
+        "judge": nn.Linear(4, 1),
+    }
 
 
 def toggling(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """Freezes the judge while the encoder is trained, as pix2pix does, and in some steps a layer within a part."""
+    """Freezes the judge while the encoder is trained, as pix2pix does, and in some steps a layer
+    within a part.
+    """
     x, y = batch
     encoded = models["encoder"](x)
     models["judge"].requires_grad_(True)
@@ -186,8 +230,11 @@ def toggling(models: nn.ModuleDict, batch: Any, update: Any) -> None:
 
 @pytest.mark.parametrize(("function", "of_judge"), [(adversarial, plain_sgd), (toggling, sgd)])
 @pytest.mark.parametrize("way", ["single", *WAYS])
-def test_parts_may_share_parameters_and_be_frozen_in_between(function: Any, of_judge: Any, way: str, tmp_path) -> None:
-    """Found by trial: what parts share was moved by the optimizer of the first that has it, without a line.
+def test_parts_may_share_parameters_and_be_frozen_in_between(
+    function: Any, of_judge: Any, way: str, tmp_path
+) -> None:
+    """Found by trial: what parts share was moved by the optimizer of the first that has it, without
+    a line.
 
     And a judge that is frozen while the encoder is trained was trained in step 1 only.
     """
@@ -213,14 +260,21 @@ def with_a_frozen_decoder() -> dict[str, nn.Module]:
 
 def test_a_part_without_an_optimizer_may_share_what_another_ones_moves(tmp_path: Path) -> None:
     """Found by reading: refused, since the first part that has it has no optimizer."""
-    job = job_of(judged_only, with_a_frozen_decoder, optimizer={"encoder": adam, "judge": sgd}, precision="fp64")
+    job = job_of(
+        judged_only,
+        with_a_frozen_decoder,
+        optimizer={"encoder": adam, "judge": sgd},
+        precision="fp64",
+    )
     run = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     for name, expected in by_torch(job, clip=float("inf")).items():
         assert (run.model().state_dict()[name] - expected).abs().max() < BOUND, name
 
 
 def followed(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """A target network that follows the body, a warmth that grows, and a layer that is frozen for some steps."""
+    """A target network that follows the body, a warmth that grows, and a layer that is frozen
+    for some steps.
+    """
     x, y = batch
     body, head, target = models["body"], models["head"], models["target"]
     body.warmth = min(1.0, body.warmth + 0.1)
@@ -244,7 +298,9 @@ def with_a_target() -> nn.ModuleDict:
 
 @pytest.mark.parametrize("devices", ["2xcpu", slow("3xcpu")])
 def test_a_rank_without_a_sample_writes_what_the_others_write(devices: str) -> None:
-    """It didn't run the function, so that its target network, its counters and its frozen layers fell behind."""
+    """It didn't run the function, so that its target network, its counters and its frozen layers
+    fell behind.
+    """
     small = TensorDataset(*(t[:25] for t in DATA.tensors))
     job = job_of(followed, with_a_target, batch_size=12, epochs=3).replace(train_data=small)
     found = parity(job, "ddp", devices)
@@ -256,7 +312,9 @@ def test_a_rank_without_a_sample_writes_what_the_others_write(devices: str) -> N
         models = with_a_target()
         where = {"strategy": "single", "devices": "1xcpu"} if world is None else {"strategy": "ddp"}
         optimizers = {"head": plain_sgd, "body": sgd}
-        step = lockstep.parallelize(models, None, optimizers, step=followed, precision="fp64", **where)
+        step = lockstep.parallelize(
+            models, None, optimizers, step=followed, precision="fp64", **where
+        )
         for _ in range(5):
             has_some = world is None or world.rank < world.size - 1
             of = world.size - 1 if world is not None else 1
@@ -277,10 +335,20 @@ def too_late(models: nn.ModuleDict, batch: Any, update: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["single", "dp", slow("ddp")])
-def test_a_backward_through_weights_that_were_moved_is_an_error_as_in_pytorch(way: str, tmp_path: Path) -> None:
-    """Fused optimizers, which are taken where nobody says otherwise, hid it: the gradient was that of moved weights."""
+def test_a_backward_through_weights_that_were_moved_is_an_error_as_in_pytorch(
+    way: str, tmp_path: Path
+) -> None:
+    """Fused optimizers, which are taken where nobody says otherwise, hid it: the gradient was
+    that of moved weights.
+    """
     with pytest.raises((RuntimeError, LockstepError), match="modified by an inplace operation"):
-        train(job_of(too_late), strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True)
+        train(
+            job_of(too_late),
+            strategy=way,
+            devices=WAYS.get(way, "1xcpu"),
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def thaws(strategy: str, devices: str) -> Tensor:
@@ -301,7 +369,10 @@ def thaws(strategy: str, devices: str) -> Tensor:
 
 def test_a_part_that_is_frozen_for_a_while_is_moved_afterwards() -> None:
     expected = thaws("single", "1xcpu")
-    ends = [thaws("dp", "3xcpu"), *lockstep.launch(lambda world: thaws("ddp", "auto"), devices="2xcpu")]
+    ends = [
+        thaws("dp", "3xcpu"),
+        *lockstep.launch(lambda world: thaws("ddp", "auto"), devices="2xcpu"),
+    ]
     assert max((end - expected).abs().max() for end in ends) < BOUND
 
 
@@ -318,28 +389,41 @@ def rates(name: str) -> dict[str, Any]:
         pytest.param("dp", "single", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_of_several_optimizers_goes_on_under_another_strategy(first: str, second: str, tmp_path: Path) -> None:
+def test_a_run_of_several_optimizers_goes_on_under_another_strategy(
+    first: str, second: str, tmp_path: Path
+) -> None:
     job = job_of(precision="fp64", **rates("body"))
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     devices = {"single": "1xcpu", **WAYS}
     half = train(job, strategy=first, devices=devices[first], folder=tmp_path, quiet=True, steps=3)
-    resumed = train(job.replace(steps=None), strategy=second, devices=devices[second], resume=half.folder, quiet=True)
+    resumed = train(
+        job.replace(steps=None),
+        strategy=second,
+        devices=devices[second],
+        resume=half.folder,
+        quiet=True,
+    )
     assert differences(job, resumed, whole).worst < BOUND
     assert not same_bits(half.model(), whole.model())
 
 
-# ---- what is refused -------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("way", "says"),
     [
-        ("pp", r"pp can't train a job with step=: stages are made of one forward, .*; take single, dp or ddp"),
+        (
+            "pp",
+            r"pp can't train a job with step=: stages are made of one forward, .*; take single, dp or ddp",
+        ),
         ("mp", r"mp can't train a job with step=: stages are made of one forward"),
         ("hogwild", r"hogwild can't train a job with step=: ranks don't wait for one another"),
     ],
 )
-def test_strategies_that_cannot_run_a_step_function_say_why(way: str, says: str, tmp_path: Path) -> None:
+def test_strategies_that_cannot_run_a_step_function_say_why(
+    way: str, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(StrategyError, match=says):
         train(job_of(), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
 
@@ -349,17 +433,25 @@ def test_strategies_that_cannot_run_a_step_function_say_why(way: str, says: str,
     [
         ({"optimizer": sgd}, "optimizer: a dict by the names of the model's parts goes with step="),
         ({"optimizer": {}}, "optimizer: the dict is empty"),
-        ({"step": None, "loss": nn.MSELoss()}, "optimizer: a dict by the names of the model's parts goes with step="),
+        (
+            {"step": None, "loss": nn.MSELoss()},
+            "optimizer: a dict by the names of the model's parts goes with step=",
+        ),
         ({"accumulate": 2}, "accumulate: a step function makes each update on a whole batch"),
         ({"compile": True}, "compile: compile the parts where they are made"),
         ({"sync_batchnorm": True}, "sync_batchnorm: "),
         ({"precision": "fp16"}, "precision: fp16 scales one loss"),
         ({"eval_data": DATA}, r"eval_data: with step=, give a loss\(outputs, targets\)"),
-        ({"lr_scheduler": {"tail": len}}, "lr_scheduler: there is no optimizer 'tail', only head, body"),
+        (
+            {"lr_scheduler": {"tail": len}},
+            "lr_scheduler: there is no optimizer 'tail', only head, body",
+        ),
         ({"lr_scheduler": len}, "lr_scheduler: a dict by the names"),
     ],
 )
-def test_what_a_job_with_a_step_function_cannot_have_is_refused_when_it_is_made(settings: Any, says: str) -> None:
+def test_what_a_job_with_a_step_function_cannot_have_is_refused_when_it_is_made(
+    settings: Any, says: str
+) -> None:
     with pytest.raises(JobError, match=says):
         job_of(**settings)
 
@@ -368,10 +460,15 @@ def test_what_a_job_with_a_step_function_cannot_have_is_refused_when_it_is_made(
     ("settings", "says"),
     [
         ({"optimizer": {"head": sgd}}, r'optimizer: "body.0.weight" is in none of the parts head'),
-        ({"optimizer": {"head": sgd, "body": sgd, "tail": sgd}}, r'optimizer: the model has no part "tail"'),
+        (
+            {"optimizer": {"head": sgd, "body": sgd, "tail": sgd}},
+            r'optimizer: the model has no part "tail"',
+        ),
     ],
 )
-def test_optimizers_and_parts_that_do_not_fit_are_named(settings: Any, says: str, tmp_path: Path) -> None:
+def test_optimizers_and_parts_that_do_not_fit_are_named(
+    settings: Any, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=says):
         train(job_of(**settings), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
@@ -392,7 +489,11 @@ def detached(models: Any, batch: Any, update: Any) -> None:
     ("step", "error", "says"),
     [
         (misspelt, InputError, r'update\("haed"\): there is no such optimizer; .*head'),
-        (not_scalar, LossError, r'update\("head"\): the loss is of shape \(7, 3\), a scalar tensor is expected'),
+        (
+            not_scalar,
+            LossError,
+            r'update\("head"\): the loss is of shape \(7, 3\), a scalar tensor is expected',
+        ),
         (detached, LossError, r'update\("head"\): the loss depends on no parameter'),
     ],
 )
@@ -435,10 +536,13 @@ def noisy_over_pairs(models: Any, batch: Any, update: Any) -> None:
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way: str, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(
+    way: str, tmp_path: Path
+) -> None:
     train(job_of(over_pairs), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     with pytest.raises(
-        StrategyError, match=r'update\("body"\): the loss of \d samples .* it isn\'t a sum over samples'
+        StrategyError,
+        match=r'update\("body"\): the loss of \d samples .* it isn\'t a sum over samples',
     ):
         train(job_of(over_pairs), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     with pytest.raises(StrategyError, match="it isn't a sum over samples"):  # also where it draws
@@ -446,26 +550,41 @@ def test_a_loss_that_is_no_sum_over_samples_is_refused_where_batches_are_cut(way
 
 
 def test_a_mean_without_its_count_is_refused(tmp_path: Path) -> None:
-    """A mean over a mask, which counts fewer samples only in some steps, was 0.02 off without a line."""
+    """A mean over a mask, which counts fewer samples only in some steps, was 0.02 off without a
+    line.
+    """
 
     def mean(models: nn.ModuleDict, batch: Any, update: Any) -> None:
         update("head", models["head"](models["body"](batch[0])).square().mean())
 
     with pytest.raises(
-        LossError, match=r'update\("head"\): there is no count.*give the sum over items, and their number'
+        LossError,
+        match=r'update\("head"\): there is no count.*give the sum over items, and their number',
     ):
         train(job_of(mean), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
 
 @pytest.mark.parametrize("weight", [1.0, 1e-6])
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
-def test_a_loss_that_is_no_sum_only_later_is_refused_then(way: str, weight: float, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_sum_only_later_is_refused_then(
+    way: str, weight: float, tmp_path: Path
+) -> None:
     def later(models: nn.ModuleDict, batch: Any, update: Any) -> None:
         squares = models["head"](models["body"](batch[0])).square()
-        update("head", squares.sum() + (weight * squares.std() if update.step > 3 else 0.0), squares.numel())
+        update(
+            "head",
+            squares.sum() + (weight * squares.std() if update.step > 3 else 0.0),
+            squares.numel(),
+        )
 
     with pytest.raises(StrategyError, match="isn't a sum over samples"):
-        train(job_of(later, precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        train(
+            job_of(later, precision="fp64"),
+            strategy=way,
+            devices="2xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def hardest(models: Any, batch: Any, update: Any) -> None:
@@ -480,8 +599,12 @@ def masked(models: Any, batch: Any, update: Any) -> None:
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
 @pytest.mark.parametrize(("step", "size"), [(hardest, 8), (masked, 8), (over_pairs, 2)])
-def test_a_loss_that_is_a_sum_within_each_local_batch_only_is_refused(step, size, way: str, tmp_path: Path) -> None:
-    """Found by trial: 9, 20 and 69 % off without a line; the second half of each batch is masked."""
+def test_a_loss_that_is_a_sum_within_each_local_batch_only_is_refused(
+    step, size, way: str, tmp_path: Path
+) -> None:
+    """Found by trial: 9, 20 and 69 % off without a line; the second half of each batch is
+    masked.
+    """
     data = TensorDataset(DATA.tensors[0], (torch.arange(len(DATA)) % 8 >= 4).long())
     job = job_of(step, batch_size=size, shuffle=False).replace(train_data=data)
     with pytest.raises(StrategyError, match="isn't a sum over samples"):
@@ -489,7 +612,9 @@ def test_a_loss_that_is_a_sum_within_each_local_batch_only_is_refused(step, size
 
 
 class Averaged(nn.Module):
-    """A body, an average of it, which a step function makes, a running mean, and the number of calls."""
+    """A body, an average of it, which a step function makes, a running mean, and the number of
+    calls.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -500,7 +625,11 @@ class Averaged(nn.Module):
 
 def averages(model: Any, batch: Any, update: Any) -> None:
     model.calls += 1
-    update("body", (model.body(batch[0]) - model.calls - model.target(batch[0])).square().sum(), len(batch[0]))
+    update(
+        "body",
+        (model.body(batch[0]) - model.calls - model.target(batch[0])).square().sum(),
+        len(batch[0]),
+    )
     with torch.no_grad():
         for mine, its in zip(model.target.parameters(), model.body.parameters(), strict=True):
             mine.lerp_(its, 0.1)
@@ -513,16 +642,29 @@ def centers(model: Any, batch: Any, update: Any) -> None:
 
 
 def of_averages(step: Any) -> Job:
-    return Job(model=Averaged, optimizer={"body": sgd}, step=step, train_data=DATA, batch_size=8, precision="fp64")
+    return Job(
+        model=Averaged,
+        optimizer={"body": sgd},
+        step=step,
+        train_data=DATA,
+        batch_size=8,
+        precision="fp64",
+    )
 
 
 def clamped(models: nn.ModuleDict, batch: Any, update: Any) -> None:
-    """Writes to parameters that an optimizer moves, and to a target in every third step, past autograd."""
+    """Writes to parameters that an optimizer moves, and to a target in every third step, past
+    autograd.
+    """
     x, y = batch
     body, target = models["body"], models["target"]
     for p in body.parameters():
         p.data.clamp_(-0.4, 0.4).mul_(1.01)
-    update("body", (models["head"](body(x)) - y[:, None] + target(x).mean(1, keepdim=True)).square().sum() / 9, len(y))
+    update(
+        "body",
+        (models["head"](body(x)) - y[:, None] + target(x).mean(1, keepdim=True)).square().sum() / 9,
+        len(y),
+    )
     if update.step % 3 == 0:
         for mine, its in zip(target.parameters(), body.parameters(), strict=True):
             mine.data = 0.5 * mine.data + 0.5 * its.data
@@ -532,9 +674,13 @@ def clamped(models: nn.ModuleDict, batch: Any, update: Any) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 def test_a_function_may_write_parameters(way: str, tmp_path: Path, capfd: Any) -> None:
-    """Replicas on threads had the same ones, so that each of them wrote; writes to their data were not seen."""
+    """Replicas on threads had the same ones, so that each of them wrote; writes to their data
+    were not seen.
+    """
     one, other = (
-        train(of_averages(averages), strategy=name, devices=devices, folder=tmp_path, quiet=True).model().state_dict()
+        train(of_averages(averages), strategy=name, devices=devices, folder=tmp_path, quiet=True)
+        .model()
+        .state_dict()
         for name, devices in (("single", "1xcpu"), (way, WAYS[way]))
     )
     assert all((one[name] - other[name]).abs().max() < BOUND for name in one)
@@ -543,9 +689,14 @@ def test_a_function_may_write_parameters(way: str, tmp_path: Path, capfd: Any) -
         assert found.worst < BOUND, str(found)
 
 
-def test_a_buffer_that_the_function_writes_by_its_local_batch_is_named(tmp_path: Path, capfd: Any) -> None:
+def test_a_buffer_that_the_function_writes_by_its_local_batch_is_named(
+    tmp_path: Path, capfd: Any
+) -> None:
     train(of_averages(centers), strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert 'the step function writes "center" by the samples of its local batch' in capfd.readouterr().out
+    assert (
+        'the step function writes "center" by the samples of its local batch'
+        in capfd.readouterr().out
+    )
 
 
 def balanced(models: Any, batch: Any, update: Any) -> None:
@@ -559,7 +710,9 @@ def balanced(models: Any, batch: Any, update: Any) -> None:
 COUNTED = {"calls": 0}
 
 
-def test_gradients_that_follow_a_local_batch_and_a_counter_outside_are_said(tmp_path: Path, capfd: Any) -> None:
+def test_gradients_that_follow_a_local_batch_and_a_counter_outside_are_said(
+    tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: weights were wrong without a line."""
     job = Job(
         model=lambda: {"body": nn.Linear(6, 3)},
@@ -570,7 +723,10 @@ def test_gradients_that_follow_a_local_batch_and_a_counter_outside_are_said(tmp_
     )
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
     said = " ".join(capfd.readouterr().out.split())
-    assert 'the gradient of "body.weight" is not the sum of those of parts of the batch, though the loss is' in said
+    assert (
+        'the gradient of "body.weight" is not the sum of those of parts of the batch, though the '
+        "loss is" in said
+    )
     assert 'the step function changes "COUNTED", which is outside of the models' in said
 
 
@@ -583,13 +739,20 @@ def test_replicas_that_make_different_calls_are_named(way: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("step", [noisy, noisy_by_its_own_generator, resampled])
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_random_numbers_in_the_function_are_said_to_differ(step: Any, way: str, tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: numbers of an own generator, and samples drawn with replacement, were refused as no sum."""
+def test_random_numbers_in_the_function_are_said_to_differ(
+    step: Any, way: str, tmp_path: Path, capfd: Any
+) -> None:
+    """Found by trial: numbers of an own generator, and samples drawn with replacement, were
+    refused as no sum.
+    """
     train(job_of(step, steps=2), strategy=way, devices="2xcpu", folder=tmp_path)
-    assert "the step function draws random numbers: other ones for each local batch" in capfd.readouterr().out
+    assert (
+        "the step function draws random numbers: other ones for each local batch"
+        in capfd.readouterr().out
+    )
 
 
-# ---- what else is done with such a job -------------------------------------------------------------------------------
+# ---- what else is done with such a job -----------------------------------------------------------
 
 
 def test_verify_holds_a_step_function_to_one_device() -> None:
@@ -614,14 +777,19 @@ def looped(strategy: str, devices: str) -> Tensor:
     )
     for batch in lockstep.batches(DATA, batch_size=7):
         assert step(batch).parts.keys() == {"head", "body"}
-    with pytest.raises(StrategyError, match=r"a step function makes updates itself: call step\(inputs, targets\)"):
+    with pytest.raises(
+        StrategyError, match=r"a step function makes updates itself: call step\(inputs, targets\)"
+    ):
         step.backward(*DATA[:4])
     return torch.cat([p.detach().flatten() for p in models.parameters()])
 
 
 def test_an_own_loop_takes_a_step_function_too() -> None:
     expected = looped("single", "1xcpu")
-    ends = [looped("dp", "3xcpu"), *lockstep.launch(lambda world: looped("ddp", "auto"), devices="2xcpu")]
+    ends = [
+        looped("dp", "3xcpu"),
+        *lockstep.launch(lambda world: looped("ddp", "auto"), devices="2xcpu"),
+    ]
     assert max((end - expected).abs().max() for end in ends) < BOUND
 
 
@@ -633,26 +801,39 @@ def test_a_model_with_a_forward_is_evaluated_and_predicted_with(tmp_path: Path) 
     images = torch.rand(5, 64)
     with torch.no_grad():
         expected = run.model()(images)
-    assert (lockstep.predict(run, images, strategy="pp", devices="2xcpu", quiet=True) - expected).abs().max() < 1e-5
+    assert (
+        lockstep.predict(run, images, strategy="pp", devices="2xcpu", quiet=True) - expected
+    ).abs().max() < 1e-5
 
 
 def test_parts_without_a_forward_say_how_to_predict(tmp_path: Path) -> None:
     run = train(job_of(epochs=1), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert run.model()["head"](torch.zeros(2, 4)).shape == (2, 3)
-    with pytest.raises(JobError, match=r"the parts head, body, without a forward .* call a part yourself \(run.model"):
+    with pytest.raises(
+        JobError,
+        match=r"the parts head, body, without a forward .* call a part yourself \(run.model",
+    ):
         lockstep.predict(run, torch.zeros(2, 6), strategy="single", devices="1xcpu", quiet=True)
 
 
 def through_the_head(models: nn.ModuleDict, batch: Any, update: Any) -> None:
     """As a generator's loss goes through the discriminator."""
     x, y = batch
-    update("body", nn.functional.cross_entropy(models["head"](models["body"](x)), y, reduction="sum"), len(y))
+    update(
+        "body",
+        nn.functional.cross_entropy(models["head"](models["body"](x)), y, reduction="sum"),
+        len(y),
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_is_frozen_as_a_whole_is_no_error_though_its_loss_has_gradients(way: str, tmp_path: Path) -> None:
+def test_a_model_that_is_frozen_as_a_whole_is_no_error_though_its_loss_has_gradients(
+    way: str, tmp_path: Path
+) -> None:
     """Found by trial: a generator that was frozen for some steps raised a text of PyTorch's."""
-    job = job_of(through_the_head, precision="fp64", callbacks=[lockstep.callbacks.Freeze("body", until=3)])
+    job = job_of(
+        through_the_head, precision="fp64", callbacks=[lockstep.callbacks.Freeze("body", until=3)]
+    )
     run = train(job, strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True)
     single = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     assert differences(job, run, single).worst < BOUND
@@ -681,16 +862,27 @@ def coding(models: nn.ModuleDict, batch: Any, update: Any) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_layer_does_in_training_only_is_seen(way: str, tmp_path: Path, capfd: Any) -> None:
     """Found by trial: the function was tried in evaluation mode."""
-    job = Job(model=lambda: {"body": Coded()}, optimizer={"body": sgd}, step=coding, train_data=DATA, batch_size=8)
+    job = Job(
+        model=lambda: {"body": Coded()},
+        optimizer={"body": sgd},
+        step=coding,
+        train_data=DATA,
+        batch_size=8,
+    )
     try:
         train(job, strategy=way, devices=WAYS[way], folder=tmp_path)
         said = capfd.readouterr().out
     except StrategyError as error:
         said = str(error)
-    assert 'writes "body.center" by the samples of its local batch' in said or "isn't a sum over samples" in said
+    assert (
+        'writes "body.center" by the samples of its local batch' in said
+        or "isn't a sum over samples" in said
+    )
 
 
-def test_a_batch_norm_is_said_without_a_setting_that_step_functions_cannot_have(tmp_path: Path, capsys: Any) -> None:
+def test_a_batch_norm_is_said_without_a_setting_that_step_functions_cannot_have(
+    tmp_path: Path, capsys: Any
+) -> None:
     def normed() -> dict[str, nn.Module]:
         return parts() | {"body": nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))}
 
@@ -714,8 +906,12 @@ def in_turns(strategy: str, devices: str) -> Tensor:
         torch.manual_seed(seed)
         own, other = nn.ModuleDict(parts()).double(), nn.Linear(6, 3).double()
         optimizers = {"head": plain_sgd, "body": sgd}
-        between = lockstep.parallelize(other, nn.CrossEntropyLoss(), plain_sgd, strategy=strategy, devices=devices)
-        step = lockstep.parallelize(own, None, optimizers, step=every_other, strategy=strategy, devices=devices)
+        between = lockstep.parallelize(
+            other, nn.CrossEntropyLoss(), plain_sgd, strategy=strategy, devices=devices
+        )
+        step = lockstep.parallelize(
+            own, None, optimizers, step=every_other, strategy=strategy, devices=devices
+        )
         for inputs, targets in lockstep.batches(data, batch_size=10):
             step(inputs, targets)
             between(inputs, targets)
@@ -724,13 +920,17 @@ def in_turns(strategy: str, devices: str) -> Tensor:
 
 
 def test_the_number_of_a_step_is_its_own_where_ranks_have_several() -> None:
-    """Found by trial: under ddp it went on over other steps of the process, so that updates were 2 % off."""
+    """Found by trial: under ddp it went on over other steps of the process, so that updates were
+    2 % off.
+    """
     (found, _) = lockstep.launch(lambda world: in_turns("ddp", "auto"), devices="2xcpu")
     assert (found - in_turns("single", "1xcpu")).abs().max() < BOUND
 
 
 def clamping(how: str) -> Any:
-    """A function that clamps gradients within, and of which two items of each sample are counted."""
+    """A function that clamps gradients within, and of which two items of each sample are
+    counted.
+    """
 
     def step(models: nn.ModuleDict, batch: Any, update: Any) -> None:
         inputs, targets = batch
@@ -747,7 +947,12 @@ def clamping(how: str) -> Any:
 
     data = TensorDataset(drawn(40, 6), labels(40, 3))
     job = Job(
-        model=two, step=step, train_data=data, optimizer={"body": plain_sgd, "head": plain_sgd}, batch_size=8, epochs=1
+        model=two,
+        step=step,
+        train_data=data,
+        optimizer={"body": plain_sgd, "head": plain_sgd},
+        batch_size=8,
+        epochs=1,
     )
     return job.replace(shuffle=False, precision="fp64")
 
@@ -779,5 +984,7 @@ def test_what_may_clamp_in_backward_is_said_where_not_all_are_counted(
     way: str, how: str, tmp_path: Path, capfd
 ) -> None:
     train(clamping(how), strategy=way, devices="2xcpu", folder=tmp_path)
-    said = "one that isn't linear (it clamps gradients, say) is given the gradient of total / samples"
+    said = (
+        "one that isn't linear (it clamps gradients, say) is given the gradient of total / samples"
+    )
     assert (said in " ".join(capfd.readouterr().out.split())) is (how in ("function", "hook"))

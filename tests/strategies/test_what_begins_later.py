@@ -1,4 +1,6 @@
-"""What a model does in forward that local batches can't do as one device would is said when it begins, too."""
+"""What a model does in forward that local batches can't do as one device would is said when it
+begins, too.
+"""
 
 from __future__ import annotations
 
@@ -103,16 +105,22 @@ SAYS = {
     Gated: "outputs depend on other samples of the batch",
     Dropping: "outputs depend on other samples of the batch",
     BuffersLate: 'buffer "1.mean" ',
-    Averaging: 'the gradient of "0.weight" is not the sum of those of parts of the batch, though the loss is',
-    Freezing: 'the model changes requires_grad of "1.first.weight" in forward, for each part of a batch',
+    Averaging: 'the gradient of "0.weight" is not the sum of those of parts of the batch, though '
+    "the loss is",
+    Freezing: 'the model changes requires_grad of "1.first.weight" in forward, for each part of a '
+    "batch",
 }
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("model", SAYS, ids=lambda model: model.__name__)
 @pytest.mark.parametrize(("way", "devices", "accumulate"), WAYS, ids=[way for way, *_ in WAYS])
-def test_it_is_said_once(model: Any, way: str, devices: str, accumulate: int, tmp_path: Path, capsys: Any) -> None:
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), accumulate=accumulate)
+def test_it_is_said_once(
+    model: Any, way: str, devices: str, accumulate: int, tmp_path: Path, capsys: Any
+) -> None:
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), accumulate=accumulate
+    )
     train(job, strategy=way, devices=devices, folder=tmp_path)
     assert capsys.readouterr().out.count(f"note: {SAYS[model]}") == 1
 
@@ -123,7 +131,12 @@ def test_it_is_said_of_compiled_models_too(way: str, tmp_path: Path, capsys: Any
     job = dataclasses.replace(ZOO["mlp"], model=Gated, compile="aot_eager")
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert capsys.readouterr().out.count(f"note: {SAYS[Gated]}") == 1
-    train(dataclasses.replace(job, model=lambda: nn.Linear(6, 3)), strategy=way, devices="2xcpu", folder=tmp_path)
+    train(
+        dataclasses.replace(job, model=lambda: nn.Linear(6, 3)),
+        strategy=way,
+        devices="2xcpu",
+        folder=tmp_path,
+    )
     assert "note: " not in capsys.readouterr().out
 
 
@@ -139,8 +152,12 @@ class Counting(nn.Linear):
 
 @pytest.mark.parametrize("model", [Gated, lambda: Counting(6, 3)], ids=["a gate", "an attribute"])
 def test_it_is_said_of_shards_too(model: Any, tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: only the first update was looked at, without a line; later, with attributes of before it."""
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), eval_data=None)
+    """Found by trial: only the first update was looked at, without a line; later, with
+    attributes of before it.
+    """
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: nn.Sequential(nn.Linear(6, 6), model()), eval_data=None
+    )
     train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
     assert capfd.readouterr().out.count(f"note: {SAYS[Gated]}") == 1
 
@@ -156,8 +173,12 @@ def test_what_the_last_update_begins_is_said(tmp_path: Path, capsys: Any) -> Non
     assert capsys.readouterr().out.count(f"note: {SAYS[Beginning]}") == 1
 
 
-def test_where_a_batch_of_one_sample_was_to_be_seen_the_next_one_is(tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: with four batches an epoch, the last of one sample, nothing was seen but in updates 1 and 2."""
+def test_where_a_batch_of_one_sample_was_to_be_seen_the_next_one_is(
+    tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: with four batches an epoch, the last of one sample, nothing was seen but
+    in updates 1 and 2.
+    """
 
     class InTheFifth(Beginning):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -165,13 +186,17 @@ def test_where_a_batch_of_one_sample_was_to_be_seen_the_next_one_is(tmp_path: Pa
             return nn.Linear.forward(self, x - x.mean(dim=0) if self.forwards > 4 else x)
 
     data = TensorDataset(torch.randn(25, 6), labels(25, 3))
-    job = dataclasses.replace(ZOO["mlp"], model=InTheFifth, train_data=data, batch_size=8, epochs=2, accumulate=2)
+    job = dataclasses.replace(
+        ZOO["mlp"], model=InTheFifth, train_data=data, batch_size=8, epochs=2, accumulate=2
+    )
     train(job, devices="1xcpu", folder=tmp_path)
     assert f"note: {SAYS[Beginning]}" in capsys.readouterr().out
 
 
 class Normalized(nn.Module):
-    """With a batch norm that stays in evaluation mode while it is frozen, and dropout of nothing."""
+    """With a batch norm that stays in evaluation mode while it is frozen, and dropout of
+    nothing.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,12 +230,17 @@ class Setting(Callback):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("what", "said"), [("norm", "BatchNorm normalizes over each replica's local batch"), ("dropout", "dropout ")]
+    ("what", "said"),
+    [("norm", "BatchNorm normalizes over each replica's local batch"), ("dropout", "dropout ")],
 )
 @pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_what_a_callback_sets_is_said(what: str, said: str, way: str, tmp_path: Path, capfd: Any) -> None:
+def test_what_a_callback_sets_is_said(
+    what: str, said: str, way: str, tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: layers were asked before the first update only."""
-    job = dataclasses.replace(ZOO["mlp"], model=Normalized, eval_data=None, epochs=4, callbacks=[Setting(what)])
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Normalized, eval_data=None, epochs=4, callbacks=[Setting(what)]
+    )
     train(job, strategy=way, devices="2xcpu", folder=tmp_path)
     assert capfd.readouterr().out.count(f"note: {said}") == 1
 
@@ -219,7 +249,9 @@ class OwnNorm(nn.modules.batchnorm._NormBase):
     """Normalizes by itself what PyTorch's class keeps."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        mean, var = (x.mean(0), x.var(0)) if self.training else (self.running_mean, self.running_var)
+        mean, var = (
+            (x.mean(0), x.var(0)) if self.training else (self.running_mean, self.running_var)
+        )
         return (x - mean) / (var + self.eps).sqrt()
 
 
@@ -230,7 +262,9 @@ def test_a_norm_of_ones_own_is_looked_at(tmp_path: Path, capsys: Any) -> None:
 
 
 class Plain(nn.Module):
-    """Attention, an embedding, dropout by module and by function, batch norm, a frozen and an unused layer."""
+    """Attention, an embedding, dropout by module and by function, batch norm, a frozen and an
+    unused layer.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,10 +281,14 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp64", None, "bf16"])
 def test_nothing_else_is_said_of_a_plain_model(precision: Any, tmp_path: Path, capsys: Any) -> None:
-    data = TensorDataset(torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(3)), labels(40, 3))
+    data = TensorDataset(
+        torch.randint(11, (40, 6), generator=torch.Generator().manual_seed(3)), labels(40, 3)
+    )
     job = dataclasses.replace(
         ZOO["mlp"], model=Plain, train_data=data, eval_data=data, batch_size=8, precision=precision
     )
     train(job, strategy="single", devices="1xcpu", folder=tmp_path, accumulate=2)
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
-    assert [note.split()[1] for note in notes] == ["BatchNorm", "dropout"], "which accumulate makes differ"
+    assert [note.split()[1] for note in notes] == ["BatchNorm", "dropout"], (
+        "which accumulate makes differ"
+    )

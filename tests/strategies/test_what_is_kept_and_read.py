@@ -1,4 +1,6 @@
-"""What a model keeps of a forward, and outputs over a whole batch that a loss reads: said where results differ only."""
+"""What a model keeps of a forward, and outputs over a whole batch that a loss reads: said where
+results differ only.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ WAYS = {
 
 
 def notes_of(job: Job, way: str, folder: Path, capsys: Any) -> tuple[str, float]:
-    """What is said of a job, but for how often its loss is checked, and how far it ends from one device."""
+    """What is said of a job, but for how often its loss is checked, and how far it ends from one
+    device.
+    """
     job = job.replace(precision="fp64")
     run = train(job, **WAYS[way], folder=folder)
     said = " ".join(capsys.readouterr().out.split())
     single = train(job, strategy="single", devices="1xcpu", folder=folder, quiet=True)
-    return said.replace("note: whether the loss is additive over samples is checked", ""), differences(
-        job, run, single
-    ).worst
+    return said.replace(
+        "note: whether the loss is additive over samples is checked", ""
+    ), differences(job, run, single).worst
 
 
 class Keeping(nn.Module):
@@ -56,23 +60,33 @@ class Keeping(nn.Module):
             return outputs
         if self.kind == "by a hook":
             return outputs + 0.1 * self._hidden["first"].mean(1, keepdim=True)
-        self.last = outputs.softmax(1) if self.kind == "with its history" else outputs.softmax(1).detach()
+        self.last = (
+            outputs.softmax(1) if self.kind == "with its history" else outputs.softmax(1).detach()
+        )
         return outputs
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["detached", "with its history", "by a hook", "a time"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_model_keeps_of_its_last_forward_is_no_difference(kind: str, way: str, tmp_path: Path, capsys) -> None:
-    """Found by trial: it was said to differ, and a model that keeps a graph was inspected no more."""
-    job = dataclasses.replace(ZOO["mlp"], model=lambda: Keeping(kind), optimizer=sgd, eval_data=None, metrics={})
+def test_what_a_model_keeps_of_its_last_forward_is_no_difference(
+    kind: str, way: str, tmp_path: Path, capsys
+) -> None:
+    """Found by trial: it was said to differ, and a model that keeps a graph was inspected no
+    more.
+    """
+    job = dataclasses.replace(
+        ZOO["mlp"], model=lambda: Keeping(kind), optimizer=sgd, eval_data=None, metrics={}
+    )
     said, apart = notes_of(job, way, tmp_path, capsys)
     assert "note:" not in said
     assert apart < 1e-10
 
 
 class Judging(nn.Module):
-    """Gives its own loss: a mean over the tokens that count, with a weight that learns, or one for load balancing."""
+    """Gives its own loss: a mean over the tokens that count, with a weight that learns, or one
+    for load balancing.
+    """
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -87,7 +101,9 @@ class Judging(nn.Module):
         return {"loss": loss, "weights": self.weights}
 
 
-def by_tokens(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def by_tokens(
+    outputs: dict[str, torch.Tensor], targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     count = (targets != -100).sum()
     return count * (outputs["loss"] + outputs["weights"].square().sum()), count
 
@@ -108,10 +124,17 @@ class Sequences(torch.utils.data.Dataset[Any]):
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["tokens", "balancing"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_mean_over_the_items_that_a_loss_counts_is_no_difference(kind: str, way: str, tmp_path: Path, capsys) -> None:
+def test_a_mean_over_the_items_that_a_loss_counts_is_no_difference(
+    kind: str, way: str, tmp_path: Path, capsys
+) -> None:
     """Found by trial: what Hugging Face's models give as their loss was said to differ."""
     job = dataclasses.replace(
-        ZOO["mlp"], model=lambda: Judging(kind), loss=by_tokens, train_data=Sequences(), eval_data=None, metrics={}
+        ZOO["mlp"],
+        model=lambda: Judging(kind),
+        loss=by_tokens,
+        train_data=Sequences(),
+        eval_data=None,
+        metrics={},
     )
     said, apart = notes_of(job.replace(shuffle=False), way, tmp_path, capsys)
     assert ('the model\'s output "loss", which is no sum or mean' in said) is (kind == "balancing")
@@ -133,7 +156,9 @@ class Forces(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_that_takes_gradients_in_forward_is_inspected(way: str, tmp_path: Path, capsys) -> None:
+def test_a_model_that_takes_gradients_in_forward_is_inspected(
+    way: str, tmp_path: Path, capsys
+) -> None:
     """Found by trial: weights 1 % off without a line."""
     data = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
     job = dataclasses.replace(ZOO["mlp"], model=Forces, train_data=data, eval_data=None, metrics={})
@@ -149,7 +174,9 @@ class Kept:
 
 
 class Balancing(nn.Module):
-    """Leaves a term for load balancing, of all samples of a forward, in an attribute and in a class."""
+    """Leaves a term for load balancing, of all samples of a forward, in an attribute and in a
+    class.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,14 +198,18 @@ def reading(what: str) -> Job:
         return F.cross_entropy(outputs, targets) + 0.5 * term
 
     build = lambda: built.append(Balancing()) or built[-1]  # noqa: E731
-    return dataclasses.replace(ZOO["mlp"], model=build, loss=loss, optimizer=sgd, eval_data=None, metrics={})
+    return dataclasses.replace(
+        ZOO["mlp"], model=build, loss=loss, optimizer=sgd, eval_data=None, metrics={}
+    )
 
 
 @pytest.mark.parametrize("what", ["attribute", "class", "weights"])
 def test_what_a_loss_reads_beside_outputs_is_said(what: str, tmp_path: Path, capsys: Any) -> None:
     """Found by trial: weights 2 % off without a line."""
     said, apart = notes_of(reading(what), "accumulate", tmp_path, capsys)
-    assert ("the loss reads what forward computes beside the outputs" in said) is (what != "weights")
+    assert ("the loss reads what forward computes beside the outputs" in said) is (
+        what != "weights"
+    )
     assert (apart < 1e-10) is (what == "weights")
 
 
@@ -187,7 +218,9 @@ def test_a_pair_that_reads_beside_outputs_is_not_said_to_be_no_sum(tmp_path: Pat
     job = reading("attribute")
 
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
-        aside = job.loss(outputs, targets) - F.cross_entropy(outputs, targets)  # a sum over samples, say
+        aside = job.loss(outputs, targets) - F.cross_entropy(
+            outputs, targets
+        )  # a sum over samples, say
         return F.cross_entropy(outputs, targets, reduction="sum") + aside, len(targets)
 
     says = r"reads what forward computes beside the outputs .*: let forward return it, in a tuple or a dict"
@@ -195,7 +228,9 @@ def test_a_pair_that_reads_beside_outputs_is_not_said_to_be_no_sum(tmp_path: Pat
         train(job.replace(loss=loss), **WAYS["accumulate"], folder=tmp_path, quiet=True)
 
 
-def test_what_forward_writes_to_a_class_without_methods_is_refused_in_threads(tmp_path: Path) -> None:
+def test_what_forward_writes_to_a_class_without_methods_is_refused_in_threads(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(StrategyError, match=r'forward writes tensors to "Kept\.balance"'):
         train(reading("class"), **WAYS["dp"], folder=tmp_path, quiet=True)
 
@@ -204,7 +239,9 @@ HELD: dict[str, Any] = {}
 
 
 class Leaving(nn.Module):
-    """Leaves a number of its last forward in an attribute, and the hidden activations in a variable."""
+    """Leaves a number of its last forward in an attribute, and the hidden activations in a
+    variable.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,23 +266,36 @@ def with_a_mean_of_a_variable(outputs: torch.Tensor, targets: torch.Tensor) -> t
     return F.cross_entropy(outputs, targets) + 0.1 * HELD["hidden"].abs().mean()
 
 
-LEFT = {scaled_by_an_attribute: '("scale", "HELD")', scaled_by_a_variable: '("HELD")', with_a_mean_of_a_variable: ""}
+LEFT = {
+    scaled_by_an_attribute: '("scale", "HELD")',
+    scaled_by_a_variable: '("HELD")',
+    with_a_mean_of_a_variable: "",
+}
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("loss", LEFT)
-@pytest.mark.parametrize(("strategy", "devices"), [("single", 1), ("ddp", 2), slow("fsdp", 2), slow("pp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", 1), ("ddp", 2), slow("fsdp", 2), slow("pp", 2)]
+)
 def test_what_a_loss_reads_that_forward_left_is_said_where_it_is_no_sum(
     strategy: str, devices: int, loss: Any, tmp_path: Path, capsys: Any
 ) -> None:
-    """Found by trial: each local batch left another number, and weights were some per cent off without a line."""
+    """Found by trial: each local batch left another number, and weights were some per cent off
+    without a line.
+    """
     job = dataclasses.replace(ZOO["mlp"], model=Leaving, loss=loss, precision="fp64")
     job = job.replace(accumulate=2 if strategy == "single" else 1)
     run = train(job, strategy=strategy, devices=f"{devices}xcpu", folder=tmp_path)
     said = " ".join(capsys.readouterr().out.split())
-    single = train(job.replace(accumulate=1), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    single = train(
+        job.replace(accumulate=1), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+    )
     worst = differences(job, run, single).worst
-    text = f"the loss reads what forward leaves beside its outputs {LEFT[loss]}, which is no sum over samples"
+    text = (
+        f"the loss reads what forward leaves beside its outputs {LEFT[loss]}, which is no sum "
+        "over samples"
+    )
     assert (text in said) == bool(LEFT[loss]) == (worst > 1e-4)
     assert LEFT[loss] or worst < 1e-10
 
@@ -264,7 +314,10 @@ class Counting(nn.Module):
 def test_what_replicas_write_once_per_microbatch_is_said(tmp_path: Path, capsys: Any) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=Counting, accumulate=2)
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert 'buffer "calls" is written in forward, once per micro-batch, not once per batch' in capsys.readouterr().out
+    assert (
+        'buffer "calls" is written in forward, once per micro-batch, not once per batch'
+        in capsys.readouterr().out
+    )
 
 
 @dataclasses.dataclass
@@ -287,8 +340,12 @@ class Weighted:
 
 @pytest.mark.parametrize("name", ["weight", "cached"])
 @pytest.mark.parametrize("way", WAYS)
-def test_what_a_loss_keeps_in_targets_is_not_that_of_their_parts(name: str, way: str, tmp_path: Path) -> None:
-    """Found by trial: parts of a batch had the weight of the whole, and the loss of the batch was taken for a mean."""
+def test_what_a_loss_keeps_in_targets_is_not_that_of_their_parts(
+    name: str, way: str, tmp_path: Path
+) -> None:
+    """Found by trial: parts of a batch had the weight of the whole, and the loss of the batch
+    was taken for a mean.
+    """
 
     def loss(outputs: torch.Tensor, targets: Weighted) -> torch.Tensor:
         return F.cross_entropy(outputs, targets.classes) * getattr(targets, name)
@@ -296,7 +353,9 @@ def test_what_a_loss_keeps_in_targets_is_not_that_of_their_parts(name: str, way:
     def collate(samples: list[Any]) -> tuple[torch.Tensor, Weighted]:
         return torch.stack([x for x, _ in samples]), Weighted(torch.stack([y for _, y in samples]))
 
-    job = ZOO["mlp"].replace(loss=loss, collate=collate, metrics={}, eval_data=None, precision="fp64")
+    job = ZOO["mlp"].replace(
+        loss=loss, collate=collate, metrics={}, eval_data=None, precision="fp64"
+    )
     with pytest.raises(LossError, match="is not a mean over samples"):
         train(job, **WAYS[way], folder=tmp_path, quiet=True)
 
@@ -316,17 +375,27 @@ class OfGraphs(nn.Module):
         self.body = mlp()
 
     def forward(self, graphs: Graphs) -> torch.Tensor:
-        return torch.zeros(graphs.number, 3).to(graphs.nodes).index_add(0, graphs.graph, self.body(graphs.nodes))
+        return (
+            torch.zeros(graphs.number, 3)
+            .to(graphs.nodes)
+            .index_add(0, graphs.graph, self.body(graphs.nodes))
+        )
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_batches_that_are_objects_are_said_not_to_be_inspected(way: str, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: a right loss of them was refused, since parts of a batch were given all of it."""
+def test_batches_that_are_objects_are_said_not_to_be_inspected(
+    way: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: a right loss of them was refused, since parts of a batch were given all of
+    it.
+    """
 
     def collate(samples: list[Any]) -> tuple[Graphs, torch.Tensor]:
         return Graphs([(x.double(), y) for x, y in samples]), torch.stack([y for _, y in samples])
 
-    job = ZOO["mlp"].replace(model=OfGraphs, loss=lambda out, y: F.cross_entropy(out, y), collate=collate)
+    job = ZOO["mlp"].replace(
+        model=OfGraphs, loss=lambda out, y: F.cross_entropy(out, y), collate=collate
+    )
     said, apart = notes_of(job, way, tmp_path, capsys)
     assert apart < 1e-10
     assert "whether samples act on one another in forward" in said and "differ" not in said

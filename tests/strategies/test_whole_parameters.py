@@ -22,8 +22,12 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mse_loss": nn.functional.mse_loss,
     "huber_loss": nn.functional.huber_loss,
-    "kl_div": lambda a, b: nn.functional.kl_div(a.log_softmax(1), b.softmax(1), reduction="batchmean"),
-    "binary_cross_entropy": lambda a, b: nn.functional.binary_cross_entropy(a.sigmoid(), b.sigmoid()),
+    "kl_div": lambda a, b: nn.functional.kl_div(
+        a.log_softmax(1), b.softmax(1), reduction="batchmean"
+    ),
+    "binary_cross_entropy": lambda a, b: nn.functional.binary_cross_entropy(
+        a.sigmoid(), b.sigmoid()
+    ),
     "unique": lambda a, b: a.round().unique(),
     "nonzero": lambda a, b: (a > b).nonzero(),
     "masked_select": lambda a, b: a.masked_select(b > 0),
@@ -36,12 +40,18 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def test_functions_of_parameters_give_within_whole_parameters_what_they_give_on_one_device() -> None:
-    """Found by trial: a mean squared error of unequal shards was wrong, and what DTensors don't know failed."""
+def test_functions_of_parameters_give_within_whole_parameters_what_they_give_on_one_device() -> (
+    None
+):
+    """Found by trial: a mean squared error of unequal shards was wrong, and what DTensors don't
+    know failed.
+    """
 
     def owns(world: World) -> list[str]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 7), nn.Linear(4, 7)).double()  # which only has to have a forward
+        model = nn.Sequential(
+            nn.Linear(4, 7), nn.Linear(4, 7)
+        ).double()  # which only has to have a forward
         one = [layer.weight.detach().clone() for layer in model]
         step = lockstep.parallelize(model, nn.MSELoss(), adam, strategy="fsdp", precision="fp64")
         apart = []
@@ -95,7 +105,9 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "as_strided": lambda a, b: a.as_strided((5,), (5,)).zero_(),
     "T": lambda a, b: a.T[2].zero_(),
     "to inf": lambda a, b: a.masked_fill_(a > 0, -math.inf).clamp_(-2),
-    "over its largest": lambda a, b: a.div_(a.norm(math.inf)).add_(torch.linalg.vector_norm(b, ord=math.inf, dim=0)),
+    "over its largest": lambda a, b: a.div_(a.norm(math.inf)).add_(
+        torch.linalg.vector_norm(b, ord=math.inf, dim=0)
+    ),
     "two rows": lambda a, b: swapped(a[0], a[5]),
     "two parts": lambda a, b: (a[:3], a[3:], a[:3].mul_(2), a[3:].mul_(3)),
     "init of rows": lambda a, b: (nn.init.constant_(a[2:4], 0.5), nn.init.zeros_(a[:, 1])),
@@ -106,13 +118,17 @@ WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a row": lambda a, b: a.mul_(torch.arange(4.0)),
     "a column": lambda a, b: a.div_(a.norm(dim=1, keepdim=True)),
     "other rows": lambda a, b: a.copy_(a[torch.tensor([6, 5, 4, 3, 2, 1, 0])]),
-    "_foreach_copy_": lambda a, b: torch._foreach_copy_([a, b], [torch.ones_like(a), torch.ones(7, 4, dtype=a.dtype)]),
+    "_foreach_copy_": lambda a, b: torch._foreach_copy_(
+        [a, b], [torch.ones_like(a), torch.ones(7, 4, dtype=a.dtype)]
+    ),
     "_foreach_lerp_": lambda a, b: torch._foreach_lerp_([a], [b], 0.5),
 }
 
 
 def test_parameters_of_the_optimizer_that_were_taken_outside_are_the_models_within() -> None:
-    """Found by trial: each rank clipped by the norm of its own part; and parameters had one address."""
+    """Found by trial: each rank clipped by the norm of its own part; and parameters had one
+    address.
+    """
 
     def owns(world: World) -> tuple[float, int]:
         torch.manual_seed(0)
@@ -124,7 +140,10 @@ def test_parameters_of_the_optimizer_that_were_taken_outside_are_the_models_with
             found = float(torch.stack([p.detach().norm() for p in parameters]).norm())
             return found - expected, len({p.data_ptr() for p in model.parameters()})
 
-    assert all(abs(apart) < BOUND and number == 4 for apart, number in lockstep.launch(owns, devices="3xcpu"))
+    assert all(
+        abs(apart) < BOUND and number == 4
+        for apart, number in lockstep.launch(owns, devices="3xcpu")
+    )
 
 
 def test_writes_to_parameters_within_whole_parameters_are_those_of_one_device() -> None:
@@ -144,7 +163,9 @@ def test_writes_to_parameters_within_whole_parameters_are_those_of_one_device() 
                     layer.weight.copy_(value)
                 write(*(layer.weight for layer in model))
             found = step.state_dict()["model"]
-            if any((found[f"{i}.weight"] - value).abs().max() > BOUND for i, value in enumerate(wanted)):
+            if any(
+                (found[f"{i}.weight"] - value).abs().max() > BOUND for i, value in enumerate(wanted)
+            ):
                 apart.append(name)
         return apart
 

@@ -1,4 +1,6 @@
-"""A loss, or a forward, that writes to what it is given is given its own; found by trial: errors, and false notes."""
+"""A loss, or a forward, that writes to what it is given is given its own; found by trial:
+errors, and false notes.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ class Taking:
         self.others = ["size"]
 
     def __call__(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(outputs.pop("logits"), targets % 3) + self.weight * outputs["size"].mean()
+        return (
+            F.cross_entropy(outputs.pop("logits"), targets % 3)
+            + self.weight * outputs["size"].mean()
+        )
 
 
 LOSSES = [numbered_from_one, with_a_sentinel, tempered, Taking()]
@@ -72,7 +77,9 @@ LOSSES = [numbered_from_one, with_a_sentinel, tempered, Taking()]
 def job_of(loss: Any) -> Job:
     data = TensorDataset(drawn(SAMPLES, 6), 1 + labels(SAMPLES, 3).clamp(max=2))
     evaluated = loss is not tempered  # so that the first call is that of a training once
-    job = dataclasses.replace(ZOO["mlp"], model=Named, loss=loss, train_data=data, optimizer=sgd, metrics={})
+    job = dataclasses.replace(
+        ZOO["mlp"], model=Named, loss=loss, train_data=data, optimizer=sgd, metrics={}
+    )
     return job.replace(eval_data=data if evaluated else None, precision="fp64", shuffle=False)
 
 
@@ -91,8 +98,12 @@ def by_a_plain_loop(job: Job, model: nn.Module) -> nn.Module:
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: getattr(loss, "__name__", "taking"))
-def test_a_loss_may_write_to_outputs_and_targets(loss: Any, way: str, tmp_path: Path, capsys: Any) -> None:
-    """Found by trial: single ended in an error of autograd, others said that the loss was no mean over samples."""
+def test_a_loss_may_write_to_outputs_and_targets(
+    loss: Any, way: str, tmp_path: Path, capsys: Any
+) -> None:
+    """Found by trial: single ended in an error of autograd, others said that the loss was no
+    mean over samples.
+    """
     job = job_of(loss)
     run = train(job, **WAYS[way], folder=tmp_path)
     said = capsys.readouterr().out
@@ -119,7 +130,9 @@ class InPlace(nn.Module):
 @pytest.mark.parametrize("way", ["accumulate", "dp", "ddp"])
 def test_a_forward_may_write_to_its_inputs(way: str, tmp_path: Path, capsys: Any) -> None:
     """Found by trial: it was said to remember something."""
-    job = dataclasses.replace(ZOO["mlp"], model=InPlace, metrics={"accuracy": right}).replace(precision="fp64")
+    job = dataclasses.replace(ZOO["mlp"], model=InPlace, metrics={"accuracy": right}).replace(
+        precision="fp64"
+    )
     run = train(job, **WAYS[way], folder=tmp_path)
     assert "note: the model" not in capsys.readouterr().out
     single = train(job, **WAYS["single"], folder=tmp_path, quiet=True)

@@ -1,14 +1,16 @@
-"""Small trainings as people write them: those whose numbers depend on where a batch is cut, and those that look so.
+"""Small trainings as people write them: those whose numbers depend on where a batch is cut, and
+those that look so.
 
-A strategy that cuts batches adds up what the parts give, which is right where samples don't act on one another and the
-loss is a sum over items. Each case says whether it is that: ``test_cases`` proves it by plain trainings.
+A strategy that cuts batches adds up what the parts give, which is right where samples don't act on
+one another and the loss is a sum over items. Each case says whether it is that: ``test_cases``
+proves it by plain trainings.
 
 - common: what many people write. It must not train with other numbers in silence.
 - rare: what few people write.
 - innocent: what only looks as if it depended on the cut. It must not be stopped.
 
-What PyTorch draws is the same for the rows of the parts as for those of the whole. One number that is drawn for a whole
-batch is drawn anew for each part.
+What PyTorch draws is the same for the rows of the parts as for those of the whole. One number that
+is drawn for a whole batch is drawn anew for each part.
 """
 
 from __future__ import annotations
@@ -42,12 +44,13 @@ class Case:
         name: it in tests.
         kind: "common", "rare" or "innocent".
         job: makes the job.
-        cut: how parts have to be computed for a difference: by "replicas", which begin alike, "in turn" by one model,
-            "both" or "none".
+        cut: how parts have to be computed for a difference: by "replicas", which begin alike, "in
+            turn" by one model, "both" or "none".
         note: what depends on the cut, or why nothing does.
         first: the update (from 1) in which it first differs.
         parts: the samples of both parts of a batch of 8.
-        bound: how far an innocent one may be apart; above 1e-9 where something is computed in a coarser format.
+        bound: how far an innocent one may be apart; above 1e-9 where something is computed in a
+            coarser format.
         dtype: float64, or the format that the model has to be computed in.
         slow: whether it takes long to import.
     """
@@ -84,7 +87,7 @@ innocent = partial(case, "innocent", "none")
 float32_only: dict[str, Any] = {"dtype": torch.float32, "bound": 1e-4}
 
 
-# ---- Data ------------------------------------------------------------------------------------------------------------
+# ---- Data ----------------------------------------------------------------------------------------
 
 SAMPLES = 24  # three batches
 CLASSES = 3
@@ -123,7 +126,9 @@ def images(samples: int = SAMPLES) -> TensorDataset:
 def masks(samples: int = SAMPLES) -> TensorDataset:
     """Images, and which of their pixels belong to the object, whose size differs."""
     sizes = whole_numbers(5, samples, 1, 1, 1) - 2
-    return TensorDataset(drawn(samples, 3, 8, 8), (drawn(samples, 1, 8, 8, seed=4) > 0.5 * sizes).float())
+    return TensorDataset(
+        drawn(samples, 3, 8, 8), (drawn(samples, 1, 8, 8, seed=4) > 0.5 * sizes).float()
+    )
 
 
 def series(samples: int = SAMPLES) -> TensorDataset:
@@ -136,7 +141,9 @@ def lengths_of(samples: int, longest: int) -> Tensor:
 
 
 def sentences(samples: int = SAMPLES, padded_from: int = 0) -> TensorDataset:
-    """Words, and the next word of each. Sentences are padded, those before ``padded_from`` are all of one length."""
+    """Words, and the next word of each. Sentences are padded, those before ``padded_from`` are
+    all of one length.
+    """
     words = 1 + whole_numbers(WORDS - 1, samples, 8)
     lengths = lengths_of(samples, 8)
     lengths[:padded_from] = 8
@@ -166,7 +173,9 @@ def ragged(samples: int = SAMPLES) -> Samples:
 
 def padded(samples: list[Any]) -> tuple[Tensor, Tensor]:
     """Sequences as long as the longest of the batch."""
-    return pad_sequence([x for x, _ in samples], batch_first=True), torch.stack([y for _, y in samples])
+    return pad_sequence([x for x, _ in samples], batch_first=True), torch.stack(
+        [y for _, y in samples]
+    )
 
 
 def padded_with_lengths(samples: list[Any]) -> tuple[Any, Tensor]:
@@ -174,7 +183,7 @@ def padded_with_lengths(samples: list[Any]) -> tuple[Any, Tensor]:
     return (inputs, torch.tensor([len(x) for x, _ in samples])), targets
 
 
-# ---- Jobs ------------------------------------------------------------------------------------------------------------
+# ---- Jobs ----------------------------------------------------------------------------------------
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -192,7 +201,7 @@ def training(model: Any, data: Any, loss: Any = None, **settings: Any) -> Job:
     )
 
 
-# ---- Models ----------------------------------------------------------------------------------------------------------
+# ---- Models --------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -211,7 +220,9 @@ def around(layer: Callable[[], nn.Module]) -> nn.Module:
 
 
 def around_of_images(layer: Callable[[], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), layer(), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, CLASSES))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), layer(), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 64, CLASSES)
+    )
 
 
 class Segmenter(nn.Module):
@@ -280,7 +291,7 @@ def views() -> Samples:
     return Samples([((x, z), y) for x, z, y in zip(inputs, noisy, wanted, strict=True)])
 
 
-# ---- Common: layers that compute over the batch ----------------------------------------------------------------------
+# ---- Common: layers that compute over the batch --------------------------------------------------
 
 
 def of_images_with_batch_norm() -> nn.Module:
@@ -420,7 +431,9 @@ class EncodedBatch(nn.Module):
         self.last = nn.Linear(8, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.encoder(self.first(x)))  # (batch, features) is taken as (time, features)
+        return self.last(
+            self.encoder(self.first(x))
+        )  # (batch, features) is taken as (time, features)
 
 
 @common("both")
@@ -494,7 +507,13 @@ def graph_of_the_batch() -> Job:
 
 
 def hidden_channels_first() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Unflatten(1, (1, 8)), BatchAsChannels(), nn.Linear(8, CLASSES))
+    return nn.Sequential(
+        nn.Linear(6, 8),
+        nn.Tanh(),
+        nn.Unflatten(1, (1, 8)),
+        BatchAsChannels(),
+        nn.Linear(8, CLASSES),
+    )
 
 
 class BatchAsChannels(nn.Module):
@@ -508,7 +527,7 @@ def group_norm_over_the_batch() -> Job:
     return training(hidden_channels_first, points())
 
 
-# ---- Common: losses of pairs of samples ------------------------------------------------------------------------------
+# ---- Common: losses of pairs of samples ----------------------------------------------------------
 
 
 def simclr(outputs: Any, targets: Tensor) -> Tensor:
@@ -740,7 +759,7 @@ def baseline_of_the_other_samples() -> Job:
     return training(MLP, played(), leave_one_out)
 
 
-# ---- Common: means over something else than samples ------------------------------------------------------------------
+# ---- Common: means over something else than samples ----------------------------------------------
 
 
 def masked_mean_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -798,7 +817,9 @@ def ignoring_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 @common("both", first=7)
 def ignored_labels_late_7() -> Job:
-    """Labels are -100 from the seventh batch on, and a person's function calls ``cross_entropy``."""
+    """Labels are -100 from the seventh batch on, and a person's function calls
+    ``cross_entropy``.
+    """
     return training(TwoHeads, known_labels(64, 48, -100), ignoring_loss, steps=8)
 
 
@@ -880,7 +901,10 @@ def balanced_by_batch_frequency() -> Job:
 def with_boxes() -> Samples:
     """Images, and one to four boxes in each."""
     numbers = 1 + whole_numbers(4, SAMPLES, seed=13)
-    boxes = [torch.rand(n, 4, generator=torch.Generator().manual_seed(i)) for i, n in enumerate(numbers.tolist())]
+    boxes = [
+        torch.rand(n, 4, generator=torch.Generator().manual_seed(i))
+        for i, n in enumerate(numbers.tolist())
+    ]
     return Samples([(drawn(3, 8, 8, seed=i), {"boxes": boxes[i]}) for i in range(SAMPLES)])
 
 
@@ -1194,7 +1218,7 @@ def ctc_over_all_letters() -> Job:
     return training(Speech, spoken(), ctc_mean_per_letter)
 
 
-# ---- Common: terms that are added once for each part ----------------------------------------------------------------
+# ---- Common: terms that are added once for each part ---------------------------------------------
 
 
 class WithPenalty(nn.Module):
@@ -1230,7 +1254,9 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         probabilities = self.gate(x).softmax(-1)
         chosen = probabilities.argmax(-1)
-        logits = torch.stack([expert(x) for expert in self.experts], 1)[torch.arange(len(x)), chosen]
+        logits = torch.stack([expert(x) for expert in self.experts], 1)[
+            torch.arange(len(x)), chosen
+        ]
         used = F.one_hot(chosen, 2).to(x.dtype).mean(0)
         self.aux = 2 * (used * probabilities.mean(0)).sum()
         return logits * probabilities.amax(-1, keepdim=True), self.aux
@@ -1375,7 +1401,7 @@ def model_returns_its_token_mean() -> Job:
     return training(SummedLoss, with_labels(), loss_of_the_model)
 
 
-# ---- Common: collate looks at the batch -----------------------------------------------------------------------------
+# ---- Common: collate looks at the batch ----------------------------------------------------------
 
 
 class MeanOverTime(nn.Module):
@@ -1390,7 +1416,9 @@ class MeanOverTime(nn.Module):
 
 @common("both")
 def padded_to_longest_no_mask() -> Job:
-    """Padding is averaged too, and there is as much of it as the longest sample of a batch wants."""
+    """Padding is averaged too, and there is as much of it as the longest sample of a batch
+    wants.
+    """
     return training(MeanOverTime, ragged(), collate=padded)
 
 
@@ -1513,7 +1541,9 @@ def joined(samples: list[Any]) -> tuple[Any, Tensor]:
     """One graph of all nodes, and which graph each belongs to."""
     sizes = torch.tensor([len(nodes) for (nodes, _), _ in samples])
     begins = sizes.cumsum(0) - sizes
-    edges = torch.cat([edges + begin for ((_, edges), _), begin in zip(samples, begins, strict=True)], dim=1)
+    edges = torch.cat(
+        [edges + begin for ((_, edges), _), begin in zip(samples, begins, strict=True)], dim=1
+    )
     nodes = torch.cat([nodes for (nodes, _), _ in samples])
     owner = torch.arange(len(samples)).repeat_interleave(sizes)
     return (nodes, edges, owner), torch.stack([y for _, y in samples])
@@ -1574,7 +1604,10 @@ def mean_over_nodes() -> Job:
 def sentences_one_by_one() -> Samples:
     """Words of sentences of different lengths."""
     return Samples(
-        [(1 + whole_numbers(WORDS - 1, n, seed=i), n) for i, n in enumerate(lengths_of(SAMPLES, 9).tolist())]
+        [
+            (1 + whole_numbers(WORDS - 1, n, seed=i), n)
+            for i, n in enumerate(lengths_of(SAMPLES, 9).tolist())
+        ]
     )
 
 
@@ -1587,7 +1620,9 @@ def in_blocks_of_four(samples: list[Any]) -> tuple[Tensor, Tensor]:
 @common("both")
 def packed_into_blocks_in_collate() -> Job:
     """Sentences are put behind one another and cut anew, and the rest is dropped."""
-    return training(LanguageModel, sentences_one_by_one(), token_mean_loss, collate=in_blocks_of_four)
+    return training(
+        LanguageModel, sentences_one_by_one(), token_mean_loss, collate=in_blocks_of_four
+    )
 
 
 def some_unreadable() -> Samples:
@@ -1610,7 +1645,7 @@ def unreadable_samples_dropped_in_collate() -> Job:
     return training(MLP, some_unreadable(), plain_cross_entropy, collate=readable)
 
 
-# ---- Common: what a forward leaves for the next one ------------------------------------------------------------------
+# ---- Common: what a forward leaves for the next one ----------------------------------------------
 
 
 class MovingMean(nn.Module):
@@ -1820,7 +1855,7 @@ def teacher_follows_in_forward() -> Job:
     return training(MomentumTeacher, views(), likeness)
 
 
-# ---- Common: one number drawn for a whole batch ----------------------------------------------------------------------
+# ---- Common: one number drawn for a whole batch --------------------------------------------------
 
 
 class Residual(nn.Module):
@@ -1898,7 +1933,7 @@ def multi_scale_images() -> Job:
     return training(partial(around_of_images, RandomScale), images())
 
 
-# ---- Common: gradients that depend on the batch ----------------------------------------------------------------------
+# ---- Common: gradients that depend on the batch --------------------------------------------------
 
 
 class CountedWords(nn.Module):
@@ -1935,7 +1970,7 @@ def scale_grad_by_freq_embedding() -> Job:
     return training(CountedEmbedding, sentences(padded_from=SAMPLES), token_mean_loss)
 
 
-# ---- Rare: backward that isn't linear --------------------------------------------------------------------------------
+# ---- Rare: backward that isn't linear ------------------------------------------------------------
 
 
 def clamped(gradient: Tensor) -> Tensor:
@@ -2095,7 +2130,7 @@ def inner_step_on_the_batch() -> Job:
     return training(AdaptsToItsBatch, points_with_labels(), loss_of_the_model)
 
 
-# ---- Rare: small, or late --------------------------------------------------------------------------------------------
+# ---- Rare: small, or late ------------------------------------------------------------------------
 
 
 def with_small_term(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -2173,7 +2208,7 @@ def sorted_sequences_without_a_mask() -> Job:
     return training(MeanOverTime, sorted_by_length(), collate=padded)
 
 
-# ---- Rare: the sizes of a batch in forward ---------------------------------------------------------------------------
+# ---- Rare: the sizes of a batch in forward -------------------------------------------------------
 
 
 class CapacityMixture(nn.Module):
@@ -2190,7 +2225,10 @@ class CapacityMixture(nn.Module):
         probabilities = self.gate(x).softmax(-1)
         chosen = F.one_hot(probabilities.argmax(-1), 2)
         taken = chosen * (chosen.cumsum(0) <= self.capacity)
-        return sum(taken[:, i, None] * probabilities[:, i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return sum(
+            taken[:, i, None] * probabilities[:, i, None] * expert(x)
+            for i, expert in enumerate(self.experts)
+        )
 
 
 @rare("both", first=2)
@@ -2349,7 +2387,7 @@ def numpy_noise_in_forward() -> Job:
     return training(partial(around, NumpyNoise), points())
 
 
-# ---- Rare: what a forward leaves -------------------------------------------------------------------------------------
+# ---- Rare: what a forward leaves -----------------------------------------------------------------
 
 
 class CountsForwards(nn.Module):
@@ -2526,7 +2564,7 @@ def mixes_and_refuses_float64() -> Job:
     return training(partial(around, CentresInFloat32), points())
 
 
-# ---- Rare: losses ----------------------------------------------------------------------------------------------------
+# ---- Rare: losses --------------------------------------------------------------------------------
 
 
 class Uncertain(nn.Module):
@@ -2555,7 +2593,8 @@ def uncertainty_weights_of_batch_loss() -> Job:
 
 def worst_task(outputs: Tensor, targets: Tensor) -> Tensor:
     return torch.maximum(
-        F.cross_entropy(outputs[..., 0], targets[:, 0]), F.cross_entropy(outputs[..., 1], targets[:, 1])
+        F.cross_entropy(outputs[..., 0], targets[:, 0]),
+        F.cross_entropy(outputs[..., 1], targets[:, 1]),
     )
 
 
@@ -2678,7 +2717,9 @@ def sharpened_by_cluster_sizes() -> Job:
 def process_likelihood(outputs: Tensor, targets: Tensor) -> Tensor:
     far = (outputs[:, None] - outputs).pow(2).sum(-1)
     covariance = torch.exp(-far) + 0.1 * torch.eye(len(outputs))
-    return 0.5 * (targets.T @ torch.linalg.solve(covariance, targets)).sum() + 0.5 * torch.logdet(covariance)
+    return 0.5 * (targets.T @ torch.linalg.solve(covariance, targets)).sum() + 0.5 * torch.logdet(
+        covariance
+    )
 
 
 @rare("both")
@@ -2698,7 +2739,7 @@ def rewards_against_the_mean_of_the_batch() -> Job:
     return training(partial(MLP, 1), answers(), against_mean_reward)
 
 
-# ---- Innocent: PyTorch's losses --------------------------------------------------------------------------------------
+# ---- Innocent: PyTorch's losses ------------------------------------------------------------------
 
 
 @innocent()
@@ -2746,7 +2787,9 @@ def smooth_l1_function() -> Job:
 @innocent()
 def bce_with_pos_weight() -> Job:
     """A mean over elements."""
-    return training(partial(MLP, 1), answers(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])))
+    return training(
+        partial(MLP, 1), answers(), nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0]))
+    )
 
 
 @innocent()
@@ -2765,7 +2808,11 @@ class LogProbabilities(MLP):
 def kl_batchmean() -> Job:
     """The sum is divided by the number of samples."""
     wanted = drawn(SAMPLES, CLASSES, seed=22).softmax(-1)
-    return training(LogProbabilities, TensorDataset(drawn(SAMPLES, 6), wanted), nn.KLDivLoss(reduction="batchmean"))
+    return training(
+        LogProbabilities,
+        TensorDataset(drawn(SAMPLES, 6), wanted),
+        nn.KLDivLoss(reduction="batchmean"),
+    )
 
 
 @innocent()
@@ -2782,7 +2829,7 @@ def multi_label_margin() -> Job:
     return training(MLP, data, nn.MultiLabelSoftMarginLoss())
 
 
-# ---- Innocent: losses of one's own -----------------------------------------------------------------------------------
+# ---- Innocent: losses of one's own ---------------------------------------------------------------
 
 
 def weighted_pair(outputs: Tensor, targets: Tensor) -> Any:
@@ -2929,7 +2976,10 @@ def dice_per_image() -> Job:
 
 
 def boxes_of_each(outputs: Tensor, targets: list[Any]) -> Tensor:
-    losses = [F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o)) for o, t in zip(outputs, targets, strict=True)]
+    losses = [
+        F.l1_loss(o[: len(t["boxes"])], t["boxes"].to(o))
+        for o, t in zip(outputs, targets, strict=True)
+    ]
     return torch.stack(losses).mean()
 
 
@@ -3009,7 +3059,9 @@ def listnet(outputs: Tensor, targets: Tensor) -> Tensor:
 @innocent()
 def ranking_of_each_list() -> Job:
     """A sample is a list that is ranked."""
-    return training(RanksItems, TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)), listnet)
+    return training(
+        RanksItems, TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)), listnet
+    )
 
 
 class PersonalRanking(nn.Module):
@@ -3247,7 +3299,11 @@ def group_advantages(outputs: Tensor, targets: Tensor) -> Tensor:
 @innocent()
 def advantages_within_a_group() -> Job:
     """Mean and deviation are those of a sample's own answers."""
-    return training(RanksItems, TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)), group_advantages)
+    return training(
+        RanksItems,
+        TensorDataset(drawn(SAMPLES, 5, 6), drawn(SAMPLES, 5, seed=23)),
+        group_advantages,
+    )
 
 
 @innocent()
@@ -3301,7 +3357,7 @@ def sampled_actions() -> Job:
     return training(SampledAction, points(), reinforced)
 
 
-# ---- Innocent: layers ------------------------------------------------------------------------------------------------
+# ---- Innocent: layers ----------------------------------------------------------------------------
 
 
 class UNet(nn.Module):
@@ -3502,7 +3558,9 @@ class Translator(nn.Module):
         self.head = nn.Linear(8, WORDS)
 
     def forward(self, words: Tensor, so_far: Tensor) -> Tensor:
-        later = nn.Transformer.generate_square_subsequent_mask(so_far.shape[1], dtype=self.head.weight.dtype)
+        later = nn.Transformer.generate_square_subsequent_mask(
+            so_far.shape[1], dtype=self.head.weight.dtype
+        )
         h = self.transformer(self.embedding(words), self.embedding(so_far), tgt_mask=later)
         return self.head(h)
 
@@ -3584,7 +3642,9 @@ def joined_bags(samples: list[Any]) -> tuple[Any, Tensor]:
 def ragged_bags() -> Samples:
     sizes = lengths_of(SAMPLES, 6).tolist()
     wanted = whole_numbers(CLASSES, SAMPLES)
-    return Samples([(whole_numbers(WORDS, size, seed=i), wanted[i]) for i, size in enumerate(sizes)])
+    return Samples(
+        [(whole_numbers(WORDS, size, seed=i), wanted[i]) for i, size in enumerate(sizes)]
+    )
 
 
 @innocent()
@@ -3623,7 +3683,9 @@ class FeatureCrosses(nn.Module):
 def factorisation_machine() -> Job:
     """Inputs are a dict, by the names of forward's arguments."""
     categories = whole_numbers(WORDS, SAMPLES, 3)
-    rows = [({"category": c, "numbers": x}, y) for c, (x, y) in zip(categories, answers(), strict=True)]
+    rows = [
+        ({"category": c, "numbers": x}, y) for c, (x, y) in zip(categories, answers(), strict=True)
+    ]
     return training(FeatureCrosses, Samples(rows), nn.BCEWithLogitsLoss())
 
 
@@ -3731,7 +3793,9 @@ class Spectrum(nn.Module):
         self.last = nn.Linear(16, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
-        spectrum = torch.fft.rfft(x, dim=1) @ self.filter.to(torch.promote_types(x.dtype, torch.complex64))
+        spectrum = torch.fft.rfft(x, dim=1) @ self.filter.to(
+            torch.promote_types(x.dtype, torch.complex64)
+        )
         return self.last(spectrum.abs().flatten(1))
 
 
@@ -3763,7 +3827,10 @@ def loss_of_dict(outputs: dict[str, Tensor], targets: dict[str, Tensor]) -> Tens
 @innocent()
 def dict_and_namedtuple() -> Job:
     """Inputs are a named tuple with a dict, outputs and targets are dicts."""
-    rows = [(Batch(image, {"points": x}), {"label": y}) for (image, y), (x, _) in zip(images(), points(), strict=True)]
+    rows = [
+        (Batch(image, {"points": x}), {"label": y})
+        for (image, y), (x, _) in zip(images(), points(), strict=True)
+    ]
     return training(TakesBatch, Samples(rows), loss_of_dict)
 
 
@@ -3789,7 +3856,7 @@ def outputs_are_an_object() -> Job:
     return training(GivesObject, points(), loss_of_object)
 
 
-# ---- Innocent: numbers drawn for each sample -------------------------------------------------------------------------
+# ---- Innocent: numbers drawn for each sample -----------------------------------------------------
 
 
 class Dropouts(nn.Module):
@@ -3952,7 +4019,13 @@ class Augmented(Dataset[Any]):
 
 def convolutional() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(36, 8), nn.ReLU(), nn.Linear(8, CLASSES)
+        nn.Conv2d(3, 4, 3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(36, 8),
+        nn.ReLU(),
+        nn.Linear(8, CLASSES),
     )
 
 
@@ -4005,7 +4078,7 @@ def generator_of_its_own() -> Job:
     return training(partial(around, OwnGenerator), points())
 
 
-# ---- Innocent: how it is computed ------------------------------------------------------------------------------------
+# ---- Innocent: how it is computed ----------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
@@ -4121,7 +4194,9 @@ def gradient_halved_by_hook() -> Job:
 
 
 class Partly(nn.Module):
-    """A frozen layer, one that is never called, and one that is not trained for lack of gradients."""
+    """A frozen layer, one that is never called, and one that is not trained for lack of
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -4479,7 +4554,9 @@ class Deep(nn.Module):
 
 
 def deep_supervision(outputs: list[Tensor], targets: Tensor) -> Tensor:
-    return sum(0.5**i * F.cross_entropy(logits, targets) for i, logits in enumerate(reversed(outputs)))
+    return sum(
+        0.5**i * F.cross_entropy(logits, targets) for i, logits in enumerate(reversed(outputs))
+    )
 
 
 @innocent()
@@ -4516,7 +4593,9 @@ class CachedPositions(MaskedMean):
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
         if len(self.table) < x.shape[1]:
-            self.table = torch.outer(torch.arange(x.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.1])).sin()
+            self.table = torch.outer(
+                torch.arange(x.shape[1]), torch.tensor([1.0, 0.5, 0.25, 0.1])
+            ).sin()
         return super().forward(x + self.table[: x.shape[1]].to(x), lengths)
 
 
@@ -4633,7 +4712,7 @@ def masked_rows_are_nan_in_float64() -> Job:
     return training(SmallestNumberAsMask, ragged(), collate=padded_with_lengths)
 
 
-# ---- Models of Hugging Face ------------------------------------------------------------------------------------------
+# ---- Models of Hugging Face ----------------------------------------------------------------------
 
 SMALL: dict[str, Any] = {
     "vocab_size": WORDS,
@@ -4666,7 +4745,10 @@ def labelled_sentences() -> Samples:
     labels = words.masked_fill(words == PAD, -100)
     mask = (words != PAD).long()
     return Samples(
-        [({"input_ids": words[i], "attention_mask": mask[i], "labels": labels[i]}, labels[i]) for i in range(SAMPLES)]
+        [
+            ({"input_ids": words[i], "attention_mask": mask[i], "labels": labels[i]}, labels[i])
+            for i in range(SAMPLES)
+        ]
     )
 
 
@@ -4709,14 +4791,22 @@ def hf_mixture_with_router_loss() -> Job:
 
 def mixtral(**settings: Any) -> nn.Module:
     """(The faster way to compute its experts has no float64.)"""
-    return from_hub("Mixtral", "ForCausalLM", num_local_experts=3, experts_implementation="eager", **settings)
+    return from_hub(
+        "Mixtral", "ForCausalLM", num_local_experts=3, experts_implementation="eager", **settings
+    )
 
 
 @common("both", slow=True)
 def hf_resnet_batchnorm_known() -> Job:
     """Its layers of BatchNorm are of a known type."""
     model = partial(
-        from_hub, "ResNet", "ForImageClassification", num_labels=CLASSES, hidden_sizes=[8], depths=[1], embedding_size=4
+        from_hub,
+        "ResNet",
+        "ForImageClassification",
+        num_labels=CLASSES,
+        hidden_sizes=[8],
+        depths=[1],
+        embedding_size=4,
     )
     return training(model, labelled_images(), loss_of_logits)
 
@@ -4734,7 +4824,11 @@ class ImagesAndWords(nn.Module):
         super().__init__()
         vision = {"image_size": 8, "patch_size": 4, "hidden_size": 8, "intermediate_size": 16}
         layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
-        settings = {"text_config": SMALL, "vision_config": {**vision, **layers}, "projection_dim": 8}
+        settings = {
+            "text_config": SMALL,
+            "vision_config": {**vision, **layers},
+            "projection_dim": 8,
+        }
         self.clip = from_hub("CLIP", "Model", **settings)
 
     def forward(self, **inputs: Tensor) -> Any:
@@ -4756,19 +4850,25 @@ def hf_gpt2_dropout() -> Job:
 @innocent(slow=True, bound=1e-4)
 def hf_qwen3() -> Job:
     """Norms in float32, and its own loss."""
-    return training(partial(from_hub, "Qwen3", "ForCausalLM"), labelled_sentences(), lockstep.model_loss)
+    return training(
+        partial(from_hub, "Qwen3", "ForCausalLM"), labelled_sentences(), lockstep.model_loss
+    )
 
 
 @innocent(slow=True, bound=1e-4)
 def hf_llama() -> Job:
     """The same."""
-    return training(partial(from_hub, "Llama", "ForCausalLM"), labelled_sentences(), lockstep.model_loss)
+    return training(
+        partial(from_hub, "Llama", "ForCausalLM"), labelled_sentences(), lockstep.model_loss
+    )
 
 
 @innocent(slow=True, bound=1e-4)
 def hf_gemma2() -> Job:
     """Sliding windows, and soft caps of logits."""
-    model = partial(from_hub, "Gemma2", "ForCausalLM", sliding_window=8, attn_implementation="eager")
+    model = partial(
+        from_hub, "Gemma2", "ForCausalLM", sliding_window=8, attn_implementation="eager"
+    )
     return training(model, labelled_sentences(), lockstep.model_loss)
 
 
@@ -4795,7 +4895,9 @@ def hf_bert_classifier() -> Job:
 @innocent(slow=True)
 def hf_bert_masked_words() -> Job:
     """Its own loss is over the words that have a label."""
-    return training(partial(from_hub, "Bert", "ForMaskedLM"), labelled_sentences(), lockstep.model_loss)
+    return training(
+        partial(from_hub, "Bert", "ForMaskedLM"), labelled_sentences(), lockstep.model_loss
+    )
 
 
 @innocent(slow=True)
@@ -4873,7 +4975,9 @@ def hf_t5() -> Job:
 
 
 def of_images(family: str, **settings: Any) -> nn.Module:
-    return from_hub(family, "ForImageClassification", num_labels=CLASSES, image_size=8, patch_size=4, **settings)
+    return from_hub(
+        family, "ForImageClassification", num_labels=CLASSES, image_size=8, patch_size=4, **settings
+    )
 
 
 @innocent(slow=True)
@@ -4955,14 +5059,18 @@ def hf_wav2vec2() -> Job:
         layerdrop=0.0,
         classifier_proj_size=8,
     )
-    sounds = Samples([({"input_values": drawn(64, seed=i)}, y) for i, (_, y) in enumerate(points())])
+    sounds = Samples(
+        [({"input_values": drawn(64, seed=i)}, y) for i, (_, y) in enumerate(points())]
+    )
     return training(model, sounds, loss_of_logits)
 
 
 @innocent(slow=True, **float32_only)
 def hf_gemma2_sliding_window() -> Job:
     """In float64 the softmax of a row of padding is NaN."""
-    model = partial(from_hub, "Gemma2", "ForCausalLM", sliding_window=4, attn_implementation="eager")
+    model = partial(
+        from_hub, "Gemma2", "ForCausalLM", sliding_window=4, attn_implementation="eager"
+    )
     return training(model, labelled_sentences(), lockstep.model_loss)
 
 

@@ -1,15 +1,17 @@
-"""The table of cases is true: plain trainings of each, with whole batches and with batches cut in two.
+"""The table of cases is true: plain trainings of each, with whole batches and with batches cut in
+two.
 
-All is computed in float64 where a model can be. A batch of n samples is cut in n1 + n2. Each part is collated by
-itself, and computed in one of two ways::
+All is computed in float64 where a model can be. A batch of n samples is cut in n1 + n2. Each part
+is collated by itself, and computed in one of two ways::
 
-    replicas    copies of the model that begin each update with the weights and buffers of the first one
-    in turn     one model, which computes the second part with what the first one has left
+    replicas  copies of the model that begin each update with the weights and buffers of the first one
+    in turn   one model, which computes the second part with what the first one has left
 
-    gradient    =  sum of the parts' (total / n).backward(), times n / count        count: sum of those of the parts
+    gradient  =  sum of the parts' (total / n).backward(), times n / count  count: sum of those of the parts
 
-What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample is drawn anew. So is
-what Python or NumPy draws: replicas have generators of their own, in turn there is one.
+What a batch draws row by row (dropout, noise), its parts draw too. What has no row for each sample
+is drawn anew. So is what Python or NumPy draws: replicas have generators of their own, in turn
+there is one.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from lockstep.tensors.pytree import call, to_device
 from sums.cases import CASES, Case
 
 DIFFERS = 1e-6
-WAYS = {"both": ("replicas", "in turn"), "replicas": ("replicas",), "in turn": ("in turn",), "none": ()}
+WAYS = {
+    "both": ("replicas", "in turn"),
+    "replicas": ("replicas",),
+    "in turn": ("in turn",),
+    "none": (),
+}
 
 
 class Whole(TorchDispatchMode):
@@ -53,7 +60,9 @@ class Whole(TorchDispatchMode):
 
 
 class Part(TorchDispatchMode):
-    """Gives the samples ``start`` to ``stop`` of a batch the rows that the whole has drawn for them."""
+    """Gives the samples ``start`` to ``stop`` of a batch the rows that the whole has drawn for
+    them.
+    """
 
     def __init__(self, drawn: list[Tensor], start: int, stop: int, samples: int) -> None:
         super().__init__()
@@ -127,17 +136,23 @@ def sample(data: Any, index: int) -> Any:
 
 
 def seed(number: int) -> None:
-    torch.default_generator.manual_seed(number)  # (``torch.manual_seed`` takes a hundred times as long)
+    torch.default_generator.manual_seed(
+        number
+    )  # (``torch.manual_seed`` takes a hundred times as long)
     random.seed(number)
     numpy.random.seed(number)
 
 
 def trained(case: Case, way: str, drawn: list[list[Tensor]]) -> list[Tensor]:
-    """All parameters as one vector: at the beginning, and after each update. Of "whole" batches ``drawn`` is filled."""
+    """All parameters as one vector: at the beginning, and after each update. Of "whole" batches
+    ``drawn`` is filled.
+    """
     job = case.job()
     replicas = [Replica(job, case.dtype) for _ in range(2 if way == "replicas" else 1)]
     first = replicas[0]
-    optimizer = job.optimizer([(n, p) for n, p in first.model.named_parameters() if p.requires_grad])
+    optimizer = job.optimizer(
+        [(n, p) for n, p in first.model.named_parameters() if p.requires_grad]
+    )
     found = [vector(first.model)]
     for update, samples in zip(range(job.steps), batches(job), strict=False):
         collate = job.collate or default_collate
@@ -146,7 +161,9 @@ def trained(case: Case, way: str, drawn: list[list[Tensor]]) -> list[Tensor]:
             drawn.append(backward_of_whole(first, collate(samples), len(samples)))
         else:
             parts = [samples[: case.parts[0]], samples[case.parts[0] :]]
-            backward_of_parts(replicas, [(collate(part), len(part)) for part in parts], drawn[update])
+            backward_of_parts(
+                replicas, [(collate(part), len(part)) for part in parts], drawn[update]
+            )
         optimizer.step()
         optimizer.zero_grad()
         for other in replicas[1:]:
@@ -163,7 +180,9 @@ def backward_of_whole(replica: Replica, batch: Any, n: int) -> list[Tensor]:
     return tape.drawn
 
 
-def backward_of_parts(replicas: list[Replica], parts: list[tuple[Any, int]], drawn: list[Tensor]) -> None:
+def backward_of_parts(
+    replicas: list[Replica], parts: list[tuple[Any, int]], drawn: list[Tensor]
+) -> None:
     n = sum(size for _, size in parts)
     start, counted = 0, 0.0
     for number, (batch, size) in enumerate(parts):
@@ -195,7 +214,10 @@ def vector(model: nn.Module) -> Tensor:
 def apart(whole: list[Tensor], parts: list[Tensor]) -> list[float]:
     """How far parameters are apart after each update, as a part of how far they have moved."""
     start = whole[0]
-    found = [distance(a, b) / max(distance(a, start), 1e-300) for a, b in zip(whole[1:], parts[1:], strict=True)]
+    found = [
+        distance(a, b) / max(distance(a, start), 1e-300)
+        for a, b in zip(whole[1:], parts[1:], strict=True)
+    ]
     return [math.inf if math.isnan(each) else each for each in found]
 
 

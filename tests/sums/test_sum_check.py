@@ -1,4 +1,6 @@
-"""The sum check stops what depends on where a batch is cut, and nothing else; it leaves nothing behind."""
+"""The sum check stops what depends on where a batch is cut, and nothing else; it leaves nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def casted(case: Case, dtype: torch.dtype, start: int, stop: int, samples: list[
     job = case.job()
     inputs, targets = (job.collate or default_collate)(samples[start:stop])
     place = torch.device("cpu")
-    return Piece(to_device(inputs, place, dtype), to_device(targets, place, dtype), stop - start, start)
+    return Piece(
+        to_device(inputs, place, dtype), to_device(targets, place, dtype), stop - start, start
+    )
 
 
 def verdicts(case: Case, dtype: torch.dtype, *, in_turn: bool) -> Iterator[Verdict]:
@@ -52,7 +56,9 @@ def verdicts(case: Case, dtype: torch.dtype, *, in_turn: bool) -> Iterator[Verdi
     model = model.double() if dtype is torch.float64 else model.float()
     loss = copy.deepcopy(job.loss)
     totalled = Totalled(loss.to(dtype) if isinstance(loss, nn.Module) else loss)
-    optimizer = job.optimizer([(n, p) for n, p in model.train().named_parameters() if p.requires_grad])
+    optimizer = job.optimizer(
+        [(n, p) for n, p in model.train().named_parameters() if p.requires_grad]
+    )
     for update, samples in zip(range(1, 9), batches(job), strict=False):
         count = len(samples)
         seed(1000 + update)
@@ -95,7 +101,9 @@ def cells() -> Iterator[Any]:
                     continue
                 is_slow = case.slow or dtype is torch.float64 or way == "in turn"
                 name = f"{case.name}-{way}-{str(dtype)[-2:]}"
-                yield pytest.param(case, way, dtype, id=name, marks=[pytest.mark.slow] if is_slow else [])
+                yield pytest.param(
+                    case, way, dtype, id=name, marks=[pytest.mark.slow] if is_slow else []
+                )
 
 
 @pytest.mark.parametrize(("case", "way", "dtype"), list(cells()))
@@ -119,7 +127,12 @@ WHERE = [
 ]
 
 
-KINDS = ["momentum", slow("a layer unused on one rank"), slow("ignored tokens and tied weights"), slow("lazy layers")]
+KINDS = [
+    "momentum",
+    slow("a layer unused on one rank"),
+    slow("ignored tokens and tied weights"),
+    slow("lazy layers"),
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +141,15 @@ def test_a_training_with_the_check_ends_on_the_same_bits(
     way: str, devices: str, settings: dict[str, Any], kind: str, tmp_path: Path
 ) -> None:
     ends = [
-        train(ZOO[kind], strategy=way, devices=devices, folder=tmp_path, quiet=True, check_every=every, **settings)
+        train(
+            ZOO[kind],
+            strategy=way,
+            devices=devices,
+            folder=tmp_path,
+            quiet=True,
+            check_every=every,
+            **settings,
+        )
         for every in (0, 1)
     ]
     one, other = (run.model().state_dict() for run in ends)
@@ -194,9 +215,17 @@ class Keeps(nn.Module):
 class Counts(Callback):
     def on_epoch(self, training: Any) -> None:
         model = training.model
-        kept = [model.log.calls, len(model.log.nested[0]), sum(model.recent), model.array.sum(), model.held["calls"]]
+        kept = [
+            model.log.calls,
+            len(model.log.nested[0]),
+            sum(model.recent),
+            model.array.sum(),
+            model.held["calls"],
+        ]
         training.metrics |= {f"kept {i}": float(value) for i, value in enumerate(kept)}
-        training.metrics["drawn"] = float(model.generator.bit_generator.state["state"]["state"] % 1000)
+        training.metrics["drawn"] = float(
+            model.generator.bit_generator.state["state"]["state"] % 1000
+        )
 
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp"), slow("fsdp")])
@@ -211,7 +240,9 @@ def test_what_a_model_holds_in_attributes_of_any_kind_is_put_back(way: str, tmp_
 
 
 @pytest.mark.parametrize("draw", ["two views", "one by one", "patches of all"])
-def test_numbers_that_are_drawn_in_another_order_of_samples_stop_no_training(draw: str, tmp_path: Path) -> None:
+def test_numbers_that_are_drawn_in_another_order_of_samples_stop_no_training(
+    draw: str, tmp_path: Path
+) -> None:
     """Found by trial: they were taken for samples that act on one another."""
     job = ZOO["mlp"].replace(model=functools.partial(Keeps, draw))
     where = {"strategy": "dp", "devices": "2xcpu", "folder": tmp_path, "quiet": True}

@@ -34,7 +34,9 @@ print(min(outside), max(inside[30:]), held - bare, left - bare, min(again))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_a_large_block_is_mapped_once_while_memory_is_kept_and_goes_back_afterwards() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     outside, inside, held, left, again = map(int, done.stdout.split())
     assert inside <= outside // 10
     assert again >= outside // 2

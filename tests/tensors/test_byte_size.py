@@ -14,6 +14,11 @@ def test_sizes_are_said_in_three_places() -> None:
 
 
 def test_sizes_are_read_as_they_are_written() -> None:
-    assert [bytes_of(word, "size") for word in ("8GiB", "1.5 MB", "300B", "7")] == [8 * 2**30, 1_500_000, 300, 7]
+    assert [bytes_of(word, "size") for word in ("8GiB", "1.5 MB", "300B", "7")] == [
+        8 * 2**30,
+        1_500_000,
+        300,
+        7,
+    ]
     with pytest.raises(InputError, match="--memory a lot: write a size"):
         bytes_of("a lot", "--memory")

@@ -47,7 +47,12 @@ class Totalled:
 
 def test_every_kind_of_nesting_is_cut_and_keeps_its_type() -> None:
     x = torch.arange(6).reshape(6, 1)
-    tree = {"a": (x, Point(x, None)), "b": [Boxed(x, "n")], "c": OrderedDict(z=x), "d": torch.tensor(3)}
+    tree = {
+        "a": (x, Point(x, None)),
+        "b": [Boxed(x, "n")],
+        "c": OrderedDict(z=x),
+        "d": torch.tensor(3),
+    }
     found = cut(tree, 2, 3, 6)
     assert found["a"][1].x.flatten().tolist() == [2, 3, 4]
     assert isinstance(found["a"][1], Point) and isinstance(found["c"], OrderedDict)
@@ -56,7 +61,9 @@ def test_every_kind_of_nesting_is_cut_and_keeps_its_type() -> None:
 
 
 def test_what_a_dataclass_computes_of_its_fields_is_cut_with_them() -> None:
-    """It was that of the whole batch; an error where a mask is one, a silent one where it is a number in a tensor."""
+    """It was that of the whole batch; an error where a mask is one, a silent one where it is a
+    number in a tensor.
+    """
     found = cut(Totalled(torch.arange(6.0).reshape(6, 1)), 2, 3, 6)
     assert torch.equal(found.squares, found.x.square()) and found.number == 3 and found.total == 9.0
 
@@ -83,12 +90,18 @@ def test_the_size_is_that_of_the_first_tensor_that_has_one() -> None:
     with pytest.raises(InputError, match="no tensor with a batch dimension"):
         batch_size_of({"n": 3})
     plain = Record(torch.zeros(4, 2))
-    with pytest.raises(InputError, match="of the class Record, whose tensors are not seen: make it a dataclass"):
+    with pytest.raises(
+        InputError, match="of the class Record, whose tensors are not seen: make it a dataclass"
+    ):
         batch_size_of([plain])
 
 
 def test_only_floating_tensors_change_their_format() -> None:
-    x, i = to_device((torch.zeros(1, 2, 3, 3), torch.zeros(1, dtype=torch.long)), torch.device("cpu"), torch.float64)
+    x, i = to_device(
+        (torch.zeros(1, 2, 3, 3), torch.zeros(1, dtype=torch.long)),
+        torch.device("cpu"),
+        torch.float64,
+    )
     assert (x.dtype, i.dtype) == (torch.float64, torch.int64)
     image = to_device(torch.zeros(2, 3, 4, 4), torch.device("cpu"), channels_last=True)
     assert image.is_contiguous(memory_format=torch.channels_last)
@@ -97,12 +110,15 @@ def test_only_floating_tensors_change_their_format() -> None:
 def test_a_list_of_samples_that_nobody_padded_is_named_in_one_line() -> None:
     ragged = [torch.zeros(3), torch.zeros(4), torch.zeros(5)]
     with pytest.raises(
-        InputError, match=r"Linear's forward\(input\) can't take \[float32\(3,\), .*pad samples of different"
+        InputError,
+        match=r"Linear's forward\(input\) can't take \[float32\(3,\), .*pad samples of different",
     ):
         call(torch.nn.Linear(8, 2), ragged)
     with pytest.raises(InputError, match=r"float32\(3,\), ... 12 in all\]"):
         call(torch.nn.Linear(8, 2), [torch.zeros(3)] * 12)
-    with pytest.raises(InputError, match=r"can't take {'x': float32\(2, 8\)}: .* is passed by its names"):
+    with pytest.raises(
+        InputError, match=r"can't take {'x': float32\(2, 8\)}: .* is passed by its names"
+    ):
         call(torch.nn.Linear(8, 2), {"x": torch.zeros(2, 8)})
 
 

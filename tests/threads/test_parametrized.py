@@ -1,4 +1,6 @@
-"""Parametrized layers in replicas, inside PyTorch's ``cached()``: each caches its own, with the plain numbers."""
+"""Parametrized layers in replicas, inside PyTorch's ``cached()``: each caches its own, with the
+plain numbers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ class Loop(nn.Module):
             return self.last(x)
 
 
-def gradients(net: Any, module: nn.Module, forwards: int, outside: bool) -> list[torch.Tensor | None]:
+def gradients(
+    net: Any, module: nn.Module, forwards: int, outside: bool
+) -> list[torch.Tensor | None]:
     """Of several forwards with one backward after each, or (1 or 2) after all."""
     module.zero_grad()
     torch.manual_seed(3)
@@ -57,13 +61,17 @@ def gradients(net: Any, module: nn.Module, forwards: int, outside: bool) -> list
 
 @pytest.mark.parametrize("forwards", [1, 2])
 @pytest.mark.parametrize("where", ["around", "inside", "around and inside"])
-def test_gradients_of_cached_weights_are_those_of_the_plain_module(where: str, forwards: int) -> None:
+def test_gradients_of_cached_weights_are_those_of_the_plain_module(
+    where: str, forwards: int
+) -> None:
     plain = Loop(caches="inside" in where)
     module = copy.deepcopy(plain)
     net = DataParallel(module, "2xcpu")
     for _ in range(3):
         expected = gradients(plain, plain, forwards, "around" in where)
-        torch.testing.assert_close(gradients(net, module, forwards, "around" in where), expected, **EXACT)
+        torch.testing.assert_close(
+            gradients(net, module, forwards, "around" in where), expected, **EXACT
+        )
         for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, theirs, **EXACT)
             mine.data -= 0.1 * mine.grad
@@ -115,8 +123,12 @@ def test_a_parallel_loss_may_have_a_parametrized_generator() -> None:
     hidden, targets = torch.randn(4, 7, 6), torch.randint(9, (4, 7))
     F.cross_entropy(plain(hidden).flatten(0, 1), targets.flatten()).backward()
     with parametrize.cached():
-        ParallelLoss(generator, nn.CrossEntropyLoss(), "2xcpu", chunk_size=2)(hidden, targets).loss.backward()
-    torch.testing.assert_close([p.grad for p in generator.parameters()], [p.grad for p in plain.parameters()], **EXACT)
+        ParallelLoss(generator, nn.CrossEntropyLoss(), "2xcpu", chunk_size=2)(
+            hidden, targets
+        ).loss.backward()
+    torch.testing.assert_close(
+        [p.grad for p in generator.parameters()], [p.grad for p in plain.parameters()], **EXACT
+    )
 
 
 def test_the_replicas_of_dp_cache_their_own_too() -> None:
@@ -125,7 +137,9 @@ def test_the_replicas_of_dp_cache_their_own_too() -> None:
         torch.manual_seed(0)
         model = Loop(caches=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = lockstep.parallelize(model, nn.MSELoss(), optimizer, strategy=strategy, devices=devices)
+        step = lockstep.parallelize(
+            model, nn.MSELoss(), optimizer, strategy=strategy, devices=devices
+        )
         torch.manual_seed(1)
         for _ in range(3):
             step(torch.randn(5, 4), torch.randn(5, 2))

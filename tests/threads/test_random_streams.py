@@ -1,4 +1,6 @@
-"""A stream of random numbers per thread: the same bits whatever the threads' timing, and PyTorch's own bits."""
+"""A stream of random numbers per thread: the same bits whatever the threads' timing, and
+PyTorch's own bits.
+"""
 
 import threading
 from collections.abc import Callable
@@ -40,7 +42,9 @@ def _module(make: Callable[[], nn.Module], x: torch.Tensor) -> Callable[[], torc
 
 
 def _attend(**kwargs: object) -> Callable[[], torch.Tensor]:
-    return lambda: F.scaled_dot_product_attention(X[None], X[None], X[None], dropout_p=0.4, **kwargs)  # type: ignore[arg-type]
+    return lambda: F.scaled_dot_product_attention(
+        X[None], X[None], X[None], dropout_p=0.4, **kwargs
+    )  # type: ignore[arg-type]
 
 
 def _packed(kind: type[nn.RNNBase]) -> Callable[[], torch.Tensor]:
@@ -85,7 +89,9 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "causal attention": _attend(is_causal=True, scale=0.3),
     "masked attention": _attend(attn_mask=torch.ones(6, 6).tril().bool()),
     "rows that are masked": _attend(attn_mask=torch.ones(6, 6).tril(-1).bool()),
-    "added mask": _attend(attn_mask=torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6), scale=-0.2),
+    "added mask": _attend(
+        attn_mask=torch.linspace(-1, 1, 36, dtype=torch.float64).view(6, 6), scale=-0.2
+    ),
     "grouped attention": lambda: F.scaled_dot_product_attention(
         X[None], X[None, :2], X[None, :2], dropout_p=0.4, enable_gqa=True
     ),
@@ -100,7 +106,9 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "RNN": _module(lambda: nn.RNN(8, 5, 2, dropout=0.5, bias=False), X),
     "packed LSTM": _packed(nn.LSTM),
     "packed GRU": _packed(nn.GRU),
-    "TransformerEncoderLayer": _module(lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), X),
+    "TransformerEncoderLayer": _module(
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), X
+    ),
     "TransformerDecoderLayer": _module(lambda: _Self(nn.TransformerDecoderLayer(8, 2, 16), 2), X),
     "init": lambda: nn.init.kaiming_uniform_(nn.init.normal_(torch.empty(3, 3))),
     "distributions": lambda: torch.distributions.Gamma(torch.ones(5), torch.ones(5)).sample(),
@@ -183,7 +191,9 @@ def test_gradients_of_dropout_follow_its_mask() -> None:
     assert torch.equal(y, X * (mask / 0.75)) and torch.equal(grad, mask / 0.75)
 
 
-@pytest.mark.parametrize("draw", [F.dropout, F.dropout2d, lambda x, p=0.5: F.alpha_dropout(x, p, training=True)])
+@pytest.mark.parametrize(
+    "draw", [F.dropout, F.dropout2d, lambda x, p=0.5: F.alpha_dropout(x, p, training=True)]
+)
 def test_probabilities_0_and_1_and_evaluation_are_right(draw: Callable[..., torch.Tensor]) -> None:
     own = _generator(0)
     before = own.get_state()
@@ -197,7 +207,9 @@ def test_probabilities_0_and_1_and_evaluation_are_right(draw: Callable[..., torc
 
 
 def test_gradients_of_attention_and_recurrent_layers_are_those_of_pytorch() -> None:
-    def grads(run: Callable[[torch.Tensor], torch.Tensor], own: torch.Generator | None) -> tuple[torch.Tensor, ...]:
+    def grads(
+        run: Callable[[torch.Tensor], torch.Tensor], own: torch.Generator | None
+    ) -> tuple[torch.Tensor, ...]:
         torch.manual_seed(7)
         x = X.clone().requires_grad_()
         with stream(own):
@@ -210,7 +222,9 @@ def test_gradients_of_attention_and_recurrent_layers_are_those_of_pytorch() -> N
         lambda x: F.rrelu(x, training=True),
     ):
         with torch.random.fork_rng():
-            torch.testing.assert_close(grads(run, _generator(7)), grads(run, None), rtol=1e-13, atol=1e-13)
+            torch.testing.assert_close(
+                grads(run, _generator(7)), grads(run, None), rtol=1e-13, atol=1e-13
+            )
 
 
 def test_a_generator_that_was_given_is_left_alone() -> None:

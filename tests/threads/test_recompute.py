@@ -1,4 +1,6 @@
-"""Activation checkpointing in threads with random streams of their own draws the same masks again."""
+"""Activation checkpointing in threads with random streams of their own draws the same masks
+again.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_recomputed_dropout_has_the_mask_of_the_first_time(reentrant: bool) ->
         x = torch.randn(64, 16, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         generator = torch.Generator().manual_seed(seed)
         with stream(generator):
-            out = checkpoint(lambda x: nn.functional.dropout(x * w, 0.5), x, use_reentrant=reentrant)
+            out = checkpoint(
+                lambda x: nn.functional.dropout(x * w, 0.5), x, use_reentrant=reentrant
+            )
             after = generator.get_state()
             torch.rand(7)
             out.sum().backward()
@@ -39,14 +43,20 @@ def test_a_recomputed_dropout_has_the_mask_of_the_first_time(reentrant: bool) ->
 def test_outside_of_a_stream_nothing_has_changed() -> None:
     install()
     w = torch.ones(4, requires_grad=True)
-    out = checkpoint(lambda x: nn.functional.dropout(x * w, 0.5), torch.ones(8, 4), use_reentrant=False)
+    out = checkpoint(
+        lambda x: nn.functional.dropout(x * w, 0.5), torch.ones(8, 4), use_reentrant=False
+    )
     out.sum().backward()
     assert torch.equal(w.grad, out.detach().sum(dim=0))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_the_generator_that_threads_share_is_left_alone(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that sets its state while another reads it may wait for ever: the garbage collector runs in between."""
+def test_the_generator_that_threads_share_is_left_alone(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that sets its state while another reads it may wait for ever: the garbage
+    collector runs in between.
+    """
     install()
     refused = [torch.get_rng_state, torch.set_rng_state]
 
@@ -59,5 +69,7 @@ def test_the_generator_that_threads_share_is_left_alone(reentrant: bool, monkeyp
             patch.setattr(torch, function.__name__, refuse)
             patch.setattr(torch.random, function.__name__, refuse)
         x = torch.ones(8, 4, requires_grad=True)
-        checkpoint(lambda x: nn.functional.dropout(x * w, 0.5), x, use_reentrant=reentrant).sum().backward()
+        checkpoint(
+            lambda x: nn.functional.dropout(x * w, 0.5), x, use_reentrant=reentrant
+        ).sum().backward()
     assert w.grad is not None

@@ -1,4 +1,6 @@
-"""Synchronised batch norm: the results of one batch norm on the whole batch, between threads and between ranks."""
+"""Synchronised batch norm: the results of one batch norm on the whole batch, between threads and
+between ranks.
+"""
 
 import copy
 import functools
@@ -48,7 +50,9 @@ def _norm(kind: Callable[..., nn.Module], **settings: object) -> nn.Module:
 def _apart(
     norm: nn.Module, x: torch.Tensor, dy: torch.Tensor, sizes: list[int]
 ) -> tuple[list[nn.Module], torch.Tensor, torch.Tensor]:
-    """The replicas of ``norm``, output and gradient of ``x``, with a share of ``sizes`` on each of as many threads."""
+    """The replicas of ``norm``, output and gradient of ``x``, with a share of ``sizes`` on each
+    of as many threads.
+    """
     exchange = ThreadExchange(len(sizes))
     norm = copy.deepcopy(norm)
     assert synchronise(norm, exchange) >= 1
@@ -90,7 +94,9 @@ def _check(norm: nn.Module, x: torch.Tensor, sizes: list[int]) -> None:
 
 @pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("sizes", [[4, 3], [1, 6], [3, 3, 1]])
-def test_unequal_shares_give_the_numbers_of_the_whole_batch(kind: type[nn.Module], sizes: list[int]) -> None:
+def test_unequal_shares_give_the_numbers_of_the_whole_batch(
+    kind: type[nn.Module], sizes: list[int]
+) -> None:
     _check(_norm(kind), torch.randn(7, 6, *SHAPES[kind], dtype=torch.float64) * 3 + 5, sizes)
 
 
@@ -174,7 +180,11 @@ def test_a_deep_network_over_several_micro_batches_keeps_the_numbers() -> None:
         nn.Linear(12, 2),
     ).double()
     x = torch.randn(11, 2, 6, 6, dtype=torch.float64)
-    shares = [[(0, 3), (3, 5)], [(5, 8), (8, 10)], [(10, 11)]]  # three micro-batches; one replica sits out of the last
+    shares = [
+        [(0, 3), (3, 5)],
+        [(5, 8), (8, 10)],
+        [(10, 11)],
+    ]  # three micro-batches; one replica sits out of the last
     whole = copy.deepcopy(net)
     for share in shares:
         whole(x[share[0][0] : share[-1][1]]).square().sum().backward()
@@ -213,7 +223,9 @@ def test_half_precision_is_normalised_in_single_precision() -> None:
     x = (torch.randn(8, 6, 3, 3) + 10).bfloat16()
     _, y, grad = _apart(norm, x, torch.ones_like(x), [5, 3])
     assert y.dtype == grad.dtype == torch.bfloat16
-    torch.testing.assert_close(y.float(), copy.deepcopy(norm)(x.float()).detach(), rtol=1e-2, atol=2e-2)
+    torch.testing.assert_close(
+        y.float(), copy.deepcopy(norm)(x.float()).detach(), rtol=1e-2, atol=2e-2
+    )
 
 
 def test_evaluation_is_that_of_the_ordinary_batch_norm() -> None:
@@ -252,13 +264,20 @@ def test_a_single_value_per_channel_is_refused_as_by_pytorch(count: int) -> None
 
 def test_names_hooks_mode_and_objects_stay_as_they_are() -> None:
     inside = nn.BatchNorm2d(3)
-    net = nn.Sequential(nn.Conv2d(3, 3, 1), inside, nn.InstanceNorm2d(3, affine=True), inside, nn.BatchNorm1d(2)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 3, 1), inside, nn.InstanceNorm2d(3, affine=True), inside, nn.BatchNorm1d(2)
+    ).eval()
     calls: list[int] = []
     inside.register_forward_hook(lambda *_: calls.append(1))
     before = {name: value.data_ptr() for name, value in net.state_dict().items()}
     assert synchronise(net, ThreadExchange(2)) == 2
     assert {name: value.data_ptr() for name, value in net.state_dict().items()} == before
-    assert net[1] is inside and net[3] is inside and isinstance(inside, nn.BatchNorm2d) and not inside.training
+    assert (
+        net[1] is inside
+        and net[3] is inside
+        and isinstance(inside, nn.BatchNorm2d)
+        and not inside.training
+    )
     assert type(net[2]) is nn.InstanceNorm2d
     inside(torch.zeros(2, 3, 1, 1))
     assert calls == [1]
@@ -328,7 +347,9 @@ def test_a_backward_of_all_replicas_in_one_thread_is_refused_rather_than_waiting
         exchange.enter(i)
         return norm(torch.randn(3, 2, requires_grad=True)).sum()
 
-    one, other = Team(devices.slots(2)).run([functools.partial(work, 0), functools.partial(work, 1)])
+    one, other = Team(devices.slots(2)).run(
+        [functools.partial(work, 0), functools.partial(work, 1)]
+    )
     assert one is not None and other is not None
     with pytest.raises(StrategyError, match="inside its own thread"):
         (one + other).backward()
@@ -483,21 +504,36 @@ class Toggled(nn.Module):
 def test_a_forward_may_set_the_mode_of_a_batch_norm(way: str) -> None:
     """In the copy that rank 0 inspects it was in training then, and waited for the others."""
     job = Job(
-        model=Toggled, loss=nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        train_data=TensorDataset(drawn(29, 6), labels(29, 3)), batch_size=8, epochs=2, sync_batchnorm=True,
-    )  # fmt: skip
+        model=Toggled,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        train_data=TensorDataset(drawn(29, 6), labels(29, 3)),
+        batch_size=8,
+        epochs=2,
+        sync_batchnorm=True,
+    )
     assert parity(job, way, "2xcpu").worst < 1e-10
 
 
 @pytest.mark.parametrize("way", ["dp", "ddp", slow("fsdp")])
 def test_a_sync_batch_norm_of_pytorchs_is_one_like_the_others(way: str) -> None:
-    """Found by trial: under dp it was left alone without a line, and on CPU devices ranks ended in PyTorch's words."""
+    """Found by trial: under dp it was left alone without a line, and on CPU devices ranks ended
+    in PyTorch's words.
+    """
     job = Job(
-        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 3)),
-        loss=nn.CrossEntropyLoss(), optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        train_data=TensorDataset(drawn(29, 6), labels(29, 3)), batch_size=8, epochs=2, sync_batchnorm=True,
-    )  # fmt: skip
+        model=lambda: nn.Sequential(
+            nn.Linear(6, 8), nn.SyncBatchNorm(8), nn.Tanh(), nn.Linear(8, 3)
+        ),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        train_data=TensorDataset(drawn(29, 6), labels(29, 3)),
+        batch_size=8,
+        epochs=2,
+        sync_batchnorm=True,
+    )
     assert parity(job, way, "2xcpu").worst < 1e-10
     if way == "ddp":
-        with pytest.raises(StrategyError, match=r'"1" is a SyncBatchNorm of PyTorch.*take sync_batchnorm=True'):
+        with pytest.raises(
+            StrategyError, match=r'"1" is a SyncBatchNorm of PyTorch.*take sync_batchnorm=True'
+        ):
             parity(job.replace(sync_batchnorm=False), way, "2xcpu")

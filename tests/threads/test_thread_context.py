@@ -30,8 +30,12 @@ class Pretended(NamedTuple):
 
 def test_threads_on_one_card_compute_on_the_callers_stream_at_once(monkeypatch) -> None:
     """They entered one object of it, which PyTorch 2.11 refuses."""
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Pretended(7, device.index, 1, []))
-    monkeypatch.setattr(torch, "Stream", lambda **place: made.append(place) or Pretended(**place, entered=[]))
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: Pretended(7, device.index, 1, [])
+    )
+    monkeypatch.setattr(
+        torch, "Stream", lambda **place: made.append(place) or Pretended(**place, entered=[])
+    )
     made: list[Any] = []
     card, both = Device("cuda", 0), threading.Barrier(2)
     caller = Caller([card])

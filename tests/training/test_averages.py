@@ -25,7 +25,9 @@ def job(*callbacks: Any, kind: str = "mlp", **settings: Any) -> Job:
 
 
 def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings)
+    return lockstep.train(
+        its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings
+    )
 
 
 def apart(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
@@ -41,7 +43,9 @@ class Keeps(Callback):
         self.on_step(training)
 
     def on_step(self, training: TrainingContext) -> None:
-        self.weights.append({name: p.detach().clone() for name, p in training.model.named_parameters()})
+        self.weights.append(
+            {name: p.detach().clone() for name, p in training.model.named_parameters()}
+        )
 
     def on_finish(self, training: TrainingContext) -> None:
         torch.save(self.weights, training.folder / "weights.pt")
@@ -55,9 +59,16 @@ def test_a_moving_average_is_that_of_its_formula_and_is_what_is_evaluated(tmp_pa
             average = 0.8 * average + 0.2 * weights[name]
         assert torch.allclose(run.model("ema.safetensors").get_parameter(name), average, atol=1e-14)
         assert torch.equal(run.model().get_parameter(name), others[-1][name])
-    assert lockstep.evaluate(run, weights="ema.safetensors", devices="1xcpu")["loss"] == run.metrics["loss"]
-    assert lockstep.evaluate(run, devices="1xcpu")["loss"] != pytest.approx(run.metrics["loss"], rel=1e-3)
-    assert same_bits(run.model(best=True), run.model("ema.safetensors")), "the best weights are those of the best loss"
+    assert (
+        lockstep.evaluate(run, weights="ema.safetensors", devices="1xcpu")["loss"]
+        == run.metrics["loss"]
+    )
+    assert lockstep.evaluate(run, devices="1xcpu")["loss"] != pytest.approx(
+        run.metrics["loss"], rel=1e-3
+    )
+    assert same_bits(run.model(best=True), run.model("ema.safetensors")), (
+        "the best weights are those of the best loss"
+    )
 
 
 @pytest.mark.parametrize("way", [slow("dp"), "ddp", slow("mp"), "pp"])
@@ -70,8 +81,12 @@ def test_averages_are_those_of_one_device(way: str, tmp_path: Path) -> None:
     assert one.metrics["loss"] == pytest.approx(several.metrics["loss"], rel=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["convolutions with sync_batchnorm", slow("ignored tokens and tied weights")])
-def test_averages_of_running_statistics_and_tied_weights_are_those_of_one_device(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", ["convolutions with sync_batchnorm", slow("ignored tokens and tied weights")]
+)
+def test_averages_of_running_statistics_and_tied_weights_are_those_of_one_device(
+    kind: str, tmp_path: Path
+) -> None:
     its = job(SWA(), EMA(0.5, every=2), kind=kind)
     one, several = trained(its, "single", tmp_path), trained(its, "ddp", tmp_path)
     for file in ("ema.safetensors", "swa.safetensors"):
@@ -127,7 +142,11 @@ def test_a_decay_of_one_is_refused() -> None:
 class TiedByMemory(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.last = torch.nn.Linear(6, 16), torch.nn.Linear(16, 6), torch.nn.Linear(6, 3)
+        self.up, self.down, self.last = (
+            torch.nn.Linear(6, 16),
+            torch.nn.Linear(16, 6),
+            torch.nn.Linear(6, 3),
+        )
         self.down.weight = torch.nn.Parameter(self.up.weight.t())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -135,10 +154,14 @@ class TiedByMemory(torch.nn.Module):
 
 
 def test_an_average_leaves_weights_that_share_memory_as_they_were(tmp_path: Path) -> None:
-    """Found by trial: each evaluation left the average in their place, under every strategy alike."""
+    """Found by trial: each evaluation left the average in their place, under every strategy
+    alike.
+    """
     job = ZOO["mlp"].replace(model=TiedByMemory)
     one, other = (
-        lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True, callbacks=callbacks).model().state_dict()
+        lockstep.train(job, devices="1xcpu", folder=tmp_path, quiet=True, callbacks=callbacks)
+        .model()
+        .state_dict()
         for callbacks in ([], [EMA(0.8)])
     )
     assert all(torch.equal(one[name], other[name]) for name in one)

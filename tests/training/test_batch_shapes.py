@@ -24,7 +24,9 @@ def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> t
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
-def test_the_shapes_inside_are_the_shares_and_those_outside_the_batch(strategy: str, tmp_path, capsys) -> None:
+def test_the_shapes_inside_are_the_shares_and_those_outside_the_batch(
+    strategy: str, tmp_path, capsys
+) -> None:
     found, line = shapes(tmp_path, strategy, "2xcpu", capsys, batch_size=10)
     assert line == "inputs 10 x 6, outputs 10 x 3; each device: 5 x 6 -> 5 x 3"
     assert found["inputs"] == {"": [10, 6]} and found["outputs"] == {"": [10, 3]}
@@ -40,7 +42,10 @@ def test_unequal_and_empty_shares_are_those_of_each_device(strategy: str, tmp_pa
         "cpu:2 in a micro-batch: 1 x 6 -> 1 x 3"
     )
     found, line = shapes(tmp_path / "empty", strategy, "3xcpu", capsys, batch_size=2)
-    assert line == "inputs 2 x 6, outputs 2 x 3; each device: 1 x 6 -> 1 x 3" and len(found["devices"]) == 2
+    assert (
+        line == "inputs 2 x 6, outputs 2 x 3; each device: 1 x 6 -> 1 x 3"
+        and len(found["devices"]) == 2
+    )
 
 
 class Listed(nn.Module):
@@ -50,8 +55,12 @@ class Listed(nn.Module):
         super().__init__()
         self.out = nn.Linear(6, 3)
 
-    def forward(self, images: list[torch.Tensor], labelled: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        return self.out(torch.stack(images)) + torch.stack([one["label"] for one in labelled])[:, None]
+    def forward(
+        self, images: list[torch.Tensor], labelled: list[dict[str, torch.Tensor]]
+    ) -> torch.Tensor:
+        return (
+            self.out(torch.stack(images)) + torch.stack([one["label"] for one in labelled])[:, None]
+        )
 
 
 def listed(samples: list) -> tuple:
@@ -68,14 +77,20 @@ def test_lists_of_numbers_may_be_longer_on_some_devices(tmp_path, capsys) -> Non
 
 
 def test_one_device_sees_the_whole_batch(tmp_path, capsys) -> None:
-    assert shapes(tmp_path, "single", "1xcpu", capsys, batch_size=10)[1] == "inputs 10 x 6, outputs 10 x 3"
+    assert (
+        shapes(tmp_path, "single", "1xcpu", capsys, batch_size=10)[1]
+        == "inputs 10 x 6, outputs 10 x 3"
+    )
 
 
 def test_tensors_in_a_nest_have_names_and_lengths_that_differ_are_a_span() -> None:
     nest = {"x": torch.zeros(2, 3), "more": (torch.zeros(2), "word", None)}
     assert shapes_of(nest) == {"x": [2, 3], "more.0": [2]}
     assert shapes_of(3) == {}
-    assert shapes_of(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged)) == {}
+    assert (
+        shapes_of(torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged))
+        == {}
+    )
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
     assert shapes_of(packed) == {"data": [3, 2]}
     whole = {"inputs": {"": [4, [5, 7]]}, "outputs": {"loss": [], "logits": [4, 2]}, "devices": []}
@@ -84,7 +99,9 @@ def test_tensors_in_a_nest_have_names_and_lengths_that_differ_are_a_span() -> No
 
 def test_a_metric_of_the_wrong_shape_is_found_at_the_first_step(tmp_path) -> None:
     metrics = {"rows": lambda outputs, targets: (outputs.argmax(dim=1) == targets, len(targets))}
-    job = dataclasses.replace(ZOO["mlp"], metrics=metrics, on_event=[lambda event: events.append(event.kind) and None])
+    job = dataclasses.replace(
+        ZOO["mlp"], metrics=metrics, on_event=[lambda event: events.append(event.kind) and None]
+    )
     events: list[str] = []
     with pytest.raises(JobError, match=r'metrics: "rows" gave a tensor of shape'):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

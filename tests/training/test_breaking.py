@@ -62,7 +62,9 @@ def started(folder: Path, strategy: str) -> subprocess.Popen[str]:
     """A training from the command line that has finished an epoch."""
     command = [sys.executable, "-m", "lockstep", "train", "endless.py"]
     words = [*command, "--strategy", strategy, "--devices", ON[strategy]]
-    process = subprocess.Popen(words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        words, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     end = time.monotonic() + 60
     while not list(folder.glob("runs/*/checkpoints/step-*")):
         assert process.poll() is None and time.monotonic() < end, process.communicate()
@@ -86,7 +88,9 @@ STOPPED = [(signal.SIGINT, 130, "stopped by Ctrl-C"), (signal.SIGTERM, 143, "")]
         for j, stop in enumerate(STOPPED)
     ],
 )
-def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(how, code, says, strategy, folder) -> None:
+def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(
+    how, code, says, strategy, folder
+) -> None:
     process = started(folder, strategy)
     children = family(process)
     process.send_signal(how)
@@ -99,14 +103,19 @@ def test_a_stopped_training_keeps_its_folder_and_leaves_no_process(how, code, sa
     assert state_of(run)["epoch"] >= 1
 
 
-def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(folder, monkeypatch, capfd) -> None:
+def test_what_a_rank_raises_is_shown_once_headed_by_rank_and_step(
+    folder, monkeypatch, capfd
+) -> None:
     monkeypatch.setenv("BREAK", "raise 1")
     assert main(["train", "endless.py", "--strategy", "ddp", "--devices", "2xcpu"]) == 1
     err = capfd.readouterr().err
     assert err.count("ValueError: no such luck") == 2, "the traceback and the last line"
     assert err.count("Traceback") == 1
     assert err.count("  File ") == 1, "the person's own code only"
-    assert err.strip().splitlines()[-1] == "lockstep: rank 1 (cpu:1) failed at step 5: ValueError: no such luck"
+    assert (
+        err.strip().splitlines()[-1]
+        == "lockstep: rank 1 (cpu:1) failed at step 5: ValueError: no such luck"
+    )
     assert len(list(folder.glob("runs/*"))) == 1
 
 
@@ -116,10 +125,14 @@ def test_under_one_device_too_the_traceback_begins_with_the_person_s_code(folder
     command = str(Path(sys.executable).parent / "lockstep")
     surroundings = {**os.environ, "BREAK": "raise 0"}
     words = [command, "train", "endless.py", "--devices", "1"]
-    found = subprocess.run(words, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        words, cwd=folder, env=surroundings, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 1
     lines = found.stderr.splitlines()
-    assert lines[0].startswith("Traceback") and lines[1].endswith('endless.py", line 12, in forward')
+    assert lines[0].startswith("Traceback") and lines[1].endswith(
+        'endless.py", line 12, in forward'
+    )
     assert found.stderr.count("  File ") == 1
     assert lines[-1] == "lockstep: the run failed: ValueError: no such luck"
 
@@ -132,7 +145,13 @@ def test_a_killed_rank_is_named(folder, monkeypatch, capfd) -> None:
 
 def job_of(model=mlp, **settings) -> Job:
     data = torch.utils.data.TensorDataset(drawn(24, 6), labels(24, 3))
-    fields = {"loss": nn.CrossEntropyLoss(), "optimizer": plain_sgd, "train_data": data, "batch_size": 8, "epochs": 3}
+    fields = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": plain_sgd,
+        "train_data": data,
+        "batch_size": 8,
+        "epochs": 3,
+    }
     return Job(model=model, **{**fields, **settings})
 
 
@@ -148,11 +167,19 @@ class Hungry(nn.Linear):
 
 
 @pytest.mark.parametrize("strategy", ON)
-def test_out_of_memory_names_device_step_share_and_the_setting_that_helps(strategy: str, tmp_path) -> None:
+def test_out_of_memory_names_device_step_share_and_the_setting_that_helps(
+    strategy: str, tmp_path
+) -> None:
     share = 8 if strategy == "single" else 4 if strategy == "ddp" else 8
     says = rf"out of memory on cpu:\d at step 1 with a share of {share} samples: .*accumulate=2"
     with pytest.raises(OutOfMemory, match=says):
-        train(job_of(lambda: Hungry(6, 3)), strategy=strategy, devices=ON[strategy], folder=tmp_path, quiet=True)
+        train(
+            job_of(lambda: Hungry(6, 3)),
+            strategy=strategy,
+            devices=ON[strategy],
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def test_a_full_disk_at_the_end_of_an_epoch_keeps_what_was_saved(tmp_path, monkeypatch) -> None:
@@ -167,7 +194,8 @@ def test_a_full_disk_at_the_end_of_an_epoch_keeps_what_was_saved(tmp_path, monke
     real = writer.write_tensors
     monkeypatch.setattr(writer, "write_tensors", full_the_second_time)
     says = (
-        r"checkpoints: could not be written: the disk is full; the checkpoint of step 3 is kept; free some space, then"
+        r"checkpoints: could not be written: the disk is full; the checkpoint of step 3 is kept; "
+        r"free some space, then"
     )
     with pytest.raises(SaveError, match=says):
         train(job_of(), folder=tmp_path, quiet=True)
@@ -216,14 +244,18 @@ def test_a_loader_worker_that_is_killed_is_said(tmp_path) -> None:
         RunError,
         match=r"loader worker 0 was killed while it read sample \d of train_data \(out of memory\?\): set fewer",
     ):
-        train(job_of(train_data=data, loader_workers=1), devices="1xcpu", folder=tmp_path, quiet=True)
+        train(
+            job_of(train_data=data, loader_workers=1), devices="1xcpu", folder=tmp_path, quiet=True
+        )
 
 
 def test_a_damaged_state_is_said(tmp_path) -> None:
     run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
     for path in run.folder.glob("checkpoints/*/*"):
         path.write_bytes(b"nonsense")
-    with pytest.raises(FolderError, match="no checkpoint is whole: take another run, or begin anew"):
+    with pytest.raises(
+        FolderError, match="no checkpoint is whole: take another run, or begin anew"
+    ):
         train(job_of(), resume=run.folder, quiet=True)
 
 
@@ -242,7 +274,13 @@ def test_a_rank_that_is_stuck_does_not_outlive_one_that_raises(tmp_path) -> None
 
     began = time.monotonic()
     with pytest.raises(RankFailed, match=r"rank 0 \(cpu:0\) failed at step 1: ValueError: first"):
-        train(job_of(lambda: Uneven(6, 3)), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        train(
+            job_of(lambda: Uneven(6, 3)),
+            strategy="ddp",
+            devices="2xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
     assert time.monotonic() - began < 30
 
 
@@ -272,14 +310,20 @@ def job():
 EVERY = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
 
 
-def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 1) -> tuple[int, str, str]:
+def stopped(
+    folder: Path, words: list[str], how: signal.Signals, presses: int = 1
+) -> tuple[int, str, str]:
     """What a training says that is stopped in its first epoch."""
     # Hogwild's ranks don't meet before the end of the epoch to say that they have begun.
     awaited = "note: hogwild" if "hogwild" in words else "inputs "
     process = subprocess.Popen(
-        [sys.executable, *words], cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PYTHONWARNINGS": "ignore", "SLOWLY": "0.6" if presses > 1 else "0.06"},
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     lines = []
     for line in process.stdout:
@@ -303,14 +347,27 @@ def stopped(folder: Path, words: list[str], how: signal.Signals, presses: int = 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "how", "code"),
-    [(way, how, code) for way in EVERY for how, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]],
+    [
+        (way, how, code)
+        for way in EVERY
+        for how, code in [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    ],
 )
 def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
     strategy: str, how: signal.Signals, code: int, tmp_path: Path, capfd
 ) -> None:
     """Its folder was once deleted, under the words that what was saved is kept."""
     (tmp_path / "slow.py").write_text(SLOW)
-    words = ["-m", "lockstep", "train", "slow.py", "--strategy", strategy, "--devices", EVERY[strategy]]
+    words = [
+        "-m",
+        "lockstep",
+        "train",
+        "slow.py",
+        "--strategy",
+        strategy,
+        "--devices",
+        EVERY[strategy],
+    ]
     found, out, err = stopped(tmp_path, words, how)
     assert found == code, (out, err)
     (run,) = tmp_path.glob("runs/*")
@@ -322,15 +379,26 @@ def test_a_training_that_is_stopped_in_its_first_epoch_is_saved_and_goes_on(
     went_on = train(job, resume=run, quiet=True)
     assert went_on.summary["steps"] == 76
     if strategy != "hogwild":
-        whole = train(job, strategy=strategy, devices=EVERY[strategy], folder=tmp_path / "whole", quiet=True)
+        whole = train(
+            job, strategy=strategy, devices=EVERY[strategy], folder=tmp_path / "whole", quiet=True
+        )
         assert same_bits(went_on.model(), whole.model())
-        assert [r["train_loss"] for r in went_on.history] == pytest.approx([r["train_loss"] for r in whole.history])
+        assert [r["train_loss"] for r in went_on.history] == pytest.approx(
+            [r["train_loss"] for r in whole.history]
+        )
 
 
 @pytest.mark.slow
 def test_under_torchrun_too_it_is_saved(tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(SLOW)
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "lockstep"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "-m",
+        "lockstep",
+    ]
     _, out, err = stopped(tmp_path, [*torchrun, "train", "slow.py"], signal.SIGTERM)
     (run,) = tmp_path.glob("runs/*")
     assert "resume it with --resume" in out, (out, err)
@@ -354,7 +422,12 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> N
     words = [sys.executable, "-m", "lockstep", "train", "slow.py", "--devices", "1"]
     surroundings = {**os.environ, "SLOWLY": "60"}
     process = subprocess.Popen(
-        words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=surroundings
+        words,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=surroundings,
     )
     assert process.stdout is not None
     while not process.stdout.readline().startswith("batches of"):
@@ -363,7 +436,10 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> N
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
-    assert out == "nothing was saved yet, so no run is kept\n" and err == "lockstep: stopped by Ctrl-C\n"
+    assert (
+        out == "nothing was saved yet, so no run is kept\n"
+        and err == "lockstep: stopped by Ctrl-C\n"
+    )
 
 
 def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
@@ -381,9 +457,15 @@ def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
     calls: list[int] = []
     data = torch.utils.data.TensorDataset(drawn(24, 6), labels(24, 3))
     job = Job(
-        model=lambda: Pressing(6, 3), loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=data, eval_data=data,
-        batch_size=4, epochs=2, precision="fp64",
-    )  # fmt: skip
+        model=lambda: Pressing(6, 3),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=data,
+        eval_data=data,
+        batch_size=4,
+        epochs=2,
+        precision="fp64",
+    )
     with pytest.raises(KeyboardInterrupt):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     (run,) = tmp_path.iterdir()
@@ -397,7 +479,9 @@ def test_a_stop_at_the_end_of_an_epoch_loses_no_record(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # threads of the tests, in Python 3.12
 def test_a_loader_worker_that_is_ended_as_it_begins_says_nothing(capfd: Any) -> None:
-    """Found by trial: until it has signal handlers of its own it has the training's, with tracebacks or a promise."""
+    """Found by trial: until it has signal handlers of its own it has the training's, with
+    tracebacks or a promise.
+    """
     with StopRequest(lambda: True):
         if not (worker := os.fork()):
             os.kill(os.getpid(), signal.SIGTERM)

@@ -43,7 +43,9 @@ def job(*callbacks: Any, **settings: Any) -> Job:
 
 
 def trained(its: Job, folder: Path, way: str = "single", **settings: Any) -> lockstep.Run:
-    return lockstep.train(its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings)
+    return lockstep.train(
+        its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings
+    )
 
 
 def minus_weight(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:
@@ -51,7 +53,9 @@ def minus_weight(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, i
 
 
 def rising(*callbacks: Any, **settings: Any) -> Job:
-    """The weight goes from 0 towards 10, and on its way passes the 3 that the evaluation set wants."""
+    """The weight goes from 0 towards 10, and on its way passes the 3 that the evaluation set
+    wants.
+    """
     fields: dict[str, Any] = {
         "model": lambda: nn.Linear(1, 1, bias=False),
         "loss": nn.MSELoss(),
@@ -74,7 +78,9 @@ def test_a_training_stops_when_its_loss_has_not_fallen(way: str, tmp_path: Path)
     run = trained(rising(EarlyStopping(patience=2)), tmp_path, way)
     losses = [record["eval_loss"] for record in run.history]
     assert len(losses) == run.summary["epochs"] < 30
-    assert [since_the_best(losses[:end]) >= 2 for end in range(1, len(losses) + 1)].index(True) == len(losses) - 1
+    assert [since_the_best(losses[:end]) >= 2 for end in range(1, len(losses) + 1)].index(
+        True
+    ) == len(losses) - 1
 
 
 def test_a_metric_that_should_rise_stops_it_and_a_resumed_run_knows_what_came_before(
@@ -82,11 +88,17 @@ def test_a_metric_that_should_rise_stops_it_and_a_resumed_run_knows_what_came_be
 ) -> None:
     stops = EarlyStopping("minus weight", "max", patience=3)
     run = lockstep.train(rising(stops), devices="1xcpu", folder=tmp_path)
-    assert run.summary["epochs"] == 4, "the weight rises from the first epoch on, so its negative falls"
-    assert "EarlyStopping: minus weight has not improved for 3 evaluations" in "".join(capfd.readouterr())
+    assert run.summary["epochs"] == 4, (
+        "the weight rises from the first epoch on, so its negative falls"
+    )
+    assert "EarlyStopping: minus weight has not improved for 3 evaluations" in "".join(
+        capfd.readouterr()
+    )
     again = lockstep.train(rising(stops), devices="1xcpu", resume=run.folder)
     assert again.summary["epochs"] == 5, "one more that is no better is enough"
-    assert "EarlyStopping had stopped the run after 4 epochs: it goes on" in "".join(capfd.readouterr())
+    assert "EarlyStopping had stopped the run after 4 epochs: it goes on" in "".join(
+        capfd.readouterr()
+    )
 
 
 def test_what_is_smaller_than_min_delta_is_no_improvement(tmp_path: Path) -> None:
@@ -95,12 +107,18 @@ def test_what_is_smaller_than_min_delta_is_no_improvement(tmp_path: Path) -> Non
 
 
 def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match='EarlyStopping: there is no metric "eval_los": did you mean "eval_loss"'):
+    with pytest.raises(
+        JobError, match='EarlyStopping: there is no metric "eval_los": did you mean "eval_loss"'
+    ):
         trained(rising(EarlyStopping("eval_los")), tmp_path)
-    with pytest.raises(JobError, match='KeepWeights: there is no metric "eval_loss": the job has no evaluation'):
+    with pytest.raises(
+        JobError, match='KeepWeights: there is no metric "eval_loss": the job has no evaluation'
+    ):
         trained(rising(KeepWeights(1, "eval_loss"), eval_data=None, metrics={}), tmp_path)
     assert not list(tmp_path.iterdir()), "it is found before the first step"
-    with pytest.raises(JobError, match='EarlyStopping: there is no metric "train_los": did you mean "train_loss"'):
+    with pytest.raises(
+        JobError, match='EarlyStopping: there is no metric "train_los": did you mean "train_loss"'
+    ):
         trained(rising(EarlyStopping("train_los")), tmp_path)
 
 
@@ -118,7 +136,9 @@ def test_an_epoch_that_is_not_evaluated_is_no_evaluation_for_callbacks(tmp_path:
 
 @pytest.mark.parametrize("way", [slow("single"), "ddp"])
 def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Path) -> None:
-    run = trained(rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way)
+    run = trained(
+        rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way
+    )
     losses = {record["eval_loss"]: record["step"] for record in run.history}
     best = [losses[loss] for loss in sorted(losses)[:2]]
     assert sorted(path.name for path in (run.folder / "best-eval_loss").iterdir()) == sorted(
@@ -134,9 +154,13 @@ def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Pa
 
 def test_weights_from_beyond_the_checkpoint_of_a_resumed_run_are_removed(tmp_path: Path) -> None:
     run = trained(rising(KeepWeights(9), epochs=2), tmp_path)
-    (run.folder / "last" / "step-99.safetensors").write_bytes(b"from a start that died before its next checkpoint")
+    (run.folder / "last" / "step-99.safetensors").write_bytes(
+        b"from a start that died before its next checkpoint"
+    )
     trained(rising(KeepWeights(9), epochs=3), tmp_path, resume=run.folder)
-    assert {path.name for path in (run.folder / "last").iterdir()} == {f"step-{i}.safetensors" for i in (2, 4, 6)}
+    assert {path.name for path in (run.folder / "last").iterdir()} == {
+        f"step-{i}.safetensors" for i in (2, 4, 6)
+    }
 
 
 class Moves(Callback):
@@ -156,8 +180,12 @@ class Moves(Callback):
             file.write(" ".join(moved) + "\n")
 
 
-@pytest.mark.parametrize("way", ["single", slow("dp"), "ddp", slow("mp"), slow("pp"), slow("hogwild")])
-def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", ["single", slow("dp"), "ddp", slow("mp"), slow("pp"), slow("hogwild")]
+)
+def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(
+    way: str, tmp_path: Path
+) -> None:
     its = job(Freeze("0", until=3), Freeze("2.b*", start=5, until=7), Freeze(["2.weight"], start=7))
     if way == "hogwild":
         assert trained(its, tmp_path, way).summary["steps"] == 8
@@ -165,28 +193,51 @@ def test_parameters_are_frozen_from_one_step_to_another_as_on_one_device(way: st
     if way == "single":
         run = trained(its.replace(callbacks=[*its.callbacks, Moves()]), tmp_path)
         first, last = ["0.weight", "0.bias"], ["2.weight", "2.bias"]
-        expected = [last, last, last, first + last, first + last, *2 * [[*first, "2.weight"]], [*first, "2.bias"]]
-        assert (run.folder / "moves").read_text().splitlines() == [" ".join(names) for names in expected]
+        expected = [
+            last,
+            last,
+            last,
+            first + last,
+            first + last,
+            *2 * [[*first, "2.weight"]],
+            [*first, "2.bias"],
+        ]
+        assert (run.folder / "moves").read_text().splitlines() == [
+            " ".join(names) for names in expected
+        ]
         half = trained(its, tmp_path, steps=6)
         assert same_bits(trained(its, tmp_path, resume=half.folder).model(), run.model())
         return
     cut = {"accumulate": 4} if way == "pp" else {}
     one, several = trained(its, tmp_path, **cut).model(), trained(its, tmp_path, way).model()
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(one.parameters(), several.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-10)
+        for a, b in zip(one.parameters(), several.parameters(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     "freezes",
-    [[("0", 0, 3), ("0.weight", 0, 6)], [("0.weight", 0, 6), ("0", 0, 3)], [("0", 2, 6), ("*.bias", 0, 4)]],
+    [
+        [("0", 0, 3), ("0.weight", 0, 6)],
+        [("0.weight", 0, 6), ("0", 0, 3)],
+        [("0", 2, 6), ("*.bias", 0, 4)],
+    ],
     ids=["one until later", "in the other order", "one in the midst of another"],
 )
-def test_parameters_of_several_are_frozen_while_one_of_them_does_so(freezes: list[Any], tmp_path: Path) -> None:
+def test_parameters_of_several_are_frozen_while_one_of_them_does_so(
+    freezes: list[Any], tmp_path: Path
+) -> None:
     """Found by trial: the first to end trained those of the others, which a resumed run didn't."""
-    its = job(*(Freeze(names, start=start, until=until) for names, start, until in freezes), Moves())
+    its = job(
+        *(Freeze(names, start=start, until=until) for names, start, until in freezes), Moves()
+    )
     run = trained(its, tmp_path)
 
     def is_frozen(name: str, step: int) -> bool:
-        return any(fnmatch(name, f"{names}*") and start <= step < until for names, start, until in freezes)
+        return any(
+            fnmatch(name, f"{names}*") and start <= step < until for names, start, until in freezes
+        )
 
     names = ["0.weight", "0.bias", "2.weight", "2.bias"]
     expected = [" ".join(name for name in names if not is_frozen(name, step)) for step in range(8)]
@@ -197,7 +248,10 @@ def test_parameters_of_several_are_frozen_while_one_of_them_does_so(freezes: lis
 
 
 def test_a_name_that_no_parameter_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r'Freeze: the model has no parameter "1.weight": did you mean "0.weight" or "2'):
+    with pytest.raises(
+        JobError,
+        match=r'Freeze: the model has no parameter "1.weight": did you mean "0.weight" or "2',
+    ):
         trained(job(Freeze("1.weight")), tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -225,10 +279,14 @@ def test_a_time_without_a_unit_is_refused() -> None:
 def test_the_rate_of_each_group_is_a_metric(tmp_path: Path) -> None:
     def grouped(params: Any) -> torch.optim.Optimizer:
         weight, *others = params
-        return torch.optim.SGD([{"params": [weight], "name": "first"}, {"params": others, "lr": 0.2}], lr=0.1)
+        return torch.optim.SGD(
+            [{"params": [weight], "name": "first"}, {"params": others, "lr": 0.2}], lr=0.1
+        )
 
     halved = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # noqa: E731
-    its = ZOO["mlp"].replace(optimizer=grouped, lr_scheduler=halved, callbacks=[LearningRateMonitor()], log_every=3)
+    its = ZOO["mlp"].replace(
+        optimizer=grouped, lr_scheduler=halved, callbacks=[LearningRateMonitor()], log_every=3
+    )
     run = trained(its, tmp_path)
     rates = [(record["step"], record["lr/first"], record["lr/1"]) for record in run.history]
     assert rates == [(3, 0.1, 0.2), (4, 0.1, 0.2), (6, 0.05, 0.1), (8, 0.05, 0.1)]
@@ -236,7 +294,9 @@ def test_the_rate_of_each_group_is_a_metric(tmp_path: Path) -> None:
 
 def text_of(model: nn.Module) -> list[str]:
     assert not model.training
-    return [f"{value:.6f}" for value in (model(drawn(2, 6).double()).sum(1) + torch.rand(2)).tolist()]
+    return [
+        f"{value:.6f}" for value in (model(drawn(2, 6).double()).sum(1) + torch.rand(2)).tolist()
+    ]
 
 
 def pictures_of(model: nn.Module) -> torch.Tensor:
@@ -244,7 +304,9 @@ def pictures_of(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", [slow("dp"), slow("ddp"), "pp"])
-def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(way: str, tmp_path: Path) -> None:
+def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(
+    way: str, tmp_path: Path
+) -> None:
     its = job(Sampler(text_of), Sampler(pictures_of, every=2, name="pictures"), EMA(0.5))
     cut = {"accumulate": 4} if way == "pp" else {}
     one, several = trained(its, tmp_path, **cut), trained(its, tmp_path, way)
@@ -252,16 +314,23 @@ def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(way: 
         assert (one.folder / file).read_bytes() == (several.folder / file).read_bytes()
     assert not (one.folder / "pictures" / "step-4.png").exists()
     with seeded(0):
-        assert "\n".join(text_of(one.model("ema.safetensors"))) == (one.folder / "samples" / "step-8.txt").read_text()
+        assert (
+            "\n".join(text_of(one.model("ema.safetensors")))
+            == (one.folder / "samples" / "step-8.txt").read_text()
+        )
 
 
 def test_a_sampler_goes_on_with_its_count_after_a_resume(tmp_path: Path) -> None:
     """It began its count anew."""
     its = job(Sampler(text_of, every=2), epochs=3)
-    first = lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path / "cut", epochs=1)
+    first = lockstep.train(
+        its, strategy="single", devices="1xcpu", folder=tmp_path / "cut", epochs=1
+    )
     cut = lockstep.train(its, resume=first.folder)
     whole = trained(its, tmp_path / "whole")
-    files = [sorted(path.name for path in (run.folder / "samples").iterdir()) for run in (cut, whole)]
+    files = [
+        sorted(path.name for path in (run.folder / "samples").iterdir()) for run in (cut, whole)
+    ]
     assert files == [["step-8.txt"]] * 2
 
 
@@ -283,7 +352,9 @@ def test_the_parts_of_a_step_function_are_sampled_and_averaged(tmp_path: Path) -
         callbacks=its,
     )
     run = trained(job, tmp_path)
-    assert (run.folder / "samples" / "step-2.png").is_file() and (run.folder / "ema.safetensors").is_file()
+    assert (run.folder / "samples" / "step-2.png").is_file() and (
+        run.folder / "ema.safetensors"
+    ).is_file()
     with pytest.raises(JobError, match="without a forward to evaluate or predict with"):
         lockstep.predict(run, drawn(4, 3))
 
@@ -291,30 +362,52 @@ def test_the_parts_of_a_step_function_are_sampled_and_averaged(tmp_path: Path) -
 @pytest.mark.parametrize("shape", [(1, 2, 3), (3, 4, 5), (2, 3, 4, 5)])
 def test_a_picture_is_read_again_as_it_was(shape: tuple[int, ...], tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib.image")
-    picture = torch.randint(256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    picture = torch.randint(
+        256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
+    )
     (tmp_path / "picture.png").write_bytes(png_of(picture))
-    read = (torch.from_numpy(matplotlib.imread(tmp_path / "picture.png")) * 255).round().to(torch.uint8)
+    read = (
+        (torch.from_numpy(matplotlib.imread(tmp_path / "picture.png")) * 255)
+        .round()
+        .to(torch.uint8)
+    )
     whole = torch.cat(list(picture), dim=2) if picture.dim() == 4 else picture
-    assert torch.equal(read if read.dim() == 2 else read.permute(2, 0, 1), whole[0] if len(whole) == 1 else whole)
+    assert torch.equal(
+        read if read.dim() == 2 else read.permute(2, 0, 1), whole[0] if len(whole) == 1 else whole
+    )
 
 
 def test_what_is_no_picture_is_refused() -> None:
-    with pytest.raises(JobError, match=r"Sampler: pictures are \(n, 1 or 3, height, width\), not \(2, 4\)"):
+    with pytest.raises(
+        JobError, match=r"Sampler: pictures are \(n, 1 or 3, height, width\), not \(2, 4\)"
+    ):
         png_of(torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("way", ["single", slow("ddp")])
-def test_weights_and_biases_gets_each_number_once(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_and_biases_gets_each_number_once(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     log = service("wandb", tmp_path, monkeypatch)
     run = trained(job(WandB("digits", tags=["one"])), tmp_path, way)
     init, *logs, finish = calls(log)
     assert (init[0], finish) == ("init", ["finish", [], {}])
     settings = {name: value for name, value in init[2].items() if name != "config"}
-    assert settings == {"project": "digits", "id": run.folder.name, "resume": "allow", "tags": ["one"]}
+    assert settings == {
+        "project": "digits",
+        "id": run.folder.name,
+        "resume": "allow",
+        "tags": ["one"],
+    }
     assert init[2]["config"]["settings"]["batch_size"] == 8
     assert [named for _, _, named in logs] == [{"step": step} for step in (4, 4, 8, 8)]
-    assert [sorted(values) for _, [values], _ in logs[:2]] == [["train_loss"], sorted({*run.history[0]} - NOT_SENT)]
-    assert [values["eval_loss"] for _, [values], _ in logs[1::2]] == [record["eval_loss"] for record in run.history]
+    assert [sorted(values) for _, [values], _ in logs[:2]] == [
+        ["train_loss"],
+        sorted({*run.history[0]} - NOT_SENT),
+    ]
+    assert [values["eval_loss"] for _, [values], _ in logs[1::2]] == [
+        record["eval_loss"] for record in run.history
+    ]
 
 
 NOT_SENT = {"epoch", "step", "train_loss"}
@@ -325,21 +418,29 @@ def test_mlflow_goes_on_in_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = trained(job(MLflow(experiment_id="3"), steps=4), tmp_path)
     start, params, first, second, end = calls(log)
     assert start == ["start_run", [], {"run_name": run.folder.name, "experiment_id": "3"}]
-    assert (params[0], params[1][0]["strategy"], params[1][0]["batch_size"]) == ("log_params", "single", 8)
+    assert (params[0], params[1][0]["strategy"], params[1][0]["batch_size"]) == (
+        "log_params",
+        "single",
+        8,
+    )
     assert [(one[0], one[2]) for one in (first, second)] == 2 * [("log_metrics", {"step": 4})]
     assert end == ["end_run", [], {}]
     trained(job(MLflow(experiment_id="3"), steps=8), tmp_path, resume=run.folder)
     assert calls(log)[5] == ["start_run", [], {"experiment_id": "3", "run_id": "run-7"}]
 
 
-def test_a_service_that_is_not_installed_is_said_before_the_first_step(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_service_that_is_not_installed_is_said_before_the_first_step(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(JobError, match="WandB: wandb isn't installed: pip install wandb"):
         trained(job(WandB()), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-PAGE = [block.text for block in blocks(ROOT / "docs" / "callbacks.md") if block.language == "python"]
+PAGE = [
+    block.text for block in blocks(ROOT / "docs" / "callbacks.md") if block.language == "python"
+]
 
 
 def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +453,9 @@ def test_the_page_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names["job"] = names["job"].replace(epochs=1)
     exec(compile(told, "docs/callbacks.md", "exec"), names)
     exec(compile(own, "docs/callbacks.md", "exec"), names)
-    one, several = (trained(job(names["WeightClipping"](0.3)), tmp_path, way) for way in ("single", "ddp"))
+    one, several = (
+        trained(job(names["WeightClipping"](0.3)), tmp_path, way) for way in ("single", "ddp")
+    )
     assert one.history[-1]["clipped"] == several.history[-1]["clipped"] > 0
     pairs = list(zip(one.model().parameters(), several.model().parameters(), strict=True))
     assert all(p.abs().max() <= 0.3 and torch.allclose(p, q, atol=1e-12) for p, q in pairs)

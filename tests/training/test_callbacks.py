@@ -20,7 +20,14 @@ from lockstep.callbacks import EMA, TrainingContext
 from lockstep.errors import JobError, LockstepError
 from zoo import ZOO, drawn, labels, slow
 
-WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
+WAYS = {
+    "single": "1xcpu",
+    "dp": "2xcpu",
+    "ddp": "2xcpu",
+    "fsdp": "2xcpu",
+    "pp": "2xcpu",
+    "hogwild": "2xcpu",
+}
 
 
 def job(*callbacks: Any, **settings: Any) -> Job:
@@ -28,7 +35,9 @@ def job(*callbacks: Any, **settings: Any) -> Job:
 
 
 def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings)
+    return lockstep.train(
+        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
+    )
 
 
 class Writes(Callback):
@@ -69,7 +78,8 @@ class Writes(Callback):
 def test_each_rank_is_called_at_each_point(way: str, tmp_path: Path) -> None:
     run = trained(job(Writes()), way, tmp_path)
     epochs = [
-        [*(f"step {e}.{4 * e - 4 + i}" for i in (1, 2, 3, 4)), *(f"{k} {e}.{4 * e}" for k in ENDS)] for e in (1, 2)
+        [*(f"step {e}.{4 * e - 4 + i}" for i in (1, 2, 3, 4)), *(f"{k} {e}.{4 * e}" for k in ENDS)]
+        for e in (1, 2)
     ]
     expected = ["start 0.0", *epochs[0], *epochs[1], "finish 2.8"]
     for rank in range(1 if way == "single" else 2):
@@ -90,12 +100,16 @@ class Measures(Callback):
 
 def test_metrics_that_callbacks_add_are_numbers(tmp_path: Path) -> None:
     assert trained(job(Measures(torch.tensor(1.5))), "single", tmp_path).history[-1]["mine"] == 1.5
-    with pytest.raises(JobError, match="callbacks: Measures: mine is a list, and a metric is a number"):
+    with pytest.raises(
+        JobError, match="callbacks: Measures: mine is a list, and a metric is a number"
+    ):
         trained(job(Measures([1.5])), "single", tmp_path)
 
 
 def test_two_callbacks_do_not_write_one_file(tmp_path: Path) -> None:
-    with pytest.raises(JobError, match=r"callbacks: 2 of them would write ema\.safetensors: leave one"):
+    with pytest.raises(
+        JobError, match=r"callbacks: 2 of them would write ema\.safetensors: leave one"
+    ):
         trained(job(EMA(0.5), EMA(0.9)), "single", tmp_path)
 
 
@@ -114,7 +128,9 @@ class Remembers(Callback):
             training.stop()
 
     def on_finish(self, training: TrainingContext) -> None:
-        (training.folder / f"remembers-{training.world.rank}").write_text(f"{self.steps} {self.sums.tolist()}")
+        (training.folder / f"remembers-{training.world.rank}").write_text(
+            f"{self.steps} {self.sums.tolist()}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "sums": self.sums}
@@ -133,13 +149,18 @@ Goes.__name__ = "Remembers"  # the state goes by the name
 
 
 @pytest.mark.parametrize("way", [slow("single"), "ddp", slow("hogwild")])
-def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(way: str, tmp_path: Path) -> None:
+def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(
+    way: str, tmp_path: Path
+) -> None:
     run = trained(job(Remembers(), epochs=3), way, tmp_path)
     assert run.summary["steps"] == 6
     assert [record["step"] for record in run.history] == [4, 6], "it was evaluated where it stopped"
     again = lockstep.train(job(Goes(), epochs=3), resume=run.folder, quiet=True)
     assert again.summary["steps"] == 12
-    said = {(run.folder / f"remembers-{rank}").read_text() for rank in range(1 if way == "single" else 2)}
+    said = {
+        (run.folder / f"remembers-{rank}").read_text()
+        for rank in range(1 if way == "single" else 2)
+    }
     if way != "hogwild":
         whole = trained(job(Goes(), epochs=3), way, tmp_path)
         assert said == {(whole.folder / "remembers-0").read_text()}
@@ -195,7 +216,10 @@ class Changes(Callback):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (Changes("frozen"), r'parameter "2.weight" is frozen now\) has to be on every rank, and rank 0 went on'),
+        (
+            Changes("frozen"),
+            r'parameter "2.weight" is frozen now\) has to be on every rank, and rank 0 went on',
+        ),
         (
             Changes("written", at=3),
             r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and rank 0',
@@ -205,28 +229,43 @@ class Changes(Callback):
             r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and on ra',
         ),
         slow(Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
-        (Changes("rate"), r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently'),
-        slow(Changes("attribute"), r'callbacks change "model.temperature" on rank 0 and rank 1 differently'),
+        (
+            Changes("rate"),
+            r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently',
+        ),
+        slow(
+            Changes("attribute"),
+            r'callbacks change "model.temperature" on rank 0 and rank 1 differently',
+        ),
         slow(Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
     ],
     ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
 )
-def test_what_is_changed_on_one_rank_only_is_named(change: Changes, says: str, tmp_path: Path) -> None:
+def test_what_is_changed_on_one_rank_only_is_named(
+    change: Changes, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(LockstepError, match=says):
         trained(job(change), "ddp", tmp_path)
 
 
 @pytest.mark.parametrize("what", [slow("frozen"), "rate", slow("attribute")])
-def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(what: str, tmp_path: Path) -> None:
+def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(
+    what: str, tmp_path: Path
+) -> None:
     change = Changes(what, (0, 1), at=3)
     one, two = (trained(job(change), way, tmp_path).model() for way in ("single", "ddp"))
     left = trained(job(), "single", tmp_path).model()
-    assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12)
+        for a, b in zip(one.parameters(), two.parameters(), strict=True)
+    )
     assert (what == "attribute") is all(map(torch.equal, one.parameters(), left.parameters()))
 
 
 def test_weights_that_ranks_share_are_not_written_by_each(tmp_path: Path) -> None:
-    with pytest.raises(LockstepError, match=r'parameter "2\.weight" was written, and all ranks share it'):
+    with pytest.raises(
+        LockstepError, match=r'parameter "2\.weight" was written, and all ranks share it'
+    ):
         trained(job(Changes("written", (0, 1))), "hogwild", tmp_path)
 
 
@@ -237,11 +276,16 @@ class Noise(Callback):
                 p.add_(torch.randn_like(p), alpha=0.01)
 
 
-def test_what_callbacks_draw_is_the_same_on_any_devices_and_with_micro_batches(tmp_path: Path) -> None:
+def test_what_callbacks_draw_is_the_same_on_any_devices_and_with_micro_batches(
+    tmp_path: Path,
+) -> None:
     one = trained(job(Noise()), "single", tmp_path).model()
     for its, way in ((job(Noise(), accumulate=2), "single"), (job(Noise()), "ddp")):
         other = trained(its, way, tmp_path).model()
-        assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+        assert all(
+            torch.allclose(a, b, atol=1e-12)
+            for a, b in zip(one.parameters(), other.parameters(), strict=True)
+        )
 
 
 class Hooks(Callback):
@@ -262,7 +306,9 @@ class Hooks(Callback):
         if self.on_parameters:
             next(training.model.parameters()).register_hook(lambda g: g.clamp(-0.01, 0.01))
         else:
-            next(iter(training.model.children())).register_forward_hook(lambda module, inputs, output: output / 2)
+            next(iter(training.model.children())).register_forward_hook(
+                lambda module, inputs, output: output / 2
+            )
 
 
 @pytest.mark.parametrize("step", [0, 3])
@@ -270,15 +316,21 @@ class Hooks(Callback):
 def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
     on_parameters: bool, step: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(LockstepError, match="a callback changes modules, parameters or hooks of the model"):
+    with pytest.raises(
+        LockstepError, match="a callback changes modules, parameters or hooks of the model"
+    ):
         trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
 
 
-def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(tmp_path: Path, capfd: Any) -> None:
+def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(
+    tmp_path: Path, capfd: Any
+) -> None:
     for accumulate, step, said in ((1, 0, False), (2, 0, True), (2, 3, True)):
         its = job(Hooks(True, step), accumulate=accumulate)
         lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
-        assert ("hooks on parameters see the gradient of a local batch" in capfd.readouterr().out) is said
+        assert (
+            "hooks on parameters see the gradient of a local batch" in capfd.readouterr().out
+        ) is said
 
 
 class Thaws(Callback):
@@ -287,15 +339,25 @@ class Thaws(Callback):
 
 
 @pytest.mark.parametrize("way", ["single", "dp", slow("ddp"), slow("fsdp"), slow("pp")])
-def test_what_a_callback_trains_that_the_optimizer_was_not_given_is_said(way: str, tmp_path: Path, capfd: Any) -> None:
+def test_what_a_callback_trains_that_the_optimizer_was_not_given_is_said(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: it stayed as it was, without a line."""
 
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 5).requires_grad_(False), nn.Linear(5, 3))
 
     devices = "1xcpu" if way == "single" else "2xcpu"
-    lockstep.train(dataclasses.replace(job(Thaws()), model=model), strategy=way, devices=devices, folder=tmp_path)
-    said = "note: \"0.weight\" requires gradients now and isn't trained, since the optimizer wasn't given it"
+    lockstep.train(
+        dataclasses.replace(job(Thaws()), model=model),
+        strategy=way,
+        devices=devices,
+        folder=tmp_path,
+    )
+    said = (
+        'note: "0.weight" requires gradients now and isn\'t trained, since the optimizer '
+        "wasn't given it"
+    )
     assert capfd.readouterr().out.count(said) == 1
 
 
@@ -312,7 +374,9 @@ class BeginsAnew(Callback):
 
 @pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("fsdp")])
 def test_momentum_that_a_callback_takes_away_begins_anew(way: str, tmp_path: Path) -> None:
-    """Found by trial: the fused SGD, which a person hadn't chosen, ended with a TypeError of its kernel."""
+    """Found by trial: the fused SGD, which a person hadn't chosen, ended with a TypeError of its
+    kernel.
+    """
 
     def sgd(named: Any, **settings: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=0.1, momentum=0.9, **settings)
@@ -336,7 +400,9 @@ class Held(Callback):
         (Held(), r"Held can't be copied \(TypeError: .*\): open files in on_start"),
     ],
 )
-def test_what_is_no_callback_is_refused_before_the_first_step(callback: Any, says: str, tmp_path: Path) -> None:
+def test_what_is_no_callback_is_refused_before_the_first_step(
+    callback: Any, says: str, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=f"callbacks: .*{says}"):
         trained(job(callback), "single", tmp_path)
     assert not list(tmp_path.iterdir())
@@ -376,12 +442,23 @@ class Stretches(Callback):
         self.data.factor = 3.0
 
 
-def test_what_a_callback_changes_in_a_dataset_reaches_loader_workers_with_the_next_epoch(tmp_path: Path) -> None:
-    """Found by trial: workers went on with the dataset as it was, and weights were 10 % off without a line."""
+def test_what_a_callback_changes_in_a_dataset_reaches_loader_workers_with_the_next_epoch(
+    tmp_path: Path,
+) -> None:
+    """Found by trial: workers went on with the dataset as it was, and weights were 10 % off
+    without a line.
+    """
     found = []
     for workers in (0, 1):
         data = Stretched()
-        its = job(Stretches(data), train_data=data, eval_data=data, batch_size=6, epochs=3, loader_workers=workers)
+        its = job(
+            Stretches(data),
+            train_data=data,
+            eval_data=data,
+            batch_size=6,
+            epochs=3,
+            loader_workers=workers,
+        )
         run = trained(its, "single", tmp_path)
         found.append(run.model().state_dict() | {"loss": torch.tensor(run.metrics["loss"])})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -401,7 +478,9 @@ class Reweighing(Callback):
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["single", "dp", slow("ddp")])
 @pytest.mark.parametrize("what", ["the loss", "the data"])
-def test_what_a_callback_holds_of_the_job_is_that_of_the_job(what: str, way: str, tmp_path: Path) -> None:
+def test_what_a_callback_holds_of_the_job_is_that_of_the_job(
+    what: str, way: str, tmp_path: Path
+) -> None:
     """Found by trial: it was given a copy, and changed nothing."""
 
     def made(*, changes: bool) -> Job:
@@ -411,7 +490,9 @@ def test_what_a_callback_holds_of_the_job_is_that_of_the_job(what: str, way: str
         callbacks = [Reweighing(held)] if changes else []
         return job(*callbacks, epochs=2, eval_data=None, metrics={}, loss=loss, train_data=data)
 
-    with_it, without = (trained(made(changes=changes), way, tmp_path).history[-1] for changes in (True, False))
+    with_it, without = (
+        trained(made(changes=changes), way, tmp_path).history[-1] for changes in (True, False)
+    )
     assert with_it["train_loss"] != without["train_loss"]
 
 
@@ -433,7 +514,9 @@ def sharing(folder: Path, way: str) -> float:
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_variable_that_a_callback_rebinds_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
-    """Found by trial: under ddp functions had variables of their own in the ranks, without a line."""
+    """Found by trial: under ddp functions had variables of their own in the ranks, without a
+    line.
+    """
     assert abs(sharing(tmp_path, way) - sharing(tmp_path, "single")) < 1e-10
 
 
@@ -453,7 +536,9 @@ class Raising(Callback):
 def test_what_two_callbacks_hold_is_one(tmp_path: Path) -> None:
     """Found by trial: each had a copy of its own, also under single."""
     held = {"lr": 0.1}
-    run = trained(job(Raising(held, sets=False), Raising(held, sets=True), epochs=1), "single", tmp_path)
+    run = trained(
+        job(Raising(held, sets=False), Raising(held, sets=True), epochs=1), "single", tmp_path
+    )
     assert abs(run.history[-1]["lr"] - (0.1 + 0.01 * run.history[-1]["step"])) < 1e-12
 
 
@@ -465,7 +550,11 @@ def running_mean(outputs: torch.Tensor, wanted: torch.Tensor, kept: dict[str, in
 def test_what_a_partial_keeps_is_of_the_updates_alone(tmp_path: Path) -> None:
     """Found by trial: the calls of checks counted, too, also under single."""
     loss = partial(running_mean, kept={"calls": 0})
-    run = trained(dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss), "single", tmp_path)
+    run = trained(
+        dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss),
+        "single",
+        tmp_path,
+    )
     assert loss.keywords["kept"]["calls"] == run.history[-1]["step"]
 
 
@@ -483,12 +572,18 @@ def test_what_a_function_of_a_loss_keeps_is_of_the_updates_alone(tmp_path: Path)
     """Found by trial: as what a partial keeps."""
     kept = {"calls": 0}
     loss = Chain(lambda outputs, wanted: running_mean(outputs, wanted, kept))
-    run = trained(dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss), "single", tmp_path)
+    run = trained(
+        dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss),
+        "single",
+        tmp_path,
+    )
     assert kept["calls"] == run.history[-1]["step"]
 
 
 def taught(folder: Path, way: str) -> float:
-    """The loss of a training with a mean teacher, which a callback makes and moves, and the loss calls."""
+    """The loss of a training with a mean teacher, which a callback makes and moves, and the loss
+    calls.
+    """
     teacher: Any = None
 
     class Teaching(Callback):
@@ -498,11 +593,15 @@ def taught(folder: Path, way: str) -> float:
 
         def on_step(self, training: TrainingContext) -> None:
             with torch.no_grad():
-                for mine, its in zip(teacher.parameters(), training.model.parameters(), strict=True):
+                for mine, its in zip(
+                    teacher.parameters(), training.model.parameters(), strict=True
+                ):
                     mine.lerp_(its, 0.1)
 
     def loss(outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        near = 0.0 if teacher is None else sum(p.detach().square().sum() for p in teacher.parameters())
+        near = (
+            0.0 if teacher is None else sum(p.detach().square().sum() for p in teacher.parameters())
+        )
         return torch.nn.functional.cross_entropy(outputs, wanted) * (1 + float(near))
 
     its = dataclasses.replace(job(Teaching(), epochs=2, eval_data=None, metrics={}), loss=loss)
@@ -511,12 +610,16 @@ def taught(folder: Path, way: str) -> float:
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
 def test_a_teacher_that_a_callback_makes_is_that_of_the_loss(way: str, tmp_path: Path) -> None:
-    """Found by trial: under ddp methods of one class had variables of their own, and each rank's teacher another id."""
+    """Found by trial: under ddp methods of one class had variables of their own, and each rank's
+    teacher another id.
+    """
     assert abs(taught(tmp_path, way) - taught(tmp_path, "single")) < 1e-10
 
 
 class Counted(torch.nn.Linear):
-    """Scales its outputs by how often it was called, which a function among its attributes keeps."""
+    """Scales its outputs by how often it was called, which a function among its attributes
+    keeps.
+    """
 
     def __init__(self, kept: dict[str, int]) -> None:
         super().__init__(6, 3)
@@ -531,7 +634,9 @@ class Counted(torch.nn.Linear):
         return super().forward(x) / self.functions[0]()
 
 
-def test_what_a_function_of_a_model_keeps_is_of_the_calls_of_a_training_alone(tmp_path: Path) -> None:
+def test_what_a_function_of_a_model_keeps_is_of_the_calls_of_a_training_alone(
+    tmp_path: Path,
+) -> None:
     """Found by trial: the first trial evaluation counted, too."""
     kept = {"calls": 0}
     its = dataclasses.replace(job(epochs=1, metrics={}), model=lambda: Counted(kept))

@@ -1,4 +1,6 @@
-"""Extra state of modules that replicas have each their own of: the recurrent language model of docs/resume.md."""
+"""Extra state of modules that replicas have each their own of: the recurrent language model of
+docs/resume.md.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from pages import ROOT, blocks
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu"}
-BEGINS_ANEW = 'extra state "_extra_state" was saved by 2 replicas and this training has 1, so it begins anew'
+BEGINS_ANEW = (
+    'extra state "_extra_state" was saved by 2 replicas and this training has 1, so it begins anew'
+)
 
 
 @pytest.fixture
@@ -31,21 +35,29 @@ def same_bits(one: lockstep.Run, other: lockstep.Run) -> bool:
 
 
 @pytest.mark.parametrize("way", ["single", "dp", "ddp", slow("fsdp")])
-def test_hidden_state_goes_on_in_a_resumed_run_with_the_same_bits(way: str, words: str, tmp_path: Path, capfd) -> None:
+def test_hidden_state_goes_on_in_a_resumed_run_with_the_same_bits(
+    way: str, words: str, tmp_path: Path, capfd
+) -> None:
     """Every rank and replica went on with the hidden state of the first one's rows."""
     how: dict[str, Any] = {"precision": "fp64", "quiet": True, "folder": tmp_path}
     whole = lockstep.train(words, strategy=way, devices=WAYS[way], steps=7, **how)
     cut = lockstep.train(words, strategy=way, devices=WAYS[way], steps=3, **how)
-    again = lockstep.train(words, strategy=way, devices=WAYS[way], steps=7, resume=cut.folder, **how)
+    again = lockstep.train(
+        words, strategy=way, devices=WAYS[way], steps=7, resume=cut.folder, **how
+    )
     assert same_bits(again, whole)
     assert again.history[-1]["train_loss"] == whole.history[-1]["train_loss"]
     with safe_open(whole.folder / "model.safetensors", framework="pt") as file:
         assert not [name for name in file.keys() if "extra" in name] or way == "single"  # noqa: SIM118
     if way == "ddp":
         one = lockstep.train(words, devices="1xcpu", steps=7, **how)
-        assert again.history[-1]["train_loss"] == pytest.approx(one.history[-1]["train_loss"], abs=1e-12)
+        assert again.history[-1]["train_loss"] == pytest.approx(
+            one.history[-1]["train_loss"], abs=1e-12
+        )
         capfd.readouterr()
-        lockstep.train(words, strategy="single", devices="1xcpu", steps=9, resume=cut.folder, precision="fp64")
+        lockstep.train(
+            words, strategy="single", devices="1xcpu", steps=9, resume=cut.folder, precision="fp64"
+        )
         assert f"note: {BEGINS_ANEW}" in " ".join(capfd.readouterr().out.split())
 
 
@@ -71,7 +83,9 @@ class Scales(lockstep.Callback):
         training.model.scale *= 0.5
 
 
-def test_extra_state_that_all_replicas_have_alike_is_the_models(tmp_path: Path, capsys: Any) -> None:
+def test_extra_state_that_all_replicas_have_alike_is_the_models(
+    tmp_path: Path, capsys: Any
+) -> None:
     """It is in files of weights, and given on to any number of devices."""
     its = ZOO["mlp"].replace(model=Scaled, callbacks=[Scales()], epochs=1)
     run = lockstep.train(its, strategy="dp", devices="2xcpu", folder=tmp_path)
@@ -86,7 +100,9 @@ def test_an_own_loop_takes_up_the_extra_state_of_each_rank(tmp_path: Path) -> No
         found = []
         for number in range(2):
             model = Scaled()
-            step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()))
+            step = lockstep.parallelize(
+                model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters())
+            )
             if number == 0:
                 step(drawn(4, 6), labels(4, 3))
                 model.scale = 2.0 + world.rank

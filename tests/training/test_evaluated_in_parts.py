@@ -1,4 +1,6 @@
-"""What evaluations, predictions and metrics make of models and losses that act on more than single samples."""
+"""What evaluations, predictions and metrics make of models and losses that act on more than
+single samples.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,25 @@ DATA = TensorDataset(drawn(SAMPLES, 6), labels(SAMPLES, 3))
 
 
 def job_of(model: Any, **settings: Any) -> Job:
-    fields: dict[str, Any] = {"loss": nn.CrossEntropyLoss(), "optimizer": plain_sgd, "train_data": DATA}
-    return Job(model=model, batch_size=8, epochs=1, precision="fp64", **{**fields, "eval_data": DATA, **settings})
+    fields: dict[str, Any] = {
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": plain_sgd,
+        "train_data": DATA,
+    }
+    return Job(
+        model=model,
+        batch_size=8,
+        epochs=1,
+        precision="fp64",
+        **{**fields, "eval_data": DATA, **settings},
+    )
 
 
 def run_of(model: Any, tmp_path: Path, **settings: Any) -> Any:
     return train(job_of(model, **settings), devices="1xcpu", folder=tmp_path, quiet=True)
 
 
-# ---- losses that are checked with what they read ---------------------------------------------------------------------
+# ---- losses that are checked with what they read -------------------------------------------------
 
 
 class Scaled(nn.Module):
@@ -42,7 +54,11 @@ class Scaled(nn.Module):
         self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"logits": self.layer(x), "scale": self.scale.exp(), "spread": self.layer(x).square().sum()}
+        return {
+            "logits": self.layer(x),
+            "scale": self.scale.exp(),
+            "spread": self.layer(x).square().sum(),
+        }
 
 
 def per_sample(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
@@ -75,7 +91,9 @@ def test_a_mask_that_comes_late_is_found_where_the_loss_divides_by_an_output_of_
 
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
-def test_a_loss_that_adds_up_beside_such_outputs_is_taken(way: str, tmp_path: Path, capfd: Any) -> None:
+def test_a_loss_that_adds_up_beside_such_outputs_is_taken(
+    way: str, tmp_path: Path, capfd: Any
+) -> None:
     job = job_of(Scaled, loss=masked_sum, train_data=late(17, 18), shuffle=False, eval_data=None)
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
     other = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
@@ -95,7 +113,9 @@ def with_weights(samples: list[Any]) -> Any:
     return x, (y, torch.tensor([1.0, 2.0, 8.0], dtype=torch.float64))
 
 
-def test_weights_of_classes_beside_the_targets_are_left_as_they_are_in_the_check(tmp_path: Path) -> None:
+def test_weights_of_classes_beside_the_targets_are_left_as_they_are_in_the_check(
+    tmp_path: Path,
+) -> None:
     """Found by trial: the check was left out without a line."""
     job = job_of(lambda: nn.Linear(6, 3), loss=weighted_mean, collate=with_weights, eval_data=None)
     with pytest.raises(LossError, match="the total is not a sum over samples"):
@@ -127,22 +147,33 @@ def beside(samples: list[Any]) -> Any:
 def test_a_small_term_of_the_models_own_loss_is_seen(tmp_path: Path) -> None:
     """Found by trial: terms below 1e-4 of the loss were not."""
     with pytest.raises(LossError, match="it has something added"):
-        train(job_of(OwnLoss, loss=model_loss, collate=beside), devices="1xcpu", folder=tmp_path, quiet=True)
+        train(
+            job_of(OwnLoss, loss=model_loss, collate=beside),
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 def mean_of_items(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     counted = targets >= 0
-    return nn.functional.cross_entropy(outputs[counted], targets[counted]) * counted.sum(), counted.sum()
+    return nn.functional.cross_entropy(
+        outputs[counted], targets[counted]
+    ) * counted.sum(), counted.sum()
 
 
 def test_an_evaluation_with_a_local_batch_of_no_item_has_a_loss(tmp_path: Path) -> None:
     """Found by trial: it was NaN."""
     data = late(*range(4, 8))
-    run = run_of(lambda: nn.Linear(6, 3), tmp_path, loss=mean_of_items, eval_data=data, eval_batch_size=8)
-    assert evaluate(run, strategy="dp", devices="2xcpu")["loss"] == pytest.approx(run.metrics["loss"], rel=1e-10)
+    run = run_of(
+        lambda: nn.Linear(6, 3), tmp_path, loss=mean_of_items, eval_data=data, eval_batch_size=8
+    )
+    assert evaluate(run, strategy="dp", devices="2xcpu")["loss"] == pytest.approx(
+        run.metrics["loss"], rel=1e-10
+    )
 
 
-# ---- what evaluations say --------------------------------------------------------------------------------------------
+# ---- what evaluations say ------------------------------------------------------------------------
 
 
 class Flags(nn.Module):
@@ -180,7 +211,12 @@ class Adapting(nn.Module):
 
 def test_flags_that_depend_on_other_samples_are_said(tmp_path: Path, capfd: Any) -> None:
     """Found by trial: outputs that aren't floating were not compared."""
-    predict(run_of(Flags, tmp_path, loss=of_logits), TensorDataset(drawn(SAMPLES, 6)), strategy="dp", devices="2xcpu")
+    predict(
+        run_of(Flags, tmp_path, loss=of_logits),
+        TensorDataset(drawn(SAMPLES, 6)),
+        strategy="dp",
+        devices="2xcpu",
+    )
     assert "outputs depend on other samples of the batch" in capfd.readouterr().out
 
 
@@ -198,7 +234,10 @@ def padded(samples: list[Any]) -> Any:
 def test_a_collate_is_said_in_evaluations_and_predictions(tmp_path: Path, capfd: Any) -> None:
     """Found by trial: in trainings only."""
     run = run_of(lambda: nn.Linear(6, 3), tmp_path, collate=padded)
-    for use in (lambda: evaluate(run, strategy="dp", devices="2xcpu"), lambda: predict(run, strategy="dp", devices=2)):
+    for use in (
+        lambda: evaluate(run, strategy="dp", devices="2xcpu"),
+        lambda: predict(run, strategy="dp", devices=2),
+    ):
         use()
         assert "collate is given each device's local batch" in capfd.readouterr().out
 
@@ -223,7 +262,10 @@ class Swapping(nn.Module):
 
 def test_weights_that_threads_would_swap_at_once_in_evaluation_are_refused(tmp_path: Path) -> None:
     """Found by trial: they put back one another's."""
-    with pytest.raises(StrategyError, match=r'forward writes parameter "layer\.weight" of the model and puts it back'):
+    with pytest.raises(
+        StrategyError,
+        match=r'forward writes parameter "layer\.weight" of the model and puts it back',
+    ):
         train(job_of(Swapping), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -269,16 +311,29 @@ def reinforced(models: Any, batch: Any, update: Any) -> None:
     policy.baseline = 0.9 * policy.baseline + 0.1 * float(each.detach().mean())
 
 
-def test_an_attribute_that_a_step_function_writes_by_the_samples_is_said(tmp_path: Path, capfd: Any) -> None:
+def test_an_attribute_that_a_step_function_writes_by_the_samples_is_said(
+    tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: parameters and buffers were looked at only."""
     optimizer = {"policy": plain_sgd}
-    job = job_of(lambda: {"policy": Baseline()}, loss=None, optimizer=optimizer, step=reinforced, eval_data=None)
+    job = job_of(
+        lambda: {"policy": Baseline()},
+        loss=None,
+        optimizer=optimizer,
+        step=reinforced,
+        eval_data=None,
+    )
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert 'the step function writes "policy.baseline" by the samples of its local batch' in capfd.readouterr().out
+    assert (
+        'the step function writes "policy.baseline" by the samples of its local batch'
+        in capfd.readouterr().out
+    )
 
 
 def hardest(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return nn.functional.cross_entropy(outputs, targets, reduction="none").topk(min(4, len(targets))).values.sum(), 4
+    return nn.functional.cross_entropy(outputs, targets, reduction="none").topk(
+        min(4, len(targets))
+    ).values.sum(), 4
 
 
 def test_the_hardest_samples_of_a_local_batch_are_no_sum_in_an_evaluation(tmp_path: Path) -> None:
@@ -384,10 +439,14 @@ class OfNumpy(Confusion):
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", [Confusion, Slotted, OfNumpy])
 @pytest.mark.parametrize("way", ["single", "dp", "mp"])
-def test_what_a_metric_keeps_is_of_the_evaluations_alone(way: str, kind: Any, tmp_path: Path) -> None:
+def test_what_a_metric_keeps_is_of_the_evaluations_alone(
+    way: str, kind: Any, tmp_path: Path
+) -> None:
     """Found by trial: the first trial wrote to it, too."""
     metric = kind()
-    job = job_of(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), metrics={"accuracy": metric})
+    job = job_of(
+        lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), metrics={"accuracy": metric}
+    )
     train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
     assert metric.matrix.sum() == SAMPLES and metric.calls == (6 if way == "dp" else 3)
 
@@ -408,7 +467,10 @@ class Drawn(nn.Module):
 
 def test_an_attribute_that_differs_between_ranks_is_said(tmp_path: Path, capfd: Any) -> None:
     train(job_of(Drawn, eval_data=None), strategy="ddp", devices="2xcpu", folder=tmp_path)
-    assert 'attribute "projection" of the model has other values on another rank' in capfd.readouterr().out
+    assert (
+        'attribute "projection" of the model has other values on another rank'
+        in capfd.readouterr().out
+    )
 
 
 class Packed(nn.Module):
@@ -419,12 +481,16 @@ class Packed(nn.Module):
         self.rnn, self.head = nn.GRU(3, 3, batch_first=True), nn.Linear(3, 2)
 
     def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x, lengths.cpu(), batch_first=True, enforce_sorted=False
+        )
         return self.head(nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0])  # type: ignore[no-any-return]
 
 
 def padded_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
-    return (outputs - targets[:, : outputs.shape[1]]).square().flatten(1).mean(1).sum(), len(targets)
+    return (outputs - targets[:, : outputs.shape[1]]).square().flatten(1).mean(1).sum(), len(
+        targets
+    )
 
 
 def masked_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -437,20 +503,27 @@ def masked_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def test_padding_that_a_loss_counts_is_said_though_both_halves_have_a_longest_sample(
     loss: Any, tmp_path: Path, capfd: Any
 ) -> None:
-    lengths = torch.tensor([2, 4, 3, 4, 5, 3, 4, 5])  # of 5 steps: the first device's are 2 to 4, the second's 3 to 5
-    x, y = (drawn(8, 5, width) * (torch.arange(5) < lengths[:, None])[..., None] for width in (3, 2))
+    lengths = torch.tensor(
+        [2, 4, 3, 4, 5, 3, 4, 5]
+    )  # of 5 steps: the first device's are 2 to 4, the second's 3 to 5
+    x, y = (
+        drawn(8, 5, width) * (torch.arange(5) < lengths[:, None])[..., None] for width in (3, 2)
+    )
     data = [((x[i], lengths[i]), y[i]) for i in range(8)]
     run = run_of(Packed, tmp_path, loss=loss, train_data=data, eval_data=data)
     capfd.readouterr()
     one, two = (
-        evaluate(run, strategy=way, devices=devices)["loss"] for way, devices in (("single", "1xcpu"), ("ddp", "2xcpu"))
+        evaluate(run, strategy=way, devices=devices)["loss"]
+        for way, devices in (("single", "1xcpu"), ("ddp", "2xcpu"))
     )
     assert ("outputs depend on other samples" in capfd.readouterr().out) == (loss is padded_error)
     assert (abs(one - two) < 1e-12) == (loss is masked_error)
 
 
 class Experts(nn.Module):
-    """Says which of four experts are used, and how much, beside its outputs: as many as a local batch has samples."""
+    """Says which of four experts are used, and how much, beside its outputs: as many as a local
+    batch has samples.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -459,7 +532,11 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         gates = self.gate(x).softmax(1)
         used = torch.bincount(gates.argmax(1), minlength=4) > 0
-        return {"logits": self.head(x) * gates.amax(1, keepdim=True), "used": used, "load": gates.sum(0)}
+        return {
+            "logits": self.head(x) * gates.amax(1, keepdim=True),
+            "used": used,
+            "load": gates.sum(0),
+        }
 
 
 def of_gated(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
@@ -473,11 +550,21 @@ def with_unused(outputs: dict[str, Tensor], targets: Tensor) -> Loss:
 
 
 def test_a_loss_of_what_a_model_counts_is_said(tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: flags of as many experts as a local batch has samples were cut as samples are."""
-    train(job_of(Experts, loss=with_unused, eval_data=None), strategy="dp", devices="2xcpu", folder=tmp_path)
+    """Found by trial: flags of as many experts as a local batch has samples were cut as samples
+    are.
+    """
+    train(
+        job_of(Experts, loss=with_unused, eval_data=None),
+        strategy="dp",
+        devices="2xcpu",
+        folder=tmp_path,
+    )
     said = capfd.readouterr().out
     for what in ("the loss", 'part "unused" of the loss'):
-        assert f"{what} is no sum over samples with what the model computes over those of one forward (used)" in said
+        assert (
+            f"{what} is no sum over samples with what the model computes over those of one "
+            "forward (used)" in said
+        )
 
 
 class Sampled(nn.Module):
@@ -504,7 +591,9 @@ def test_dropout_that_draws_in_evaluation_is_said(tmp_path: Path, capfd: Any) ->
 
 
 class Balanced(nn.Module):
-    """Beside its outputs a sum, a constant and a balance of its experts, which is NaN where there is one sample."""
+    """Beside its outputs a sum, a constant and a balance of its experts, which is NaN where
+    there is one sample.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -513,8 +602,13 @@ class Balanced(nn.Module):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         logits = self.head(x)
         balance = logits.softmax(1).var(0).sum()
-        return {"logits": logits, "scale": self.scale.exp(), "size": logits.square().sum(), "balance": balance,
-                "positive": (logits > 0).sum()}  # fmt: skip
+        return {
+            "logits": logits,
+            "scale": self.scale.exp(),
+            "size": logits.square().sum(),
+            "balance": balance,
+            "positive": (logits > 0).sum(),
+        }
 
 
 def with_guarded_balance(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
@@ -548,7 +642,9 @@ def times_their_number(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Ten
 
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_a_mean_of_the_model_times_its_items_behind_a_guard_is_right(way: str, tmp_path: Path) -> None:
+def test_a_mean_of_the_model_times_its_items_behind_a_guard_is_right(
+    way: str, tmp_path: Path
+) -> None:
     """Found by trial: zeros were in its place, and the loss was no sum."""
     y = torch.tensor([0, 1, 2, 2, 1, 2, 0, 2] * 3)
     data = [((x, label), label) for x, label in zip(drawn(24, 6), y, strict=True)]
@@ -566,12 +662,16 @@ def test_a_mean_of_the_model_times_its_items_behind_a_guard_is_right(way: str, t
 def test_what_a_loss_reads_behind_a_guard_or_beside_a_constant_is_said(
     loss: Any, way: str, tmp_path: Path, capfd: Any
 ) -> None:
-    """Found by trial: NaN in the place of what the model computes over all samples shows neither."""
+    """Found by trial: NaN in the place of what the model computes over all samples shows
+    neither.
+    """
     job = job_of(Balanced, loss=loss, eval_data=None, accumulate=2 if way == "single" else 1)
     train(job, strategy=way, devices="1xcpu" if way == "single" else "2xcpu", folder=tmp_path)
     said = {
-        with_guarded_balance: 'the loss reads the model\'s output "balance", which is no sum or mean over samples',
-        with_weights_by_counts: "the loss is no sum over samples with what the model computes over those of one",
+        with_guarded_balance: 'the loss reads the model\'s output "balance", which is no sum or '
+        "mean over samples",
+        with_weights_by_counts: "the loss is no sum over samples with what the model computes "
+        "over those of one",
     }[loss]
     assert capfd.readouterr().out.count(f"note: {said}") == 1
 
@@ -581,7 +681,9 @@ def mean_of_words(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked_words(batches: int, uneven: int, *, within: bool) -> TensorDataset:
-    """Batches of 16 samples, of which one batch has unequal masks: within each local batch, or only between both."""
+    """Batches of 16 samples, of which one batch has unequal masks: within each local batch, or
+    only between both.
+    """
     targets = torch.zeros(16 * batches, 3, dtype=torch.long)
     targets[:, 2] = -1
     batch = targets[16 * (uneven - 1) :][:16]
@@ -593,10 +695,19 @@ def masked_words(batches: int, uneven: int, *, within: bool) -> TensorDataset:
 @pytest.mark.parametrize("within", [True, False])
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
 @pytest.mark.parametrize("updates", [3, 6])
-def test_a_mask_that_is_uneven_in_one_batch_of_an_evaluation_is_seen(updates: int, way: str, within: bool) -> None:
-    """Found by trial: the interval of training held from update 2 on, and its line came in update 5."""
+def test_a_mask_that_is_uneven_in_one_batch_of_an_evaluation_is_seen(
+    updates: int, way: str, within: bool
+) -> None:
+    """Found by trial: the interval of training held from update 2 on, and its line came in
+    update 5.
+    """
     even = TensorDataset(drawn(16 * updates, 6), torch.zeros(16 * updates, 3, dtype=torch.long))
     uneven = masked_words(11, 7, within=within)
-    job = job_of(lambda: nn.Sequential(nn.Linear(6, 3), Slow()), loss=mean_of_words, train_data=even, eval_data=uneven)
+    job = job_of(
+        lambda: nn.Sequential(nn.Linear(6, 3), Slow()),
+        loss=mean_of_words,
+        train_data=even,
+        eval_data=uneven,
+    )
     with pytest.raises(LossError, match="is not a mean over samples"):
         train(job.replace(batch_size=16), strategy=way, devices="2xcpu", quiet=True)

@@ -1,4 +1,6 @@
-"""The evaluation of a first batch before training leaves nothing behind in the model, the loss or their classes."""
+"""The evaluation of a first batch before training leaves nothing behind in the model, the loss
+or their classes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ class Slotted:
 
 
 class Fading(nn.Module):
-    """Divides by the number of its calls, which it keeps where nothing was before: its layer, say."""
+    """Divides by the number of its calls, which it keeps where nothing was before: its layer,
+    say.
+    """
 
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -49,18 +53,28 @@ class FadingLoss(nn.Module):
 
 @pytest.mark.parametrize("where", ["model", "layer", "parameter", "class", "slot", "loss"])
 def test_what_is_new_in_it_is_gone_afterwards(where: str, tmp_path: Path) -> None:
-    """Found by trial: weights were 2 to 16 % off those of a loop written by hand, with eval_data only."""
+    """Found by trial: weights were 2 to 16 % off those of a loop written by hand, with eval_data
+    only.
+    """
     job = ZOO["mlp"].replace(precision="fp64", metrics={}, epochs=1)
     ends = []
     for eval_data in (None, job.eval_data):
-        one = job.replace(loss=FadingLoss()) if where == "loss" else job.replace(model=lambda: Fading(where))
+        one = (
+            job.replace(loss=FadingLoss())
+            if where == "loss"
+            else job.replace(model=lambda: Fading(where))
+        )
         one = one.replace(eval_data=eval_data)
-        ends.append(train(one, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model())
+        ends.append(
+            train(one, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True).model()
+        )
     assert same_bits(*ends)
 
 
 class Installing(nn.Module):
-    """Has a layer scaled from its first forward on, by a hook or by another forward in place of the layer's own."""
+    """Has a layer scaled from its first forward on, by a hook or by another forward in place of
+    the layer's own.
+    """
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -78,7 +92,9 @@ class Installing(nn.Module):
 
 @pytest.mark.parametrize("how", ["a hook", "a forward"])
 def test_what_it_installs_is_installed_once(how: str, tmp_path: Path) -> None:
-    """Found by the test of Hugging Face's hidden states, each of which an evaluation, or a prediction, gave twice."""
+    """Found by the test of Hugging Face's hidden states, each of which an evaluation, or a
+    prediction, gave twice.
+    """
     job = ZOO["mlp"].replace(precision="fp64", metrics={}, epochs=1, model=lambda: Installing(how))
     runs = [
         train(one, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
@@ -91,12 +107,16 @@ def test_what_it_installs_is_installed_once(how: str, tmp_path: Path) -> None:
     assert (predict(runs[0], inputs, quiet=True) - expected).abs().max() < 1e-12
 
 
-def looped(how: str, devices: int, sizes: tuple[int, ...], *, evaluates: bool = False) -> torch.Tensor:
+def looped(
+    how: str, devices: int, sizes: tuple[int, ...], *, evaluates: bool = False
+) -> torch.Tensor:
     """Weights after a loop of one's own with batches of these sizes."""
     torch.manual_seed(0)
     model = Installing(how).double()
     optimizer, way = plain_sgd(model.named_parameters()), "dp" if devices > 1 else "single"
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, strategy=way, devices=f"{devices}xcpu")
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), optimizer, strategy=way, devices=f"{devices}xcpu"
+    )
     if evaluates:
         step.evaluate(drawn(6, 6).double(), labels(6, 3))
     for size in sizes:
@@ -114,5 +134,7 @@ def test_what_it_installs_stays_in_each_replica_of_an_own_loop(how: str, evaluat
 
 
 def test_what_it_installs_is_refused_where_a_replica_without_a_sample_lacks_it() -> None:
-    with pytest.raises(StrategyError, match="hooks of the model have changed since its replicas were made"):
+    with pytest.raises(
+        StrategyError, match="hooks of the model have changed since its replicas were made"
+    ):
         looped("a hook", 3, (2, 8))

@@ -1,4 +1,6 @@
-"""Models with a ``train`` of their own, which does more than to set a mode: evaluations call it, and call it back."""
+"""Models with a ``train`` of their own, which does more than to set a mode: evaluations call it,
+and call it back.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,16 @@ SOME = [way if way in ("single", "dp", "fsdp", "mp") else slow(way) for way in W
 
 
 class Adapted(nn.Linear):
-    """Low-rank adapters that are merged into the weights in evaluation mode, as common libraries have them."""
+    """Low-rank adapters that are merged into the weights in evaluation mode, as common libraries
+    have them.
+    """
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
         self.weight.requires_grad_(False)
-        self.down, self.up = (nn.Parameter(torch.randn(of) * 0.3) for of in ((2, inputs), (outputs, 2)))
+        self.down, self.up = (
+            nn.Parameter(torch.randn(of) * 0.3) for of in ((2, inputs), (outputs, 2))
+        )
         self.merged = False
 
     def train(self, mode: bool = True) -> Adapted:
@@ -55,7 +61,9 @@ def adapted() -> nn.Module:
 
 
 def still() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), Still(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), Still(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    )
 
 
 DATA = TensorDataset(drawn(21, 6), labels(21, 3))
@@ -96,14 +104,20 @@ def job_of(model: Any, batch_size: int, **settings: Any) -> Job:
 @pytest.mark.parametrize("make", [adapted, still])
 @pytest.mark.parametrize("way", SOME)
 def test_evaluations_leave_a_model_as_it_was(way: str, make: Any, tmp_path: Path) -> None:
-    """Found by trial: adapters were trained in the first epoch only, since later ones went on with merged weights."""
+    """Found by trial: adapters were trained in the first epoch only, since later ones went on
+    with merged weights.
+    """
     its = job_of(make, 8, shuffle=False, precision="fp64")
     one = lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    begun = lockstep.train(its.replace(epochs=1, optimizer=still_sgd), devices="1xcpu", folder=tmp_path, quiet=True)
+    begun = lockstep.train(
+        its.replace(epochs=1, optimizer=still_sgd), devices="1xcpu", folder=tmp_path, quiet=True
+    )
     model = make().double()
     model.load_state_dict(begun.model().train().state_dict())
     expected = in_plain_pytorch(model)
-    several = lockstep.train(its, strategy=way.split()[0], devices=f"{WAYS[way]}xcpu", folder=tmp_path, quiet=True)
+    several = lockstep.train(
+        its, strategy=way.split()[0], devices=f"{WAYS[way]}xcpu", folder=tmp_path, quiet=True
+    )
     for run in (one, several):
         assert [record["eval_loss"] for record in run.history] == pytest.approx(expected, rel=1e-10)
 
@@ -126,9 +140,17 @@ class Stops(lockstep.Callback):
 
 
 @pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("fsdp")])
-def test_what_a_model_is_told_to_keep_in_evaluation_mode_is_so_after_the_next_evaluation(way, tmp_path: Path) -> None:
-    """Found by trial: the batch norm was put in training mode again, which a call of ``train`` had just frozen."""
-    its = job_of(lambda: Stopping(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)), 7, callbacks=[Stops()])
+def test_what_a_model_is_told_to_keep_in_evaluation_mode_is_so_after_the_next_evaluation(
+    way, tmp_path: Path
+) -> None:
+    """Found by trial: the batch norm was put in training mode again, which a call of ``train``
+    had just frozen.
+    """
+    its = job_of(
+        lambda: Stopping(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
+        7,
+        callbacks=[Stops()],
+    )
     devices = "1xcpu" if way == "single" else "2xcpu"
     run = lockstep.train(its, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     assert int(run.model().state_dict()["1.num_batches_tracked"]) == 3  # those of one epoch
@@ -163,13 +185,23 @@ class Halved(nn.Linear):
 def test_the_trial_evaluation_leaves_weights_that_the_model_writes_in_it(tmp_path: Path) -> None:
     """Replicas, which have a part of a batch each, may not."""
     whole = Job(
-        model=lambda: nn.Sequential(nn.Linear(6, 8), Halved(8, 3)), loss=nn.CrossEntropyLoss(), optimizer=plain_sgd,
-        train_data=DATA, eval_data=DATA, batch_size=21, precision="fp64", epochs=1,
-    )  # fmt: skip
+        model=lambda: nn.Sequential(nn.Linear(6, 8), Halved(8, 3)),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=DATA,
+        eval_data=DATA,
+        batch_size=21,
+        precision="fp64",
+        epochs=1,
+    )
     run = lockstep.train(whole, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-    without = lockstep.train(whole.replace(eval_data=None), strategy="single", folder=tmp_path, quiet=True)
+    without = lockstep.train(
+        whole.replace(eval_data=None), strategy="single", folder=tmp_path, quiet=True
+    )
     weights, expected = run.model().state_dict(), without.model().state_dict()
-    assert torch.equal(weights["1.weight"], expected["1.weight"] * 0.5), "in the evaluation of the epoch, and no other"
+    assert torch.equal(weights["1.weight"], expected["1.weight"] * 0.5), (
+        "in the evaluation of the epoch, and no other"
+    )
     assert torch.equal(weights["0.weight"], expected["0.weight"])
     for way in ("dp", "ddp", "fsdp"):
         with pytest.raises(StrategyError, match=r'writes its parameter "1.weight" in forward'):
@@ -194,8 +226,14 @@ class Scripted(nn.Module):
 def test_a_model_may_have_a_layer_of_torchscript(way: str, tmp_path: Path) -> None:
     """Found by trial: the trial evaluation ended in an AttributeError."""
     job = Job(
-        model=Scripted, loss=nn.CrossEntropyLoss(), optimizer=plain_sgd, train_data=DATA, eval_data=DATA, batch_size=7,
-        precision="fp64", epochs=2,
-    )  # fmt: skip
+        model=Scripted,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=plain_sgd,
+        train_data=DATA,
+        eval_data=DATA,
+        batch_size=7,
+        precision="fp64",
+        epochs=2,
+    )
     run = lockstep.train(job, strategy=way, devices=f"{WAYS[way]}xcpu", folder=tmp_path, quiet=True)
     assert run.metrics["loss"] < 2

@@ -1,4 +1,6 @@
-"""Inputs that are objects with ``.to()``, as the batches of graph libraries are: moved and cast by it."""
+"""Inputs that are objects with ``.to()``, as the batches of graph libraries are: moved and cast
+by it.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ def put_together(samples: list[Any]) -> Any:
     return Graphs(values, torch.arange(len(values))), targets
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")])
-def test_an_object_with_to_is_cast_to_the_format_of_the_model(strategy: str, devices: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("single", "1xcpu"), ("dp", "2xcpu"), ("ddp", "2xcpu")]
+)
+def test_an_object_with_to_is_cast_to_the_format_of_the_model(
+    strategy: str, devices: str, tmp_path: Path
+) -> None:
     plain = ZOO["mlp"].replace(precision="fp64", epochs=1, loader_workers=0)
     whole = train(plain, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     run = train(

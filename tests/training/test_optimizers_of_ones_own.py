@@ -95,7 +95,9 @@ def seeded_mlp() -> nn.Module:
 
 
 def plain_loop() -> dict[str, Any]:
-    """What a loop by hand comes to: by step the weights in training, by epoch the average, and the loss of that."""
+    """What a loop by hand comes to: by step the weights in training, by epoch the average, and
+    the loss of that.
+    """
     model, loss = seeded_mlp().double(), nn.CrossEntropyLoss()
     inputs, targets = drawn(SAMPLES, 6).double(), labels(SAMPLES, 3)
     optimizer = ScheduleFree(model.parameters())
@@ -120,18 +122,28 @@ def apart(mine: Any, theirs: Any) -> float:
 
 
 @pytest.mark.parametrize("way", ["single", "dp", "ddp", slow("pp")])
-def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_average(way: str, tmp_path: Path) -> None:
-    """Its train() and eval() were never called, so that all results were of the weights in training."""
+def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_average(
+    way: str, tmp_path: Path
+) -> None:
+    """Its train() and eval() were never called, so that all results were of the weights in
+    training.
+    """
     sampler = Sampler(lambda model: f"{float(model[0].weight.sum()):.14f}")
     its = job(Looks(), KeepWeights(), sampler)
-    run = lockstep.train(its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True)
+    run = lockstep.train(
+        its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True
+    )
     expected = plain_loop()
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [record["eval_loss"] for record in records] == pytest.approx(expected["losses"], abs=1e-12)
+    assert [record["eval_loss"] for record in records] == pytest.approx(
+        expected["losses"], abs=1e-12
+    )
     last, best = expected["epochs"][-1], min(range(3), key=expected["losses"].__getitem__)
     assert apart(run.model().state_dict(), last) < 1e-12
     assert apart(run.model(best=True).state_dict(), expected["epochs"][best]) < 1e-12
-    assert lockstep.evaluate(run, devices="1xcpu")["loss"] == pytest.approx(expected["losses"][-1], abs=1e-12)
+    assert lockstep.evaluate(run, devices="1xcpu")["loss"] == pytest.approx(
+        expected["losses"][-1], abs=1e-12
+    )
     seen = torch.load(run.folder / "seen.pt")
     for number, weights in enumerate(expected["steps"], start=1):
         assert apart(seen[f"on_step {number}"], weights) < 1e-12
@@ -165,7 +177,9 @@ class Clamps(Callback):
 
 
 def test_what_a_callback_writes_to_an_average_stays(tmp_path: Path) -> None:
-    run = lockstep.train(job(Clamps()), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = lockstep.train(
+        job(Clamps()), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True
+    )
     assert float(run.model().state_dict()["0.weight"].abs().max()) == pytest.approx(0.1, abs=1e-12)
 
 
@@ -174,7 +188,11 @@ def test_an_own_loop_evaluates_with_the_average_and_goes_on_in_training(tmp_path
     inputs, targets = drawn(SAMPLES, 6).double(), labels(SAMPLES, 3)
     model = seeded_mlp().double()
     step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), ScheduleFree(model.parameters()), strategy="dp", devices="2xcpu"
+        model,
+        nn.CrossEntropyLoss(),
+        ScheduleFree(model.parameters()),
+        strategy="dp",
+        devices="2xcpu",
     )
     number = 0
     for epoch in range(3):
@@ -209,13 +227,18 @@ class EvaluatesInStep(Callback):
 @pytest.mark.slow
 def test_shards_of_a_schedule_free_optimizer_are_switched(tmp_path: Path) -> None:
     its, expected = job(EvaluatesInStep()), plain_loop()
-    run = lockstep.train(its, strategy=FSDP(elementwise=True), devices="2xcpu", folder=tmp_path, quiet=True)
+    run = lockstep.train(
+        its, strategy=FSDP(elementwise=True), devices="2xcpu", folder=tmp_path, quiet=True
+    )
     assert run.metrics["loss"] == pytest.approx(expected["losses"][-1], abs=1e-12)
     assert apart(run.model().state_dict(), expected["epochs"][-1]) < 1e-12
 
 
 def test_ranks_that_share_weights_refuse_an_optimizer_that_switches_them(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match=r"ScheduleFree has train\(\) and eval\(\), by which each rank would write"):
+    with pytest.raises(
+        StrategyError,
+        match=r"ScheduleFree has train\(\) and eval\(\), by which each rank would write",
+    ):
         lockstep.train(job(), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
@@ -261,11 +284,16 @@ def decaying(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-@pytest.mark.parametrize(("before", "after"), [("single", "single"), ("single", "dp"), slow("ddp", "ddp")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("single", "single"), ("single", "dp"), slow("ddp", "ddp")]
+)
 def test_an_optimizer_made_of_others_is_resumed(before: str, after: str, tmp_path: Path) -> None:
     """Its checkpoint had an empty state, and a resumed run ended in a KeyError."""
     its = job(optimizer=Delegating, lr_scheduler=decaying, seed=3)
-    run = {way: {"strategy": way, "devices": WAYS.get(way, "1xcpu"), "quiet": True} for way in (before, after)}
+    run = {
+        way: {"strategy": way, "devices": WAYS.get(way, "1xcpu"), "quiet": True}
+        for way in (before, after)
+    }
     whole = lockstep.train(its, folder=tmp_path / "whole", **run[before])
     half = lockstep.train(its, folder=tmp_path / "half", steps=6, **run[before])
     saved = state_of(half.folder)["optimizer"]["own"]
@@ -279,7 +307,10 @@ def test_an_optimizer_made_of_others_is_resumed(before: str, after: str, tmp_pat
 @pytest.mark.parametrize(
     ("optimizer", "why"),
     [
-        (Both, r"Both holds another optimizer \(SGD\), whose state would not be saved: give Both the methods"),
+        (
+            Both,
+            r"Both holds another optimizer \(SGD\), whose state would not be saved: give Both the methods",
+        ),
         (Unsaveable, '"optimizer/own/place" is a pathlib.*, which no checkpoint can hold'),
     ],
 )
@@ -287,16 +318,29 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_the_first_st
     optimizer: Any, why: str, tmp_path: Path
 ) -> None:
     with pytest.raises(JobError, match=why):
-        lockstep.train(job(optimizer=optimizer), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+        lockstep.train(
+            job(optimizer=optimizer),
+            strategy="single",
+            devices="1xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
 
 
 @pytest.mark.parametrize(
     ("way", "why"),
     [
         (FSDP(elementwise=True), r"fsdp: Delegating has a state_dict\(\) of its own"),
-        slow("hogwild", r"hogwild saves the mean of the ranks' optimizer states, which Delegating has in"),
+        slow(
+            "hogwild",
+            r"hogwild saves the mean of the ranks' optimizer states, which Delegating has in",
+        ),
     ],
 )
-def test_ranks_with_parts_of_a_state_refuse_an_optimizer_made_of_others(way: Any, why: str, tmp_path: Path) -> None:
+def test_ranks_with_parts_of_a_state_refuse_an_optimizer_made_of_others(
+    way: Any, why: str, tmp_path: Path
+) -> None:
     with pytest.raises(StrategyError, match=why):
-        lockstep.train(job(optimizer=Delegating), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
+        lockstep.train(
+            job(optimizer=Delegating), strategy=way, devices="2xcpu", folder=tmp_path, quiet=True
+        )

@@ -1,4 +1,6 @@
-"""What a resumed run goes on with: where nobody says otherwise, its own strategy, settings and devices."""
+"""What a resumed run goes on with: where nobody says otherwise, its own strategy, settings and
+devices.
+"""
 
 from __future__ import annotations
 
@@ -36,23 +38,35 @@ def config(folder: Path) -> dict[str, Any]:
 
 
 def half(tmp_path: Path, strategy: Any = "pp", on: str = "2xcpu", job: Job | None = None) -> Path:
-    return train(job or classify(), strategy=strategy, devices=on, folder=tmp_path, quiet=True, epochs=1).folder
+    return train(
+        job or classify(), strategy=strategy, devices=on, folder=tmp_path, quiet=True, epochs=1
+    ).folder
 
 
-def test_a_run_goes_on_as_it_went_with_its_settings_its_map_and_its_devices(tmp_path: Path, capsys) -> None:
+def test_a_run_goes_on_as_it_went_with_its_settings_its_map_and_its_devices(
+    tmp_path: Path, capsys
+) -> None:
     job = ZOO["momentum"].replace(precision="fp64", epochs=2)
     folder = half(tmp_path, PP(MAP, 3, "gpipe"), job=job)
     before = config(folder)
     run = train(job, resume=folder)
     said = capsys.readouterr().out
     assert ": pp on 2 devices (cpu:0, cpu:1)" in said and "in 3 micro-batches" in said
-    assert "resumes as" not in said and "stages: " not in said, "nothing is new, nothing was measured"
-    assert config(folder) == {**before, "settings": {**before["settings"], "epochs": 2}, "resumed": ["pp"]}
+    assert "resumes as" not in said and "stages: " not in said, (
+        "nothing is new, nothing was measured"
+    )
+    assert config(folder) == {
+        **before,
+        "settings": {**before["settings"], "epochs": 2},
+        "resumed": ["pp"],
+    }
     assert run.summary["epochs"] == 2
 
 
 @pytest.mark.slow
-def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(tmp_path: Path, capfd, monkeypatch) -> None:
+def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(
+    tmp_path: Path, capfd, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     pp = ["--strategy", "pp", "--devices", "2xcpu", "--microbatches", "2"]
     assert main(["train", str(JOB), *pp, "--epochs", "1"]) == 0
@@ -60,9 +74,15 @@ def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(tmp_path: Path
     for epochs, words in enumerate(([], [str(JOB)], ["--strategy", "pp"]), start=2):
         assert main(["train", *words, "--resume", str(folder), "--epochs", str(epochs)]) == 0
         said = capfd.readouterr().out
-        assert "digits: pp on 2 devices" in said and "in 2 micro-batches" in said and "note: was" not in said
+        assert (
+            "digits: pp on 2 devices" in said
+            and "in 2 micro-batches" in said
+            and "note: was" not in said
+        )
     assert main(["train", "--resume", str(folder), "--strategy", "single", "--epochs", "5"]) == 0
-    assert "note: was pp on 2 CPU devices, resumes as single on 1 CPU device" in capfd.readouterr().out
+    assert (
+        "note: was pp on 2 CPU devices, resumes as single on 1 CPU device" in capfd.readouterr().out
+    )
     assert config(folder)["resumed"] == ["pp"] * 4
 
 
@@ -79,11 +99,16 @@ def test_what_is_asked_for_is_taken(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_on_another_number_of_devices_has_other_stages_and_says_so(tmp_path: Path, capsys) -> None:
+def test_a_run_on_another_number_of_devices_has_other_stages_and_says_so(
+    tmp_path: Path, capsys
+) -> None:
     folder = half(tmp_path, PP(MAP, 3))
     train(classify(epochs=2), devices="1xcpu", resume=folder)
     said = capsys.readouterr().out
-    assert "note: was pp on 2 CPU devices, resumes as pp on 1 CPU device" in said and "in 3 micro-batches" in said
+    assert (
+        "note: was pp on 2 CPU devices, resumes as pp on 1 CPU device" in said
+        and "in 3 micro-batches" in said
+    )
     assert config(folder)["strategy_settings"]["device_map"] == {"": 0}
     train(classify(epochs=3), devices="2xcpu", resume=folder)
     assert "stages: " in capsys.readouterr().out
@@ -111,16 +136,20 @@ def test_settings_of_every_strategy_come_back(way: Any, tmp_path: Path) -> None:
         (["cpu:0", "cpu:1", "cpu:2"], 2, ["cpu:0", "cpu:1", "cpu:2"]),
     ],
 )
-def test_its_devices_are_taken_as_far_as_this_machine_has_them(was, here, goes_on, tmp_path, monkeypatch) -> None:
+def test_its_devices_are_taken_as_far_as_this_machine_has_them(
+    was, here, goes_on, tmp_path, monkeypatch
+) -> None:
     (tmp_path / "config.json").write_text(
         json.dumps({"strategy": "dp", "devices": was, "strategy_settings": {}, "resumed": []})
     )
-    monkeypatch.setattr(devices, "accelerators", lambda: tuple(devices.Device("cuda", i) for i in range(here)))
+    monkeypatch.setattr(
+        devices, "accelerators", lambda: tuple(devices.Device("cuda", i) for i in range(here))
+    )
     _, chosen = as_it_went(config(tmp_path), None, None)
     assert list(map(str, devices.parse(chosen))) == goes_on
 
 
-# ---- what is other than it was ---------------------------------------------------------------------------------------
+# ---- what is other than it was -------------------------------------------------------------------
 
 FILE = """
 import torch, lockstep
@@ -154,7 +183,9 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
 
 
-def test_an_edited_job_file_and_other_data_are_said(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_job_file_and_other_data_are_said(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = JobFile("own.py")
     run = train(job, epochs=1)
     train(job, resume=run.folder, epochs=2)
@@ -169,22 +200,31 @@ def test_an_edited_job_file_and_other_data_are_said(own: Path, capsys: pytest.Ca
     (own / "own.py").write_text(FILE)
     train(JobFile("own.py", {"seed": 2}), resume=run.folder, epochs=4)
     said, of_set = (line for line in notes(capsys) if ".py" not in line)
-    assert of_set == "note: --set seed: it is 2, and was as the job file has it when the run was begun"
-    assert re.fullmatch(r"note: train_data has changed since the run was begun: sample \d+ is another one", said)
+    assert (
+        of_set == "note: --set seed: it is 2, and was as the job file has it when the run was begun"
+    )
+    assert re.fullmatch(
+        r"note: train_data has changed since the run was begun: sample \d+ is another one", said
+    )
     train(JobFile("own.py", {"seed": 2, "samples": 48}), resume=run.folder, epochs=5)
     said, of_samples = (line for line in notes(capsys) if ".py" not in line)
-    assert of_samples == "note: --set samples: it is 48, and was as the job file has it when the run was begun"
+    assert (
+        of_samples
+        == "note: --set samples: it is 48, and was as the job file has it when the run was begun"
+    )
     assert said.startswith("note: train_data has 48 samples, and had 40 when the run was begun")
 
 
-def test_an_order_of_fewer_samples_is_no_change_of_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_order_of_fewer_samples_is_no_change_of_the_data(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = ZOO["mlp"].replace(order=lambda epoch: list(range(5, 25)))
     run = train(job, folder=tmp_path, epochs=1)
     train(job, resume=run.folder, epochs=2)
     assert not [line for line in notes(capsys) if "train_data" in line]
 
 
-# ---- the records of a run --------------------------------------------------------------------------------------------
+# ---- the records of a run ------------------------------------------------------------------------
 
 
 def test_the_records_of_steps_are_kept_when_a_run_goes_on(own: Path) -> None:
@@ -220,7 +260,9 @@ def test_a_record_that_was_never_written_is_in_the_state(own: Path) -> None:
     run = train(job, quiet=True, epochs=2)
     kept = run.history
     for left in (kept[:1], []):  # a death between the state and the metrics
-        (run.folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in left))
+        (run.folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in left)
+        )
         run = train(job, quiet=True, resume=run.folder, epochs=run.summary["epochs"] + 1)
     assert [r["epoch"] for r in run.history] == [3, 4]
 
@@ -236,8 +278,12 @@ def test_a_line_that_is_no_json_is_named(own: Path) -> None:
 def test_another_optimizer_is_refused(own: Path) -> None:
     """Found by trial: Adam was given the state of SGD without a line."""
     run = train(JobFile("own.py"), epochs=1)
-    (own / "own.py").write_text(FILE.replace("torch.optim.SGD(p, lr=0.1, momentum=0.9)", "torch.optim.Adam(p)"))
-    with pytest.raises(InputError, match="the saved optimizer is SGD, this one Adam: resume with that one, or"):
+    (own / "own.py").write_text(
+        FILE.replace("torch.optim.SGD(p, lr=0.1, momentum=0.9)", "torch.optim.Adam(p)")
+    )
+    with pytest.raises(
+        InputError, match="the saved optimizer is SGD, this one Adam: resume with that one, or"
+    ):
         train(JobFile("own.py"), resume=run.folder, epochs=2)
 
 
@@ -251,10 +297,16 @@ def test_a_folder_in_which_another_process_trains_is_refused(own: Path) -> None:
     assert not list(run.folder.glob(".lock"))
 
 
-@pytest.mark.parametrize("optimizer", [sgd, lambda params: torch.optim.AdamW(params, lr=0.01)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "optimizer", [sgd, lambda params: torch.optim.AdamW(params, lr=0.01)], ids=["sgd", "adamw"]
+)
 def test_a_model_in_channels_last_goes_on_to_the_bit(optimizer: Any, tmp_path: Path) -> None:
-    """Found by trial: its momentum was loaded in another memory layout, and moved other weights than its own."""
+    """Found by trial: its momentum was loaded in another memory layout, and moved other weights
+    than its own.
+    """
     job = ZOO["channels_last in volumes and in images"].replace(optimizer=optimizer)
     where: dict[str, Any] = {"devices": "1xcpu", "folder": tmp_path, "quiet": True}
     half = train(job.replace(steps=6), **where)
-    assert same_bits(train(job, resume=half.folder, quiet=True).model(), train(job, **where).model())
+    assert same_bits(
+        train(job, resume=half.folder, quiet=True).model(), train(job, **where).model()
+    )

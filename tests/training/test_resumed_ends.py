@@ -1,4 +1,6 @@
-"""How a run ends that was stopped near its end, or of which something was changed or lost before it was taken up."""
+"""How a run ends that was stopped near its end, or of which something was changed or lost before
+it was taken up.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,13 @@ def a_job(lr: float = 0.05, **settings: Any) -> Job:
     usual: dict[str, Any] = {"epochs": 3, "precision": "fp64"}
     return Job(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)),
-        loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
-        train_data=TensorDataset(inputs, targets), eval_data=TensorDataset(inputs[:30], targets[:30]), batch_size=8,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr, momentum=0.9),
+        train_data=TensorDataset(inputs, targets),
+        eval_data=TensorDataset(inputs[:30], targets[:30]),
+        batch_size=8,
         **(usual | settings),
-    )  # fmt: skip
+    )
 
 
 def dying(at: str, step: int) -> Callable[..., None]:
@@ -55,7 +60,9 @@ def dying(at: str, step: int) -> Callable[..., None]:
     return function
 
 
-def begun(job: Job, folder: Path, at: str, step: int, strategy: str = "single", devices: str = "1xcpu") -> Path:
+def begun(
+    job: Job, folder: Path, at: str, step: int, strategy: str = "single", devices: str = "1xcpu"
+) -> Path:
     """The folder of a run that died in this event."""
     dies = job.replace(on_event=[dying(at, step)])
     with pytest.raises((Died, LockstepError)):
@@ -69,9 +76,12 @@ def resumed(job: Job, run: Path, **settings: Any) -> Run:
 
 
 def same(run: Run, whole: Run) -> None:
-    assert same_bits(run.model(), whole.model()) and same_bits(run.model(best=True), whole.model(best=True))
+    assert same_bits(run.model(), whole.model()) and same_bits(
+        run.model(best=True), whole.model(best=True)
+    )
     assert [(r["step"], r["train_loss"], r["eval_loss"]) for r in run.history] == [
-        (r["step"], pytest.approx(r["train_loss"]), pytest.approx(r["eval_loss"])) for r in whole.history
+        (r["step"], pytest.approx(r["train_loss"]), pytest.approx(r["eval_loss"]))
+        for r in whole.history
     ]
     assert run.summary["loss"] == pytest.approx(whole.summary["loss"])
 
@@ -79,8 +89,12 @@ def same(run: Run, whole: Run) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("steps", [8, 10])
 @pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
-def test_who_died_in_the_last_evaluation_is_evaluated(strategy: str, devices: str, steps: int, tmp_path) -> None:
-    """Of a number of steps; the run once ended with the numbers of the epoch before, and its best weights."""
+def test_who_died_in_the_last_evaluation_is_evaluated(
+    strategy: str, devices: str, steps: int, tmp_path
+) -> None:
+    """Of a number of steps; the run once ended with the numbers of the epoch before, and its
+    best weights.
+    """
     job = a_job(epochs=None, steps=steps, save_every=2)
     run = begun(job, tmp_path / "runs", "epoch", steps, strategy, devices)
     whole = train(job, strategy=strategy, devices=devices, folder=tmp_path / "whole", quiet=True)
@@ -130,10 +144,12 @@ def test_the_evaluation_that_a_run_ends_with_moves_nothing_of_a_resumed_one(
     """Schedulers and callbacks went by it, which a run that wasn't stopped doesn't make."""
     place = {"strategy": strategy, "devices": "1xcpu" if strategy == "single" else "2xcpu"}
     job = a_job(
-        epochs=None, callbacks=[Halving(), EarlyStopping(patience=6, min_delta=1.0)], save_every="1epochs",
+        epochs=None,
+        callbacks=[Halving(), EarlyStopping(patience=6, min_delta=1.0)],
+        save_every="1epochs",
         lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer, patience=0, threshold=0.5),
         **({} if every is None else {"eval_every": every}),
-    )  # fmt: skip
+    )
     whole = train(job.replace(epochs=8), folder=tmp_path / "whole", quiet=True, **place)
     run = train(job.replace(**first), folder=tmp_path / "runs", quiet=True, **place)
     last = run.history[-1]
@@ -147,8 +163,12 @@ def test_the_evaluation_that_a_run_ends_with_moves_nothing_of_a_resumed_one(
             assert kept[record["step"]][name] == record[name], name
 
 
-@pytest.mark.parametrize("kind", [torch.optim.NAdam, slow(torch.optim.ASGD), slow(torch.optim.RAdam)])
-def test_numbers_that_an_optimizer_keeps_have_their_format_after_a_resume(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [torch.optim.NAdam, slow(torch.optim.ASGD), slow(torch.optim.RAdam)]
+)
+def test_numbers_that_an_optimizer_keeps_have_their_format_after_a_resume(
+    kind: Any, tmp_path: Path
+) -> None:
     """PyTorch gave the float32 ones of NAdam and ASGD that of the parameters, float64."""
     job = a_job().replace(optimizer=lambda p: kind(p, lr=0.02))
     whole = train(job, folder=tmp_path / "whole", quiet=True)
@@ -161,7 +181,9 @@ def test_a_log_in_the_step_that_a_run_ends_with_stays(tmp_path: Path) -> None:
     whole = train(job, folder=tmp_path / "whole", quiet=True)
     run = resumed(job, train(job.replace(steps=8), folder=tmp_path / "runs", quiet=True).folder)
     both = [{of["step"]: of for of in one.history} for one in (whole, run)]
-    assert [len(one.history) for one in (whole, run)] == [len(of) for of in both], "a line for each step"
+    assert [len(one.history) for one in (whole, run)] == [len(of) for of in both], (
+        "a line for each step"
+    )
     for step in (4, 5, 8, 10):
         for name in both[0][step].keys() & {"loss", "lr", "train_loss", "eval_loss"}:
             assert both[0][step][name] == both[1][step][name], (step, name)
@@ -187,7 +209,9 @@ def test_the_best_weights_may_be_those_that_a_run_ends_with(tmp_path: Path) -> N
     best = run.model()
     assert same_bits(run.model(best=True), best)
     inputs, targets = job.eval_data.tensors
-    kept = resumed(job.replace(epochs=4, eval_data=TensorDataset(inputs, (targets + 1) % 3)), run.folder)
+    kept = resumed(
+        job.replace(epochs=4, eval_data=TensorDataset(inputs, (targets + 1) % 3)), run.folder
+    )
     assert kept.metrics["loss"] > run.metrics["loss"]
     assert same_bits(kept.model(best=True), best)
 
@@ -211,7 +235,9 @@ def test_auto_takes_a_finished_run_that_was_being_continued(tmp_path: Path, monk
     run = train(JobFile(file), folder=runs, quiet=True)
     more = JobFile(file, settings={"epochs": 5})
     assert newest_of(runs, JobFile(file), "own") is None
-    monkeypatch.setattr(step_state, "save_weights", lambda *args, **how: 1 / 0)  # dies after its last step
+    monkeypatch.setattr(
+        step_state, "save_weights", lambda *args, **how: 1 / 0
+    )  # dies after its last step
     with pytest.raises(ZeroDivisionError):
         train(more, resume=run.folder, quiet=True)
     assert newest_of(runs, more, "own").path == run.folder
@@ -227,11 +253,16 @@ def test_auto_takes_no_run_of_other_parameters(tmp_path: Path, capfd) -> None:
     train(JobFile(file, {"lr": "0.1"}, longer), resume=run.folder)
     said = capfd.readouterr()
     assert "note: --set lr: it is 0.1, and was 0.5 when the run was begun" in said.out + said.err
-    assert "note: lr: the optimizer goes on as it was saved, with 0.5, and not 0.1" in said.out + said.err
+    assert (
+        "note: lr: the optimizer goes on as it was saved, with 0.5, and not 0.1"
+        in said.out + said.err
+    )
 
 
 @pytest.mark.parametrize("at", ["evaluated", "saved"])
-def test_what_a_function_has_stopped_stays_stopped(at: str, tmp_path: Path, monkeypatch, capfd) -> None:
+def test_what_a_function_has_stopped_stays_stopped(
+    at: str, tmp_path: Path, monkeypatch, capfd
+) -> None:
     def stops(event: Any) -> str | None:
         return "stop" if event.kind == at and event.epoch >= 2 else None
 
@@ -255,11 +286,13 @@ def test_asking_for_less_than_was_done_is_refused(tmp_path: Path) -> None:
     assert resumed(job, run).summary["epochs"] == 3
 
 
-# ---- files that were lost --------------------------------------------------------------------------------------------
+# ---- files that were lost ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_best_weights_that_were_lost_are_looked_for_anew(damaged: bool, tmp_path: Path, capfd) -> None:
+def test_best_weights_that_were_lost_are_looked_for_anew(
+    damaged: bool, tmp_path: Path, capfd
+) -> None:
     job = a_job()
     run = begun(job, tmp_path, "epoch", 2 * BATCHES)
     best = run / "best.safetensors"
@@ -288,7 +321,9 @@ def test_the_weights_of_a_finished_run_are_written_anew(damaged: bool, tmp_path:
     else:
         path.unlink()
     resumed(job, run.folder)
-    assert all(torch.equal(value, whole[name]) for name, value in weights.load_weights(path).items())
+    assert all(
+        torch.equal(value, whole[name]) for name, value in weights.load_weights(path).items()
+    )
     with pytest.raises(JobError, match="the run has done 3"):
         resumed(job, run.folder)
 

@@ -1,4 +1,6 @@
-"""What callbacks and forward change in a model beside its tensors: a resumed run has it again, or a line names it."""
+"""What callbacks and forward change in a model beside its tensors: a resumed run has it again,
+or a line names it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def job(*callbacks: Any, **settings: Any) -> Job:
 
 
 def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings)
+    return lockstep.train(
+        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
+    )
 
 
 def differ(a: lockstep.Run, b: lockstep.Run) -> float:
@@ -71,7 +75,9 @@ def set_scale(model: nn.Module) -> None:
 NOT_KEPT = "of the model had changed when this checkpoint was written,"
 
 
-def test_an_attribute_that_a_callback_changed_in_mid_run_is_named_at_the_resume(tmp_path: Path, capsys: Any) -> None:
+def test_an_attribute_that_a_callback_changed_in_mid_run_is_named_at_the_resume(
+    tmp_path: Path, capsys: Any
+) -> None:
     run = lockstep.train(job(At(2, set_scale)), devices="1xcpu", folder=tmp_path, steps=3)
     assert NOT_KEPT not in capsys.readouterr().out
     lockstep.train(job(At(2, set_scale)), resume=run.folder, steps=4)
@@ -97,12 +103,16 @@ class Begins(Callback):
     def on_start(self, training: TrainingContext) -> None:
         set_scale(training.model)
         still(training.model)
-        training.model.get_submodule("last").register_forward_hook(lambda module, inputs, output: output * 2)
+        training.model.get_submodule("last").register_forward_hook(
+            lambda module, inputs, output: output * 2
+        )
 
 
 def test_what_callbacks_do_when_a_run_begins_is_done_again(tmp_path: Path, capsys: Any) -> None:
     whole = trained(job(Begins()), "single", tmp_path / "whole", steps=7)
-    run = lockstep.train(job(Begins()), strategy="single", devices="1xcpu", folder=tmp_path / "cut", steps=3)
+    run = lockstep.train(
+        job(Begins()), strategy="single", devices="1xcpu", folder=tmp_path / "cut", steps=3
+    )
     assert differ(lockstep.train(job(Begins()), resume=run.folder, steps=7), whole) == 0.0
     assert NOT_KEPT not in capsys.readouterr().out
 
@@ -124,7 +134,9 @@ class OwnLayers(nn.TransformerEncoderLayer):
 
 
 def test_attributes_of_the_classes_of_libraries_are_not_named(tmp_path: Path, capsys: Any) -> None:
-    its = job().replace(model=lambda: nn.Sequential(OwnLayers(6, 2, 8, dropout=0.0), nn.Linear(6, 3)))
+    its = job().replace(
+        model=lambda: nn.Sequential(OwnLayers(6, 2, 8, dropout=0.0), nn.Linear(6, 3))
+    )
     run = trained(its, "single", tmp_path, steps=3)
     lockstep.train(its, resume=run.folder, steps=4)
     assert NOT_KEPT not in capsys.readouterr().out
@@ -138,8 +150,12 @@ def test_freezing_for_a_time_goes_on_after_a_resume(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_the_copy_of_rank_0_has_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StrategyError, match='layer "act" was put in or taken out after it was built'):
-        trained(job(At(2, lambda model: setattr(model, "act", nn.Tanh()))), "fsdp", tmp_path, steps=4)
+    with pytest.raises(
+        StrategyError, match='layer "act" was put in or taken out after it was built'
+    ):
+        trained(
+            job(At(2, lambda model: setattr(model, "act", nn.Tanh()))), "fsdp", tmp_path, steps=4
+        )
 
 
 def untrained(model: nn.Module) -> None:
@@ -147,7 +163,9 @@ def untrained(model: nn.Module) -> None:
 
 
 def test_a_layer_that_the_optimizer_does_not_know_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="the optimizer has a parameter that the model hasn't any more"):
+    with pytest.raises(
+        InputError, match="the optimizer has a parameter that the model hasn't any more"
+    ):
         trained(job(At(2, untrained)), "single", tmp_path, steps=3)
 
 
@@ -156,7 +174,9 @@ def own(model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_an_own_loop_is_told_what_its_checkpoint_does_not_keep(evaluates: bool, tmp_path: Path) -> None:
+def test_an_own_loop_is_told_what_its_checkpoint_does_not_keep(
+    evaluates: bool, tmp_path: Path
+) -> None:
     """The mode of layers is left to the loop where it saves within an evaluation."""
     model, other = Body().double(), Body().double()
     step, again = own(model), own(other)
@@ -170,10 +190,16 @@ def test_an_own_loop_is_told_what_its_checkpoint_does_not_keep(evaluates: bool, 
 
 
 @pytest.mark.parametrize("way", ["ddp", slow("fsdp")])
-def test_a_batch_norm_in_evaluation_mode_has_the_first_ones_statistics_everywhere(way: str, tmp_path: Path) -> None:
-    """As with PyTorch's DistributedDataParallel; before, each replica went on with those of its own local batches."""
+def test_a_batch_norm_in_evaluation_mode_has_the_first_ones_statistics_everywhere(
+    way: str, tmp_path: Path
+) -> None:
+    """As with PyTorch's DistributedDataParallel; before, each replica went on with those of its
+    own local batches.
+    """
     its = job(At(2, still))
-    assert differ(trained(its, "dp", tmp_path, steps=5), trained(its, way, tmp_path, steps=5)) < 1e-12
+    assert (
+        differ(trained(its, "dp", tmp_path, steps=5), trained(its, way, tmp_path, steps=5)) < 1e-12
+    )
 
 
 def test_other_settings_of_a_job_that_is_no_file_are_said(tmp_path: Path, capsys: Any) -> None:
@@ -182,8 +208,14 @@ def test_other_settings_of_a_job_that_is_no_file_are_said(tmp_path: Path, capsys
     capsys.readouterr()
     lockstep.train(its.replace(epochs=2, keep=1), resume=run.folder)
     assert "begun" not in capsys.readouterr().out
-    lockstep.train(its.replace(epochs=3, clip_norm=0.5, accumulate=2, precision="fp64"), resume=run.folder)
+    lockstep.train(
+        its.replace(epochs=3, clip_norm=0.5, accumulate=2, precision="fp64"), resume=run.folder
+    )
     said = " ".join(capsys.readouterr().out.split())
-    for name, now, then in (("clip_norm", 0.5, None), ("accumulate", 2, 1), ("precision", "fp64", its.precision)):
+    for name, now, then in (
+        ("clip_norm", 0.5, None),
+        ("accumulate", 2, 1),
+        ("precision", "fp64", its.precision),
+    ):
         assert f"note: {name}: it is {now}, and was {then} when the run was begun" in said
     assert said.count("begun") == 3

@@ -1,4 +1,6 @@
-"""Frozen weights that the job builds itself are in no file of the run, and everything goes as if they were."""
+"""Frozen weights that the job builds itself are in no file of the run, and everything goes as if
+they were.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def job(*callbacks: Callback, **settings: Any) -> Job:
 
 
 def trained(its: Job, folder: Path, way: str = "single", **settings: Any) -> Run:
-    return lockstep.train(its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings)
+    return lockstep.train(
+        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
+    )
 
 
 def names_in(file: Path) -> set[str]:
@@ -57,13 +61,21 @@ def names_in(file: Path) -> set[str]:
         return set(opened.keys())
 
 
-@pytest.mark.parametrize("way", ["single", slow("dp"), slow("ddp"), slow("mp"), "pp", slow("fsdp"), slow("hogwild")])
-def test_frozen_weights_are_in_no_file_and_a_run_resumes_to_the_same_bits(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "way", ["single", slow("dp"), slow("ddp"), slow("mp"), "pp", slow("fsdp"), slow("hogwild")]
+)
+def test_frozen_weights_are_in_no_file_and_a_run_resumes_to_the_same_bits(
+    way: str, tmp_path: Path
+) -> None:
     callbacks = () if way == "hogwild" else (EMA(0.5), KeepWeights(1))
     its = job(*callbacks)
     half = trained(its.replace(steps=4), tmp_path, way)
     run = trained(its, tmp_path, way, resume=half.folder)
-    files = [path for path in run.folder.rglob("*.safetensors") if path.parent.parent.name != "checkpoints"]
+    files = [
+        path
+        for path in run.folder.rglob("*.safetensors")
+        if path.parent.parent.name != "checkpoints"
+    ]
     assert len(files) == 2 + len(callbacks)
     for file in files:
         assert {"1.running_mean", "3.weight"} <= names_in(file)
@@ -117,11 +129,17 @@ class Unfreezes(Callback):
 
 
 @pytest.mark.parametrize(
-    ("writes", "what"), [("in place", "has other values"), ("data", "has other values"), ("", "is trained")]
+    ("writes", "what"),
+    [("in place", "has other values"), ("data", "has other values"), ("", "is trained")],
 )
-def test_what_does_not_stay_as_it_was_built_would_be_lost(writes: str, what: str, tmp_path: Path) -> None:
+def test_what_does_not_stay_as_it_was_built_would_be_lost(
+    writes: str, what: str, tmp_path: Path
+) -> None:
     """Found by trial: what was written to the data of a parameter was not seen."""
-    with pytest.raises(RunError, match=f'save_frozen: "0.bias" was frozen when the training began, .* and {what} now'):
+    with pytest.raises(
+        RunError,
+        match=f'save_frozen: "0.bias" was frozen when the training began, .* and {what} now',
+    ):
         trained(job(Unfreezes(writes)), tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Many kills over small runs: each ends with the bits, the records and the samples of one that nobody disturbed.
+"""Many kills over small runs: each ends with the bits, the records and the samples of one that
+nobody disturbed.
 
 ``pytest tests/training/test_soak.py --soak 1000`` makes so many; ``make test-all`` does.
 """
@@ -41,13 +42,22 @@ def job() -> Job:
     data = Samples(drawn(61, 6), labels(61, 3))
     return Job(
         model=lambda: nn.Sequential(Slow(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3)),
-        loss=nn.CrossEntropyLoss(), optimizer=lambda p: torch.optim.Adam(p, lr=0.01), train_data=data, eval_data=data,
-        batch_size=8, epochs=5, precision="fp64", save_every=3, loader_workers=1,
-    )  # fmt: skip
+        loss=nn.CrossEntropyLoss(),
+        optimizer=lambda p: torch.optim.Adam(p, lr=0.01),
+        train_data=data,
+        eval_data=data,
+        batch_size=8,
+        epochs=5,
+        precision="fp64",
+        save_every=3,
+        loader_workers=1,
+    )
 
 
 class Killer(threading.Thread):
-    """Kills ranks, their loader workers, and the process that forks them, until it is told to end."""
+    """Kills ranks, their loader workers, and the process that forks them, until it is told to
+    end.
+    """
 
     def __init__(self, chance: random.Random, kills: int) -> None:
         super().__init__(daemon=True)
@@ -73,12 +83,17 @@ def shared_memory() -> set[str]:
 
 
 def without_times(run: Run) -> list[dict[str, float]]:
-    return [{n: v for n, v in r.items() if n not in ("seconds", "samples_per_second")} for r in run.history]
+    return [
+        {n: v for n, v in r.items() if n not in ("seconds", "samples_per_second")}
+        for r in run.history
+    ]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_no_kill_changes_a_bit_a_record_or_a_sample(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_no_kill_changes_a_bit_a_record_or_a_sample(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     kills: int = request.config.getoption("--soak")
     whole = train(job(), strategy="ddp", devices="2xcpu", folder=tmp_path / "whole", quiet=True)
     before, ports, chance, done, number = shared_memory(), listening(), random.Random(kills), 0, 0
@@ -88,7 +103,15 @@ def test_no_kill_changes_a_bit_a_record_or_a_sample(tmp_path: Path, request: pyt
         wanted = killer.left
         killer.start()
         try:
-            run = train(job(), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True, restarts=10**6, audit=True)
+            run = train(
+                job(),
+                strategy="ddp",
+                devices="2xcpu",
+                folder=tmp_path,
+                quiet=True,
+                restarts=10**6,
+                audit=True,
+            )
         finally:
             killer.over.set()
             killer.join()
@@ -98,12 +121,15 @@ def test_no_kill_changes_a_bit_a_record_or_a_sample(tmp_path: Path, request: pyt
         lines, right = added_up(run.folder)
         assert right, lines
         assert sorted(path.name for path in run.folder.iterdir() if path.name.startswith(".")) == []
-        assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == ["step-39", "step-40"]
+        assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
+            "step-39",
+            "step-40",
+        ]
     fork_server.stop()
     assert psutil.Process().children(recursive=True) == []
     assert listening() <= ports
     left = {name for name in shared_memory() - before if str(os.getpid()) not in name}
-    # PyTorch makes a file in shared memory and unlinks it at once. Who is killed in between leaves it: one of a
-    # thousand kills met that moment.
+    # PyTorch makes a file in shared memory and unlinks it at once. Who is killed in between leaves
+    # it: one of a thousand kills met that moment.
     assert len({name for name in left if name.startswith("torch_")}) <= kills // 200
     assert {name for name in left if not name.startswith("torch_")} == set()

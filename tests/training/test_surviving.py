@@ -72,7 +72,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def unbroken(own: Path, strategy: str = "ddp", devices: str = "2xcpu") -> Run:
-    return train(JobFile("own.py"), strategy=strategy, devices=devices, folder=own / "whole", quiet=True)
+    return train(
+        JobFile("own.py"), strategy=strategy, devices=devices, folder=own / "whole", quiet=True
+    )
 
 
 def same(run: Run, whole: Run) -> None:
@@ -80,14 +82,19 @@ def same(run: Run, whole: Run) -> None:
     assert same_bits(run.model(), whole.model())
     times = ("seconds", "samples_per_second")
     for mine, its in zip(run.history, whole.history, strict=True):
-        assert {n: v for n, v in mine.items() if n not in times} == {n: v for n, v in its.items() if n not in times}
+        assert {n: v for n, v in mine.items() if n not in times} == {
+            n: v for n, v in its.items() if n not in times
+        }
 
 
 def command(*words: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "lockstep", "train", *words],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def wait_for(pattern: str, folder: Path = Path(), seconds: float = 60) -> None:
@@ -97,7 +104,7 @@ def wait_for(pattern: str, folder: Path = Path(), seconds: float = 60) -> None:
         time.sleep(0.02)
 
 
-# ---- lost ranks ------------------------------------------------------------------------------------------------------
+# ---- lost ranks ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", [pytest.param("1 2", marks=pytest.mark.slow), "0 14"])
@@ -113,7 +120,9 @@ def test_a_lost_rank_is_started_again_and_the_run_ends_as_it_would_have(
     assert re.search(says, capfd.readouterr().out)
     same(run, whole)
     lines, right = added_up(run.folder)
-    assert right and lines[0] == "2 starts, 30 steps" and lines[3] == "epoch 3: 75 samples, each once"
+    assert (
+        right and lines[0] == "2 starts, 30 steps" and lines[3] == "epoch 3: 75 samples, each once"
+    )
 
 
 @pytest.mark.slow
@@ -130,7 +139,9 @@ def test_restarts_come_to_an_end(own: Path, monkeypatch) -> None:
 @pytest.mark.slow
 def test_a_rank_that_is_lost_again_and_again_is_left_out(own: Path, monkeypatch, capfd) -> None:
     (own / "own.py").write_text(
-        FILE.replace("and not os.path.exists(done)", "and world.size == 3").replace("Dropout(0.1)", "Dropout(0.0)")
+        FILE.replace("and not os.path.exists(done)", "and world.size == 3").replace(
+            "Dropout(0.1)", "Dropout(0.0)"
+        )
     )
     monkeypatch.setenv("KILL", f"1 6 {own / 'done'}")
     run = train(JobFile("own.py"), strategy="ddp", devices="3xcpu", restarts=2, min_devices=2)
@@ -138,14 +149,19 @@ def test_a_rank_that_is_lost_again_and_again_is_left_out(own: Path, monkeypatch,
     assert run.summary["world_size"] == 2
     monkeypatch.delenv("KILL")
     whole = unbroken(own, devices="3xcpu")
-    torch.testing.assert_close(run.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(
+        run.model().state_dict(), whole.model().state_dict(), rtol=1e-10, atol=1e-10
+    )
 
 
 def test_numbers_that_can_not_be_are_refused(own: Path) -> None:
     for settings, says in (
         ({"restarts": -1}, "restarts: -1, a whole number"),
         ({"restarts": 1, "min_devices": 3}, "min_devices: 3, from 2 to the 2 devices"),
-        ({"restarts": 1, "strategy": "dp"}, "restarts: dp is one process here: start the command again, with --resume"),
+        (
+            {"restarts": 1, "strategy": "dp"},
+            "restarts: dp is one process here: start the command again, with --resume",
+        ),
     ):
         with pytest.raises(InputError, match=says):
             train(JobFile("own.py"), **{"strategy": "ddp", "devices": "2xcpu", **settings})
@@ -158,28 +174,35 @@ def test_numbers_that_can_not_be_are_refused(own: Path) -> None:
 def test_a_rank_that_is_lost_after_the_end_changes_nothing(own: Path, capfd) -> None:
     whole = unbroken(own)
     (own / "own.py").write_text(
-        FILE + "\nimport atexit\natexit.register(lambda: os.environ.get('RANK') == '1' and os.kill(os.getpid(), 9))\n"
+        FILE + "\nimport atexit\natexit.register(lambda: os.environ.get('RANK') == '1' and "
+        "os.kill(os.getpid(), 9))\n"
     )
     run = train(JobFile("own.py"), strategy="ddp", devices="2xcpu")
     same(run, whole)
     assert run.summary["steps"] == 30
 
 
-# ---- the whole command is killed -------------------------------------------------------------------------------------
+# ---- the whole command is killed -----------------------------------------------------------------
 
 
 def killed_at_random(words: list[str], chance: random.Random, seconds: float) -> None:
     process = command(*words, SLOWLY="0.005")
     wait_for("runs/*/checkpoints/step-*")
     time.sleep(chance.random() * seconds)
-    who = chance.choice([psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)])
+    who = chance.choice(
+        [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    )
     who.kill()
     process.communicate(timeout=60)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", "2xcpu"), ("single", "1xcpu"), ("pp", "2xcpu")])
-def test_whatever_process_is_killed_resume_auto_ends_with_the_same_bits(own: Path, strategy: str, devices: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "devices"), [("ddp", "2xcpu"), ("single", "1xcpu"), ("pp", "2xcpu")]
+)
+def test_whatever_process_is_killed_resume_auto_ends_with_the_same_bits(
+    own: Path, strategy: str, devices: str
+) -> None:
     whole = unbroken(own, strategy, devices)
     chance = random.Random(strategy)
     words = [
@@ -218,14 +241,20 @@ def test_a_run_that_lacks_only_its_last_files_is_completed(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_run_on_a_folder_is_refused_while_the_first_trains_and_not_after_its_death(own: Path) -> None:
-    first = command("own.py", "--strategy", "ddp", "--devices", "2xcpu", "--loader-workers", "1", SLOWLY="0.5")
+def test_a_second_run_on_a_folder_is_refused_while_the_first_trains_and_not_after_its_death(
+    own: Path,
+) -> None:
+    first = command(
+        "own.py", "--strategy", "ddp", "--devices", "2xcpu", "--loader-workers", "1", SLOWLY="0.5"
+    )
     wait_for("runs/*/checkpoints/step-*")
     (run,) = own.glob("runs/*")
     second = command("--resume", str(run))
     out, err = second.communicate(timeout=60)
     assert second.returncode == 2
-    assert re.search(r"process \d+ on \S+ is training in this folder: wait for it, or stop it", err), (out, err)
+    assert re.search(
+        r"process \d+ on \S+ is training in this folder: wait for it, or stop it", err
+    ), (out, err)
     first.kill()
     first.communicate()
     again = command("--resume", str(run))
@@ -233,7 +262,7 @@ def test_a_second_run_on_a_folder_is_refused_while_the_first_trains_and_not_afte
     assert again.returncode == 0, (out, err)
 
 
-# ---- resume auto -----------------------------------------------------------------------------------------------------
+# ---- resume auto ---------------------------------------------------------------------------------
 
 
 def test_auto_takes_the_newest_unfinished_run_of_this_job_or_begins_one(own: Path, capfd) -> None:
@@ -262,7 +291,9 @@ def test_what_torchrun_starts_again_goes_on_by_itself(own: Path) -> None:
     whole = unbroken(own)
     environment = {**os.environ, "KILL": f"1 14 {own / 'done'}"}
     words = [sys.executable, *TORCHRUN, "-m", "lockstep", "train", "own.py", "--audit"]
-    found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert found.returncode == 0, found.stderr
     (run,) = own.glob("runs/*")
     assert f"resuming runs/{run.name}" in found.stdout and "resuming after epoch " in found.stdout
@@ -271,18 +302,22 @@ def test_what_torchrun_starts_again_goes_on_by_itself(own: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_torchrun_starts_again_before_the_first_checkpoint_begins_in_its_folder(own: Path) -> None:
+def test_what_torchrun_starts_again_before_the_first_checkpoint_begins_in_its_folder(
+    own: Path,
+) -> None:
     whole = unbroken(own)
     environment = {**os.environ, "KILL": f"0 2 {own / 'done'}"}
     words = [sys.executable, *TORCHRUN, "-m", "lockstep", "train", "own.py"]
-    found = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    found = subprocess.run(
+        words, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert found.returncode == 0, found.stderr
     (run,) = own.glob("runs/*")
     assert f"beginning again in runs/{run.name}" in found.stdout
     same(Run.open(run), whole)
 
 
-# ---- signals ---------------------------------------------------------------------------------------------------------
+# ---- signals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -295,11 +330,21 @@ def test_sigusr1_saves_and_ends_as_sigterm_does(own: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("single", marks=pytest.mark.slow)])
-def test_a_signal_to_all_processes_saves_and_shows_no_traceback(own: Path, strategy: str, how: signal.Signals) -> None:
+def test_a_signal_to_all_processes_saves_and_shows_no_traceback(
+    own: Path, strategy: str, how: signal.Signals
+) -> None:
     """As systemd, SLURM and a terminal do."""
-    words = ["own.py", "--strategy", strategy, "--devices", {"ddp": "2xcpu", "single": "1xcpu"}[strategy]]
+    words = [
+        "own.py",
+        "--strategy",
+        strategy,
+        "--devices",
+        {"ddp": "2xcpu", "single": "1xcpu"}[strategy],
+    ]
     process = command(*words, "--loader-workers", "1", SLOWLY="0.05")
     wait_for("runs/*/checkpoints/step-*")
     (run,) = own.glob("runs/*")
@@ -338,11 +383,13 @@ def test_a_step_that_does_not_end_in_time_is_not_waited_for(own: Path) -> None:
     assert "resume it with --resume slow/" in out
 
 
-# ---- the audit, and the list -----------------------------------------------------------------------------------------
+# ---- the audit, and the list ---------------------------------------------------------------------
 
 
 def test_the_audit_finds_what_was_used_twice_and_never(own: Path, capsys) -> None:
-    run = train(JobFile("own.py"), strategy="ddp", devices="2xcpu", quiet=True, audit=True, steps=12)
+    run = train(
+        JobFile("own.py"), strategy="ddp", devices="2xcpu", quiet=True, audit=True, steps=12
+    )
     lines, right = added_up(run.folder)
     assert right and lines == [
         "1 start, 12 steps",
@@ -388,7 +435,9 @@ def test_metrics_and_lock_leave_no_thread_behind(own: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
-def test_a_killed_loader_worker_is_named_with_its_sample_at_once(own: Path, strategy: str, devices: str) -> None:
+def test_a_killed_loader_worker_is_named_with_its_sample_at_once(
+    own: Path, strategy: str, devices: str
+) -> None:
     (own / "own.py").write_text(
         FILE.replace(
             "        return super().__getitem__(index)",
@@ -405,11 +454,12 @@ def test_a_killed_loader_worker_is_named_with_its_sample_at_once(own: Path, stra
     assert process.returncode == 1 and "Traceback" not in err
     last = err.strip().splitlines()[-1]
     assert re.search(
-        r"loader worker 0 was killed while it read sample \d+ of train_data \(out of memory\?\): set fewer", last
+        r"loader worker 0 was killed while it read sample \d+ of train_data \(out of memory\?\): set fewer",
+        last,
     )
 
 
-# ---- disks -----------------------------------------------------------------------------------------------------------
+# ---- disks ---------------------------------------------------------------------------------------
 
 
 def filled(disk: Path) -> None:
@@ -432,7 +482,9 @@ def test_a_disk_that_fills_up_leaves_the_checkpoint_of_before_and_nothing_half_w
 
     job = JobFile("own.py").load().replace(on_event=[fill], save_every=None, keep=1)
     devices = {"single": "1xcpu", "ddp": "2xcpu"}[strategy]
-    with pytest.raises(SaveError, match=r"could not be written: the disk is full; the checkpoint.* kept"):
+    with pytest.raises(
+        SaveError, match=r"could not be written: the disk is full; the checkpoint.* kept"
+    ):
         train(job, strategy=strategy, devices=devices, folder=small_disk, quiet=True)
     (run,) = small_disk.glob("job-*")
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-10"]

@@ -51,16 +51,44 @@ def test_a_run_leaves_its_folder(strategy: str, tmp_path: Path) -> None:
     assert stat.S_IMODE(os.stat(run.folder).st_mode) == 0o700
     files = {path.name for path in run.folder.iterdir()}
     assert files - {"ranks"} == {
-        "best.safetensors", "checkpoints", "config.json", "metrics.jsonl", "model.safetensors", "summary.json",
-    }  # fmt: skip
+        "best.safetensors",
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "summary.json",
+    }
     summary = json.loads((run.folder / "summary.json").read_text())
     assert set(summary) == {
-        "strategy", "devices", "world_size", "epochs", "steps", "batch_size", "shares", "shapes", "train_samples",
-        "eval_samples", "loss", "metrics", "samples_per_second", "seconds", "peak_memory_bytes", "versions",
+        "strategy",
+        "devices",
+        "world_size",
+        "epochs",
+        "steps",
+        "batch_size",
+        "shares",
+        "shapes",
+        "train_samples",
+        "eval_samples",
+        "loss",
+        "metrics",
+        "samples_per_second",
+        "seconds",
+        "peak_memory_bytes",
+        "versions",
         "skipped_updates",
-    }  # fmt: skip
-    assert (summary["epochs"], summary["steps"], summary["train_samples"], summary["eval_samples"]) == (2, 14, 50, 21)
-    assert summary["world_size"] == len(summary["peak_memory_bytes"]) == (2 if strategy == "ddp" else 1)
+    }
+    assert (
+        summary["epochs"],
+        summary["steps"],
+        summary["train_samples"],
+        summary["eval_samples"],
+    ) == (2, 14, 50, 21)
+    assert (
+        summary["world_size"]
+        == len(summary["peak_memory_bytes"])
+        == (2 if strategy == "ddp" else 1)
+    )
     assert set(run.metrics) == {"loss", "accuracy"}
     config = json.loads((run.folder / "config.json").read_text())
     assert config["settings"]["batch_size"] == 8
@@ -72,11 +100,15 @@ def test_the_metrics_are_those_of_counting_each_sample_once(tmp_path: Path) -> N
     inputs, targets = classify().eval_data.tensors
     outputs = model(inputs)
     assert run.metrics["accuracy"] == (outputs.argmax(dim=1) == targets).sum().item() / 21
-    assert run.metrics["loss"] == pytest.approx(nn.functional.cross_entropy(outputs, targets).item(), rel=1e-5)
+    assert run.metrics["loss"] == pytest.approx(
+        nn.functional.cross_entropy(outputs, targets).item(), rel=1e-5
+    )
 
 
 def of_torchmetrics() -> dict[str, Any]:
-    """Some that no mean over samples gives; sums; one in others; and own ones, of which one keeps means of batches."""
+    """Some that no mean over samples gives; sums; one in others; and own ones, of which one
+    keeps means of batches.
+    """
     import torchmetrics  # in two seconds, and each rank imports this file
 
     class Right(torchmetrics.Metric):
@@ -102,7 +134,9 @@ def of_torchmetrics() -> dict[str, Any]:
     return {
         "f1": f1,
         "scores": torchmetrics.StatScores(task="multiclass", num_classes=3, average="micro"),
-        "classes": torchmetrics.ClasswiseWrapper(torchmetrics.F1Score(task="multiclass", num_classes=3, average=None)),
+        "classes": torchmetrics.ClasswiseWrapper(
+            torchmetrics.F1Score(task="multiclass", num_classes=3, average=None)
+        ),
         "both": f1.clone() + Right(),
         "right": Right(),
         "correlation": OfFirst(),
@@ -114,7 +148,9 @@ def of_torchmetrics() -> dict[str, Any]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ON)
 def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> None:
-    """Found by trial: sums were so many times too large as there are ranks, and own classes were refused."""
+    """Found by trial: sums were so many times too large as there are ranks, and own classes were
+    refused.
+    """
     values = evaluate(classify(metrics=of_torchmetrics()), strategy=strategy, devices=ON[strategy])
     reference = evaluate(classify(metrics=of_torchmetrics()), strategy="single", devices="1xcpu")
     of_batches = values.pop("of batches"), reference.pop("of batches")
@@ -124,18 +160,26 @@ def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> No
     assert values["f1"] == reference["f1"]
 
 
-def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(tmp_path: Path, capfd: Any) -> None:
+def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(
+    tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: without a line; so one of the last few batches."""
     import torchmetrics
 
     metrics = of_torchmetrics()
     metrics["of the last"] = torchmetrics.wrappers.Running(metrics["f1"].clone(), window=3)
     train(classify(metrics=metrics), strategy="dp", devices="2xcpu", folder=tmp_path)
-    said = [line for line in capfd.readouterr().out.splitlines() if "gives other values for parts of a batch" in line]
+    said = [
+        line
+        for line in capfd.readouterr().out.splitlines()
+        if "gives other values for parts of a batch" in line
+    ]
     assert len(said) == 2 and 'metric "of batches"' in said[0] and 'metric "of the last"' in said[1]
 
 
-def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(tmp_path: Path, capfd: Any) -> None:
+def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(
+    tmp_path: Path, capfd: Any
+) -> None:
     """Found by trial: on the second device, without a line."""
     import torchmetrics
 
@@ -159,9 +203,14 @@ def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(tm
     targets = drawn(24, 3, seed=1)
     targets[14, :2] = torch.nan  # in batches of 8: the second device's of the second batch
     job = Job(
-        model=mlp, loss=masked, optimizer=plain_sgd, train_data=TensorDataset(drawn(8, 6), drawn(8, 3)), batch_size=8,
-        eval_data=TensorDataset(drawn(24, 6, seed=2), targets), metrics={"masked": MaskedMean()},
-    )  # fmt: skip
+        model=mlp,
+        loss=masked,
+        optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(8, 6), drawn(8, 3)),
+        batch_size=8,
+        eval_data=TensorDataset(drawn(24, 6, seed=2), targets),
+        metrics={"masked": MaskedMean()},
+    )
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
     assert 'metric "masked" gives other values for parts of a batch' in capfd.readouterr().out
 
@@ -172,7 +221,11 @@ def test_evaluating_a_run_gives_what_its_last_epoch_gave(tmp_path: Path) -> None
 
 
 def test_the_best_weights_are_those_of_the_lowest_evaluation_loss(tmp_path: Path) -> None:
-    run = train(classify(epochs=4, optimizer=lambda p: torch.optim.SGD(p, lr=2.0)), folder=tmp_path, quiet=True)
+    run = train(
+        classify(epochs=4, optimizer=lambda p: torch.optim.SGD(p, lr=2.0)),
+        folder=tmp_path,
+        quiet=True,
+    )
     best = min(record["eval_loss"] for record in run.history)
     assert evaluate(run, best=True)["loss"] == pytest.approx(best, rel=1e-5)
 
@@ -196,9 +249,15 @@ def test_events_come_in_order_on_rank_0_only(tmp_path: Path) -> None:
 
     train(classify(on_event=[note]), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert log.read_text().split("\n")[:-1] == [
-        "started 0 0", "epoch 1 7", "evaluated 1 7", "saved 1 7", "epoch 2 14", "evaluated 2 14", "saved 2 14",
+        "started 0 0",
+        "epoch 1 7",
+        "evaluated 1 7",
+        "saved 1 7",
+        "epoch 2 14",
+        "evaluated 2 14",
+        "saved 2 14",
         "finished 2 14",
-    ]  # fmt: skip
+    ]
 
 
 def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
@@ -208,7 +267,9 @@ def test_steps_end_a_training_within_an_epoch(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_watches_the_loss_is_told_it(tmp_path: Path) -> None:
     job = classify(
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, factor=0.1, patience=0, threshold=1e3),
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            o, factor=0.1, patience=0, threshold=1e3
+        ),
         epochs=4,
     )
     run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
@@ -222,7 +283,9 @@ def test_a_loss_that_sees_pairs_runs_on_one_device_and_is_refused_on_two(tmp_pat
     job = classify(loss=contrastive, eval_data=None, metrics={})
     train(job, strategy="single", folder=tmp_path / "single", quiet=True)
     for strategy in ("dp", "ddp"):
-        with pytest.raises(lockstep.LockstepError, match=r"not a mean over samples.*return \(total, count\)"):
+        with pytest.raises(
+            lockstep.LockstepError, match=r"not a mean over samples.*return \(total, count\)"
+        ):
             train(job, strategy=strategy, devices="2xcpu", folder=tmp_path / strategy, quiet=True)
         assert not any((tmp_path / strategy).iterdir()), "nothing is made"
 
@@ -236,7 +299,13 @@ def test_a_dataset_function_runs_on_the_first_rank_before_the_others(tmp_path: P
                 pass
         return TensorDataset(drawn(16, 6), labels(16, 3))
 
-    train(classify(train_data=data), strategy="ddp", devices="3xcpu", folder=tmp_path / "runs", quiet=True)
+    train(
+        classify(train_data=data),
+        strategy="ddp",
+        devices="3xcpu",
+        folder=tmp_path / "runs",
+        quiet=True,
+    )
 
 
 def shorter_on_rank_1() -> TensorDataset:
@@ -247,7 +316,10 @@ def shorter_on_rank_1() -> TensorDataset:
 def split_by_rank() -> Subset:
     """As a split is that nobody seeded."""
     generator = torch.Generator().manual_seed(current().rank)
-    return Subset(TensorDataset(drawn(40, 6), labels(40, 3)), torch.randperm(40, generator=generator)[:24].tolist())
+    return Subset(
+        TensorDataset(drawn(40, 6), labels(40, 3)),
+        torch.randperm(40, generator=generator)[:24].tolist(),
+    )
 
 
 def drawn_by_rank() -> TensorDataset:
@@ -258,17 +330,29 @@ def drawn_by_rank() -> TensorDataset:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        pytest.param(shorter_on_rank_1, "it has 24 samples on rank 0 and 23 on rank 1", marks=pytest.mark.slow),
-        pytest.param(split_by_rank, "its samples are others on rank 1 than on rank 0", marks=pytest.mark.slow),
+        pytest.param(
+            shorter_on_rank_1,
+            "it has 24 samples on rank 0 and 23 on rank 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            split_by_rank, "its samples are others on rank 1 than on rank 0", marks=pytest.mark.slow
+        ),
         (drawn_by_rank, "its samples are others on rank 1 than on rank 0"),
     ],
 )
-def test_ranks_that_have_different_data_are_stopped(data, said: str, field: str, tmp_path: Path) -> None:
+def test_ranks_that_have_different_data_are_stopped(
+    data, said: str, field: str, tmp_path: Path
+) -> None:
     with pytest.raises(JobError, match=f"^{field}: {said}"):
-        train(classify(**{field: data}), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        train(
+            classify(**{field: data}), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True
+        )
 
 
-def test_the_exceptions_from_the_law_are_said_before_training(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_the_exceptions_from_the_law_are_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     job = ZOO["convolutions with sync_batchnorm"]
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path, sync_batchnorm=False, epochs=1)
     out = capsys.readouterr().out
@@ -294,7 +378,9 @@ def test_a_refused_resume_changes_nothing_in_the_folder(tmp_path: Path) -> None:
         train(classify(), resume=run.folder, seed=5, quiet=True, tensorboard=True)
     with pytest.raises(lockstep.LockstepError, match="another one"):
         train(classify(model=lambda: nn.Linear(6, 3)), resume=run.folder, quiet=True)
-    assert {path.name: path.read_bytes() for path in run.folder.iterdir() if path.is_file()} == before
+    assert {
+        path.name: path.read_bytes() for path in run.folder.iterdir() if path.is_file()
+    } == before
 
 
 def test_a_schedule_at_its_end_is_said_by_a_resume(tmp_path: Path, capsys) -> None:
@@ -311,7 +397,9 @@ def test_a_schedule_at_its_end_is_said_by_a_resume(tmp_path: Path, capsys) -> No
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
     run = train(classify(epochs=1), folder=tmp_path, quiet=True)
-    other = lockstep.Run(run.folder, run.summary, classify(model=lambda: nn.Sequential(nn.Linear(6, 3))))
+    other = lockstep.Run(
+        run.folder, run.summary, classify(model=lambda: nn.Sequential(nn.Linear(6, 3)))
+    )
     says = r"weights of another model: of another shape in the file: 0\.bias .*; not of this model in the file: 2\.bias"
     with pytest.raises(FolderError, match=says):
         other.model()
@@ -351,7 +439,9 @@ def job():
 """
 
 
-def test_tensorboard_is_a_setting_that_a_resumed_run_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_is_a_setting_that_a_resumed_run_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was an option of the command, and a resumed run wrote no more events without a line."""
     (tmp_path / "tiny.py").write_text(TINY_JOB)
     monkeypatch.chdir(tmp_path)
@@ -382,7 +472,9 @@ class OwnGenerator(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("strategy", "workers"), [("dp", 0), pytest.param("ddp", 0, marks=pytest.mark.slow), ("ddp", 1)]
 )
-def test_a_dataset_that_draws_from_its_own_generator_is_named(strategy, workers, tmp_path, capfd) -> None:
+def test_a_dataset_that_draws_from_its_own_generator_is_named(
+    strategy, workers, tmp_path, capfd
+) -> None:
     job = ZOO["mlp"].replace(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
     train(job, strategy=strategy, devices="2xcpu", folder=tmp_path)
     assert capfd.readouterr().out.count("fetched again under one seed") == 1
@@ -409,18 +501,25 @@ class Flipped(OwnGenerator):
 
 
 @pytest.mark.parametrize("anew", [False, True])
-def test_a_generator_of_its_own_is_named_where_it_acts_on_few_samples(anew: bool, tmp_path: Path, capfd) -> None:
+def test_a_generator_of_its_own_is_named_where_it_acts_on_few_samples(
+    anew: bool, tmp_path: Path, capfd
+) -> None:
     """Found by trial: weights were 15 % off without a line."""
     job = ZOO["mlp"].replace(train_data=Flipped(anew), eval_data=None)
     train(job, strategy="dp", devices="2xcpu", folder=tmp_path)
-    assert ("train_data: it draws from a generator of its own" in capfd.readouterr().out) is not anew
+    assert (
+        "train_data: it draws from a generator of its own" in capfd.readouterr().out
+    ) is not anew
 
 
 @pytest.mark.slow
 def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
     import torchmetrics
 
-    metrics = {"f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"), "accuracy": right}
+    metrics = {
+        "f1": torchmetrics.F1Score(task="multiclass", num_classes=3, average="none"),
+        "accuracy": right,
+    }
     job = ZOO["mlp"].replace(metrics=metrics)
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     two = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
@@ -430,10 +529,20 @@ def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
 
 def test_what_a_model_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> None:
     for kind in ("a buffer that counts and extra state", "complex parameters", "lazy layers"):
-        run = train(ZOO[kind].replace(precision="fp64"), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
+        run = train(
+            ZOO[kind].replace(precision="fp64"),
+            strategy="ddp",
+            devices="2xcpu",
+            folder=tmp_path,
+            quiet=True,
+        )
         model = run.model()
         resumed = train(
-            ZOO[kind].replace(precision="fp64", epochs=3), strategy="dp", devices="2xcpu", resume=run.folder, quiet=True
+            ZOO[kind].replace(precision="fp64", epochs=3),
+            strategy="dp",
+            devices="2xcpu",
+            resume=run.folder,
+            quiet=True,
         )
         assert resumed.summary["epochs"] == 3
         if kind == "complex parameters":
@@ -445,12 +554,16 @@ def test_what_a_model_keeps_beside_its_tensors_comes_back(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("by_batches", [False, True])
-def test_ranks_of_an_own_loop_draw_masks_of_their_own_and_leave_the_scripts_numbers_alike(by_batches: bool) -> None:
+def test_ranks_of_an_own_loop_draw_masks_of_their_own_and_leave_the_scripts_numbers_alike(
+    by_batches: bool,
+) -> None:
     def loop(world: lockstep.World) -> tuple[torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
         seen: list[torch.Tensor] = []
         model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(), nn.Linear(8, 3))
-        model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach() == 0))
+        model[1].register_forward_hook(
+            lambda module, inputs, output: seen.append(output.detach() == 0)
+        )
         step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd)
         if by_batches:
             data = TensorDataset(torch.ones(8, 6), torch.zeros(8, dtype=torch.int64))
@@ -487,23 +600,35 @@ def test_parallelize_serves_a_loop_of_ones_own() -> None:
         torch.manual_seed(0)
         model = mlp().double()
         step = lockstep.parallelize(
-            model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1),
-            strategy=strategy, devices=devices, precision="fp64",
-        )  # fmt: skip
-        return [step(inputs, targets).loss for inputs, targets in lockstep.batches(data, batch_size=12)]
+            model,
+            nn.CrossEntropyLoss(),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            strategy=strategy,
+            devices=devices,
+            precision="fp64",
+        )
+        return [
+            step(inputs, targets).loss for inputs, targets in lockstep.batches(data, batch_size=12)
+        ]
 
     assert loop("dp", "3xcpu") == pytest.approx(loop("single", "1xcpu"), abs=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{"strategy": "dp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}])
+@pytest.mark.parametrize(
+    "settings", [{"strategy": "dp", "devices": "2xcpu"}, {"devices": "1xcpu", "accumulate": 2}]
+)
 def test_inputs_whose_first_dimension_is_time_are_not_cut_along_it(settings) -> None:
     class Last(nn.GRU):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)[0][-1]
 
     model = Last(6, 3)
-    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **settings)
-    with pytest.raises(InputError, match="inputs have 4 rows and targets 8, so they can't be cut together"):
+    step = lockstep.parallelize(
+        model, nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1), **settings
+    )
+    with pytest.raises(
+        InputError, match="inputs have 4 rows and targets 8, so they can't be cut together"
+    ):
         step(drawn(4, 8, 6), labels(8, 3))
 
 
@@ -512,7 +637,9 @@ def test_parallelize_inside_a_launch_is_ddp() -> None:
 
     def loop(world: lockstep.World, whole: bool) -> list[float]:
         torch.manual_seed(0)
-        step = lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, precision="fp64", clip_norm=0.1)
+        step = lockstep.parallelize(
+            mlp(), nn.CrossEntropyLoss(), plain_sgd, precision="fp64", clip_norm=0.1
+        )
         found = []
         for batch in lockstep.batches(data, batch_size=12):
             inputs, targets = batch
@@ -545,7 +672,14 @@ if step.world.rank == 0:
 def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path, capsys) -> None:
     script = tmp_path / "loop.py"
     script.write_text(OWN_LOOP)
-    under = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    under = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     done = subprocess.run(under, capture_output=True, text=True, check=True, timeout=100)
     runpy.run_path(str(script))
     found = {}
@@ -556,8 +690,15 @@ def test_a_plain_loop_is_ddp_under_torchrun_and_single_without(tmp_path: Path, c
 
 
 def test_a_metric_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
-    job = classify(metrics={"vector": lambda outputs, targets: (outputs.argmax(dim=1) == targets, len(targets))})
-    with pytest.raises(JobError, match=r'metrics: "vector" gave a tensor of shape \(\d,\) .*: sum it over the samples'):
+    job = classify(
+        metrics={
+            "vector": lambda outputs, targets: (outputs.argmax(dim=1) == targets, len(targets))
+        }
+    )
+    with pytest.raises(
+        JobError,
+        match=r'metrics: "vector" gave a tensor of shape \(\d,\) .*: sum it over the samples',
+    ):
         train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
     with pytest.raises(JobError, match="metrics: \"word\" gave 'good' in"):
         evaluate(classify(metrics={"word": lambda outputs, targets: ("good", 3)}), devices="1xcpu")

@@ -1,4 +1,6 @@
-"""A folder that somebody gave you: which file is run, what is kept of secrets, links in it, what is no run at all."""
+"""A folder that somebody gave you: which file is run, what is kept of secrets, links in it, what
+is no run at all.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,11 @@ def job(width: int = 4, api_key: str = "", token_count: int = 1):
         optimizer=lambda p: torch.optim.SGD(p, lr=0.1), train_data=data, eval_data=data, batch_size=8)
 """
 SECRET = "s3same"  # what must be in no file
-COMMANDS = {"evaluate": ["evaluate", "run"], "predict": ["predict", "run"], "resume": ["train", "--resume", "run"]}
+COMMANDS = {
+    "evaluate": ["evaluate", "run"],
+    "predict": ["predict", "run"],
+    "resume": ["train", "--resume", "run"],
+}
 MORE = {"evaluate": [], "predict": ["--overwrite"], "resume": ["--epochs", "9"]}
 
 
@@ -49,7 +55,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A job file ``own.py``, and in ``run`` what one epoch of it has left."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(FILE)
-    lockstep.train(JobFile("own.py"), devices=1, epochs=1, quiet=True).folder.rename(tmp_path / "run")
+    lockstep.train(JobFile("own.py"), devices=1, epochs=1, quiet=True).folder.rename(
+        tmp_path / "run"
+    )
     (tmp_path / "ran").unlink()
     return tmp_path
 
@@ -78,7 +86,7 @@ def notes(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
 
 
-# ---- the job file ----------------------------------------------------------------------------------------------------
+# ---- the job file --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -97,19 +105,27 @@ def test_another_job_file_than_the_trained_one_is_run_only_when_a_person_says_so
     (own / "elsewhere.py").write_text(FILE)
     more = {"resume": [*COMMANDS[command], "--epochs", "10"]}.get(command, words)
     assert main([*more, "--job", "elsewhere.py"]) == 0
-    more = {"resume": [*COMMANDS[command], "--epochs", "11", "--job", "own.py"]}.get(command, [*words, "--trust-job"])
+    more = {"resume": [*COMMANDS[command], "--epochs", "11", "--job", "own.py"]}.get(
+        command, [*words, "--trust-job"]
+    )
     assert main(more) == 0
     (own / "own.py").unlink()
     if command != "resume":
         assert "there is no such file" in refused([*words, "--trust-job"], capsys)
-        assert "isn't there, or can't be read: --job FILE gives it from another place" in refused(words, capsys)
+        assert "isn't there, or can't be read: --job FILE gives it from another place" in refused(
+            words, capsys
+        )
 
 
-def test_a_resume_by_the_folder_trusts_on_demand_and_one_by_the_file_at_once(own: Path, capsys) -> None:
+def test_a_resume_by_the_folder_trusts_on_demand_and_one_by_the_file_at_once(
+    own: Path, capsys
+) -> None:
     (own / "own.py").write_text(FILE + "# edited\n")
     assert main(["train", "--resume", "run", "--epochs", "2", "--trust-job"]) == 0
     assert notes(capsys) == ["note: own.py has changed since the run was begun"]
-    assert main(["train", "--resume", "run", "--epochs", "3"]) == 0, "now it is the one that was trained last"
+    assert main(["train", "--resume", "run", "--epochs", "3"]) == 0, (
+        "now it is the one that was trained last"
+    )
     assert notes(capsys) == []
     (own / "own.py").write_text(FILE)
     assert main(["train", "own.py", "--resume", "run", "--epochs", "4"]) == 0
@@ -119,12 +135,19 @@ def test_a_resume_by_the_folder_trusts_on_demand_and_one_by_the_file_at_once(own
 def test_a_job_file_of_another_place_is_named_with_both_hashes(own: Path, capsys) -> None:
     (own / "other.py").write_text(FILE + "# another\n")
     assert main(["train", "--resume", "run", "--job", "other.py", "--epochs", "2"]) == 0
-    was, now = (hashlib.sha256(text.encode()).hexdigest()[:8] for text in (FILE, FILE + "# another\n"))
-    said = f"note: the job file is {own / 'other.py'} ({now}), and was {own / 'own.py'} ({was}) when the run was begun"
+    was, now = (
+        hashlib.sha256(text.encode()).hexdigest()[:8] for text in (FILE, FILE + "# another\n")
+    )
+    said = (
+        f"note: the job file is {own / 'other.py'} ({now}), and was {own / 'own.py'} ({was}) "
+        "when the run was begun"
+    )
     assert notes(capsys) == [said]
     assert config(own)["file"] == str(own / "other.py")
     assert main(["train", "own.py", "--resume", "run", "--epochs", "3"]) == 0
-    assert [note.partition(" (")[0] for note in notes(capsys)] == [f"note: the job file is {own / 'own.py'}"]
+    assert [note.partition(" (")[0] for note in notes(capsys)] == [
+        f"note: the job file is {own / 'own.py'}"
+    ]
 
 
 def test_a_job_file_in_the_folder_or_by_half_a_path_is_not_run(own: Path, capsys) -> None:
@@ -132,7 +155,9 @@ def test_a_job_file_in_the_folder_or_by_half_a_path_is_not_run(own: Path, capsys
     (own / "run" / "own.py").write_text(FILE)
     for file in (str(own / "run" / "own.py"), "own.py", "run/own.py"):
         config(own, file=file)
-        assert "so no training named it: --trust-job runs it" in refused(["evaluate", "run"], capsys)
+        assert "so no training named it: --trust-job runs it" in refused(
+            ["evaluate", "run"], capsys
+        )
     assert not (own / "ran").exists() and not (own / "run" / "ran").exists()
 
 
@@ -140,7 +165,11 @@ def test_from_python_too(own: Path) -> None:
     whole = lockstep.evaluate("run")
     (own / "elsewhere.py").write_text(FILE)
     (own / "own.py").write_text(FILE + "# edited\n")
-    for refused in (lambda: lockstep.evaluate("run"), lambda: lockstep.predict("run"), lambda: Run.open("run").model()):
+    for refused in (
+        lambda: lockstep.evaluate("run"),
+        lambda: lockstep.predict("run"),
+        lambda: Run.open("run").model(),
+    ):
         with pytest.raises(FolderError, match="--trust-job"):
             refused()
     for how in ({"trust_job": True}, {"job": "elsewhere.py"}, {"job": JobFile("elsewhere.py")}):
@@ -160,7 +189,10 @@ def test_a_job_that_was_no_file_is_given_by_one(own: Path, capsys) -> None:
 
 
 def test_job_is_for_a_resume(own: Path, capsys) -> None:
-    for words in (["train", "own.py", "--job", "own.py"], ["train", "own.py", "--resume", "run", "--job", "own.py"]):
+    for words in (
+        ["train", "own.py", "--job", "own.py"],
+        ["train", "own.py", "--resume", "run", "--job", "own.py"],
+    ):
         assert "--job is another job file for --resume RUN" in refused(words, capsys)
 
 
@@ -171,13 +203,15 @@ def test_folders_of_earlier_versions(own: Path, capsys) -> None:
     for sources in ({}, {"own.py": ""}, {"own.py": 3}):
         config(own, sources=sources)
         assert main(["evaluate", "run"]) == 0
-        said = f"note: run doesn't say what was in its job file {own / 'own.py'} when it was trained\n"
+        said = (
+            f"note: run doesn't say what was in its job file {own / 'own.py'} when it was trained\n"
+        )
         assert capsys.readouterr().err == said
     config(own, sources={"own.py": 16 * "0"})
     assert "was 00000000" in refused(["evaluate", "run"], capsys)
 
 
-# ---- settings that the file has otherwise now ------------------------------------------------------------------------
+# ---- settings that the file has otherwise now ----------------------------------------------------
 
 
 def test_settings_that_a_resumed_run_does_not_follow_are_said(own: Path, capsys) -> None:
@@ -188,19 +222,30 @@ def test_settings_that_a_resumed_run_does_not_follow_are_said(own: Path, capsys)
     assert notes(capsys) == [
         "note: own.py has changed since the run was begun",
         "note: batch_size: the run goes on with 8, the job file says 4 now: a run keeps it",
-        "note: accumulate: the run goes on with 1, the job file says 2 now: --accumulate 2 takes that",
+        "note: accumulate: the run goes on with 1, the job file says 2 now: --accumulate 2 takes "
+        "that",
     ], "epochs and clip_norm were given by hand"
     settings = config(own)["settings"]
-    assert (settings["batch_size"], settings["accumulate"], settings["epochs"], settings["clip_norm"]) == (8, 1, 3, 3.0)
+    assert (
+        settings["batch_size"],
+        settings["accumulate"],
+        settings["epochs"],
+        settings["clip_norm"],
+    ) == (8, 1, 3, 3.0)
 
 
-# ---- secrets ---------------------------------------------------------------------------------------------------------
+# ---- secrets -------------------------------------------------------------------------------------
 
 
 def test_names_of_secrets_are_told_by_their_words() -> None:
-    secret = "key api_key hf_token hfToken HF_TOKEN db_password password_prod aws_secret_access_key credentials APIKey"
+    secret = (
+        "key api_key hf_token hfToken HF_TOKEN db_password password_prod "
+        "aws_secret_access_key credentials APIKey"
+    )
     assert all(map(is_secret, secret.split()))
-    plain = "keys monkey token_count keyword tokenizer max_tokens width key_size passwordless secretary"
+    plain = (
+        "keys monkey token_count keyword tokenizer max_tokens width key_size passwordless secretary"
+    )
     assert not any(map(is_secret, plain.split()))
 
 
@@ -208,7 +253,11 @@ def test_a_secret_is_kept_nowhere_and_asked_for_again(own: Path, capsys) -> None
     given = ["--set", f"api_key={SECRET}", "--set", "width=5", "--set", "token_count=7"]
     assert main(["train", "own.py", "--devices", "1", "--folder", "runs2", *given]) == 0
     (run,) = own.glob("runs2/*")
-    assert json.loads((run / "config.json").read_text())["set"] == {"api_key": "***", "width": "5", "token_count": "7"}
+    assert json.loads((run / "config.json").read_text())["set"] == {
+        "api_key": "***",
+        "width": "5",
+        "token_count": "7",
+    }
     write_page(run)
     for path in [path for path in run.rglob("*") if path.is_file()]:
         assert SECRET.encode() not in path.read_bytes(), path
@@ -216,7 +265,11 @@ def test_a_secret_is_kept_nowhere_and_asked_for_again(own: Path, capsys) -> None
     assert SECRET not in " ".join(job_words(job)) and SECRET not in Way("single", "1xcpu").line(job)
     asks = f"{run}: api_key looks like a secret and isn't kept: give it, --set api_key=VALUE"
     again = ["--set", f"api_key={SECRET}"]
-    for words in (["evaluate", str(run)], ["predict", str(run)], ["train", "--resume", str(run), "--epochs", "2"]):
+    for words in (
+        ["evaluate", str(run)],
+        ["predict", str(run)],
+        ["train", "--resume", str(run), "--epochs", "2"],
+    ):
         assert refused(words, capsys) == f"lockstep: {asks}"
         assert main([*words, *again]) == 0
     assert json.loads((run / "config.json").read_text())["set"]["api_key"] == "***"
@@ -225,7 +278,7 @@ def test_a_secret_is_kept_nowhere_and_asked_for_again(own: Path, capsys) -> None
     assert "loss" in lockstep.evaluate(run, job_parameters={"api_key": SECRET})
 
 
-# ---- links -----------------------------------------------------------------------------------------------------------
+# ---- links ---------------------------------------------------------------------------------------
 
 
 def test_a_run_folder_is_private(own: Path) -> None:
@@ -236,7 +289,13 @@ def test_no_link_is_followed_where_a_file_is_written(own: Path) -> None:
     victim = own / "victim"
     victim.write_text("untouched\n")
     run = own / "run"
-    names = ("config.json", "metrics.jsonl", "model.safetensors", "best.safetensors", "summary.json")
+    names = (
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "best.safetensors",
+        "summary.json",
+    )
     planted = [run / f".{name}.part" for name in names] + [run / ".lock", run / "summary.json"]
     for path in planted:
         path.unlink(missing_ok=True)
@@ -266,7 +325,7 @@ def test_no_link_is_followed_where_a_file_is_written(own: Path) -> None:
     assert victim.read_text() == "untouched\n"
 
 
-# ---- odd folders -----------------------------------------------------------------------------------------------------
+# ---- odd folders ---------------------------------------------------------------------------------
 
 ODD: dict[str, Callable[[Path], Any]] = {
     "list": lambda file: file.write_text("[1, 2]"),
@@ -283,7 +342,9 @@ ODD: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize("how", ODD)
-def test_a_config_that_is_none_ends_in_one_line(how: str, own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_is_none_ends_in_one_line(
+    how: str, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     ODD[how](own / "run" / "config.json")
     for words in (*COMMANDS.values(), ["train", "own.py", "--resume", "run"], ["report", "run"]):
         assert "run" in refused(words, capsys)
@@ -293,16 +354,25 @@ def test_a_config_that_is_none_ends_in_one_line(how: str, own: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_config_that_lacks_something_or_has_it_otherwise_ends_in_one_line(own: Path, capsys) -> None:
+def test_a_config_that_lacks_something_or_has_it_otherwise_ends_in_one_line(
+    own: Path, capsys
+) -> None:
     file = own / "run" / "config.json"
     whole = json.loads(file.read_text())
-    changes: list[tuple[str, dict[str, Any]]] = [(key, {k: v for k, v in whole.items() if k != key}) for key in whole]
-    changes += [(key, {**whole, key: value}) for key in whole for value in (None, 3, "x", [], {}, [3], {"x": 3})]
+    changes: list[tuple[str, dict[str, Any]]] = [
+        (key, {k: v for k, v in whole.items() if k != key}) for key in whole
+    ]
+    changes += [
+        (key, {**whole, key: value})
+        for key in whole
+        for value in (None, 3, "x", [], {}, [3], {"x": 3})
+    ]
     refusals = 0
     for key, changed in changes:
         for name, words in COMMANDS.items():
             file.write_text(json.dumps(changed))
-            # To be refused for no other reason than the config: nothing is left of what was trained.
+            # To be refused for no other reason than the config: nothing is left of what was
+            # trained.
             step = name == "resume" and (own / "run" / "checkpoints").rename(own / "aside")
             try:
                 code = main([*words, *MORE[name]])
@@ -336,7 +406,9 @@ def test_a_cut_line_of_the_metrics_is_left_out_and_a_broken_one_is_named(own: Pa
     assert [record["epoch"] for record in Run.open("run").history] == [1, 2] and not notes(capsys)
     for broken in ("nonsense", "3", '{"epoch": 1}', '{"step": "x"}', "\udcff", 100_000 * "["):
         file.write_bytes((broken + "\n" + whole).encode(errors="surrogateescape"))
-        assert "metrics.jsonl: line 1 isn't JSON" in refused(["train", "--resume", "run", "--epochs", "3"], capsys)
+        assert "metrics.jsonl: line 1 isn't JSON" in refused(
+            ["train", "--resume", "run", "--epochs", "3"], capsys
+        )
 
 
 def test_what_is_no_folder_of_a_run_ends_in_one_line(own: Path, capsys) -> None:
@@ -360,9 +432,12 @@ def test_what_is_no_folder_of_a_run_ends_in_one_line(own: Path, capsys) -> None:
             if os.getuid() == 0:
                 os.setuid(65534)
             lines = [
-                refused([*words, "closed"], capsys) for words in (["evaluate"], ["predict"], ["train", "--resume"])
+                refused([*words, "closed"], capsys)
+                for words in (["evaluate"], ["predict"], ["train", "--resume"])
             ]
-            code = 0 if all("no run is kept there (it can't be read)" in line for line in lines) else 3
+            code = (
+                0 if all("no run is kept there (it can't be read)" in line for line in lines) else 3
+            )
         finally:
             sys.stdout.flush()
             os._exit(code)

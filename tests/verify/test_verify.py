@@ -66,7 +66,7 @@ def names(found: Verification) -> set[str]:
     return {cause.kind for cause in found.causes}
 
 
-# ---- equal, and nothing else said -----------------------------------------------------------------------------------
+# ---- equal, and nothing else said ----------------------------------------------------------------
 
 
 class Recurrent(nn.Module):
@@ -92,14 +92,19 @@ ORDINARY: dict[str, tuple[Job, Any]] = {
     "adamw with groups by name": (ZOO["adamw with groups by name"], "ddp"),
     "batch norm with sync_batchnorm": (ZOO["convolutions with sync_batchnorm"], "ddp"),
     "batch norm with sync_batchnorm under dp": (ZOO["convolutions with sync_batchnorm"], "dp"),
-    "batch norm under pp": (ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False), PP(microbatches=2)),
+    "batch norm under pp": (
+        ZOO["convolutions with sync_batchnorm"].replace(sync_batchnorm=False),
+        PP(microbatches=2),
+    ),
     "dropout under mp": (dataclasses.replace(MLP, model=Dropping), "mp"),
     "tied weights and ignored tokens": (ZOO["ignored tokens and tied weights"], "ddp"),
     "a GRU": (
         dataclasses.replace(
             MLP,
             model=Recurrent,
-            train_data=torch.utils.data.TensorDataset(torch.arange(SAMPLES * 5).view(-1, 5) % 11, labels(SAMPLES, 3)),
+            train_data=torch.utils.data.TensorDataset(
+                torch.arange(SAMPLES * 5).view(-1, 5) % 11, labels(SAMPLES, 3)
+            ),
             eval_data=None,
         ),
         "dp",
@@ -118,7 +123,8 @@ ORDINARY: dict[str, tuple[Job, Any]] = {
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(ORDINARY)]
+    "kind",
+    [pytest.param(k, marks=pytest.mark.slow if i % 3 else ()) for i, k in enumerate(ORDINARY)],
 )
 def test_an_ordinary_model_gets_no_false_alarm(kind: str) -> None:
     job, strategy = ORDINARY[kind]
@@ -131,10 +137,19 @@ def test_an_ordinary_model_gets_no_false_alarm(kind: str) -> None:
 
 @pytest.mark.slow
 def test_a_small_gpt_of_hugging_face_gets_no_false_alarm() -> None:
-    """Its loss is computed in float32 whatever the model is in, which only measured noise tells from a fault."""
+    """Its loss is computed in float32 whatever the model is in, which only measured noise tells
+    from a fault.
+    """
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
-        vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        vocab_size=40,
+        n_positions=8,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     tokens = torch.randint(40, (13, 8), generator=torch.Generator().manual_seed(0))
     job = Job(
@@ -158,8 +173,12 @@ class Packing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lengths = (x[:, 0] > 0) + 2
         steps = x.view(len(x), 3, 2)
-        packed = nn.utils.rnn.pack_padded_sequence(steps, lengths, batch_first=True, enforce_sorted=False)
-        return self.out(nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0].sum(dim=1))
+        packed = nn.utils.rnn.pack_padded_sequence(
+            steps, lengths, batch_first=True, enforce_sorted=False
+        )
+        return self.out(
+            nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True)[0].sum(dim=1)
+        )
 
 
 class Annealed(nn.Module):
@@ -172,7 +191,9 @@ class Annealed(nn.Module):
     def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
         self.calls += 1
         penalty = outputs.square().sum() * self.calls.clamp(max=20) / 20
-        return nn.functional.cross_entropy(outputs, targets, reduction="sum") + penalty, len(targets)
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum") + penalty, len(
+            targets
+        )
 
 
 EASILY_MISJUDGED = {
@@ -192,7 +213,9 @@ def test_what_is_easily_misjudged_gets_no_false_alarm(kind: str) -> None:
 
 
 def test_a_plain_model_gets_no_note_under_fsdp() -> None:
-    """Found by users: what verify itself watches layers with was reported as hooks that the model got later."""
+    """Found by users: what verify itself watches layers with was reported as hooks that the
+    model got later.
+    """
     found = verified(MLP, "fsdp")
     assert found, found
     assert found.notes == ()
@@ -212,9 +235,12 @@ def test_the_course_has_the_smaller_last_batch_and_two_of_the_second_epoch() -> 
 
 
 @pytest.mark.parametrize(
-    ("samples", "wanted"), [(18, [8, 8, 2, 8, 8]), (16, [8, 8, 8, 8]), (9, [8, 1, 8, 1]), (5, [5, 5])]
+    ("samples", "wanted"),
+    [(18, [8, 8, 2, 8, 8]), (16, [8, 8, 8, 8]), (9, [8, 1, 8, 1]), (5, [5, 5])],
 )
-def test_the_smaller_last_batch_is_there_whatever_the_number_of_batches(samples: int, wanted: list[int]) -> None:
+def test_the_smaller_last_batch_is_there_whatever_the_number_of_batches(
+    samples: int, wanted: list[int]
+) -> None:
     data = TensorDataset(drawn(samples, 6), labels(samples, 3))
     found = verified(MLP.replace(train_data=data), "dp")
     assert found, found
@@ -249,7 +275,9 @@ class CastingNorms(Casting):
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 def test_what_adam_makes_of_a_gradient_that_is_rounding_is_no_difference(precision: str) -> None:
-    """A bias before a batch norm has the gradient zero, but for rounding, and Adam steps by the rate all the same."""
+    """A bias before a batch norm has the gradient zero, but for rounding, and Adam steps by the
+    rate all the same.
+    """
 
     def adamw(params: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(params, lr=1e-2, eps=1e-12)
@@ -266,7 +294,7 @@ def test_a_model_without_float64_that_parts_is_found_too() -> None:
     assert names(found) == {"batchnorm"}
 
 
-# ---- the model ------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", ["dp", "ddp"])
@@ -283,7 +311,9 @@ RECOMPUTED = {"activation_checkpointing": "auto"}
 DROPOUT_OFF = "dropout is switched off on both sides, since its masks differ between strategies"
 
 
-@pytest.mark.parametrize("way", ["dp", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "fsdp"))])
+@pytest.mark.parametrize(
+    "way", ["dp", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "fsdp"))]
+)
 def test_dropout_is_switched_off_and_a_line_says_so(way: str) -> None:
     """By a module, and by a function of forward."""
     found = verified(dataclasses.replace(MLP, model=Dropping), way)
@@ -320,7 +350,9 @@ class DroppingBlocks(nn.Module):
         return self.out(x.mean(dim=1))
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(RECOMPUTED, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param(RECOMPUTED, marks=pytest.mark.slow)], ids=str
+)
 def test_every_kind_of_dropout_is_switched_off(settings: dict[str, Any]) -> None:
     """Also where blocks compute their activations again in backward."""
     found = verified(dataclasses.replace(MLP, model=DroppingBlocks), "dp", **settings)
@@ -364,7 +396,9 @@ def test_two_causes_at_once_are_both_named() -> None:
 
 
 class Attending(nn.Module):
-    """Its keys have a bias, which adds the same to all of a row's scores: the gradient is zero but for rounding."""
+    """Its keys have a bias, which adds the same to all of a row's scores: the gradient is zero
+    but for rounding.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +415,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_dropout_is_no_difference_where_adam_magnifies_the_rounding_of_a_gradient_that_is_zero(way: str) -> None:
+def test_dropout_is_no_difference_where_adam_magnifies_the_rounding_of_a_gradient_that_is_zero(
+    way: str,
+) -> None:
     found = verified(dataclasses.replace(MLP, model=Attending, optimizer=adamw), way)
     assert found, found
 
@@ -391,7 +427,9 @@ def in_float32(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tens
 
 
 def test_dropout_is_no_difference_where_the_loss_alone_is_in_float32() -> None:
-    found = verified(dataclasses.replace(MLP, model=Dropping, loss=in_float32, optimizer=adamw), "dp")
+    found = verified(
+        dataclasses.replace(MLP, model=Dropping, loss=in_float32, optimizer=adamw), "dp"
+    )
     assert found, found
 
 
@@ -399,12 +437,16 @@ class Normalised(nn.Sequential):
     """A bias before a batch norm, and dropout after it."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+        super().__init__(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3)
+        )
 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_batch_norm_is_judged_without_the_dropout_behind_it_under_adam(way: str, together: bool) -> None:
+def test_batch_norm_is_judged_without_the_dropout_behind_it_under_adam(
+    way: str, together: bool
+) -> None:
     job = dataclasses.replace(MLP, model=Normalised, optimizer=adamw, sync_batchnorm=together)
     found = verified(job, way)
     assert DROPOUT_OFF in found.notes
@@ -441,12 +483,20 @@ class Drawn(nn.Linear):
 DRAWS: dict[str, Callable[[], nn.Module]] = {
     "gumbel": Choosing,
     "rrelu": lambda: nn.Sequential(nn.Linear(6, 8), nn.RReLU(), nn.Linear(8, 3)),
-    "exponential": lambda: Drawn(lambda x: torch.distributions.Exponential(torch.ones(6)).sample((len(x),))),
-    "gamma": lambda: Drawn(lambda x: torch.distributions.Gamma(torch.ones(6), torch.ones(6)).sample((len(x),))),
-    "beta": lambda: Drawn(lambda x: torch.distributions.Beta(torch.ones(6), torch.ones(6)).sample((len(x),))),
+    "exponential": lambda: Drawn(
+        lambda x: torch.distributions.Exponential(torch.ones(6)).sample((len(x),))
+    ),
+    "gamma": lambda: Drawn(
+        lambda x: torch.distributions.Gamma(torch.ones(6), torch.ones(6)).sample((len(x),))
+    ),
+    "beta": lambda: Drawn(
+        lambda x: torch.distributions.Beta(torch.ones(6), torch.ones(6)).sample((len(x),))
+    ),
     "uniform": lambda: Drawn(lambda x: torch.empty_like(x).uniform_(1, 3).log()),
     "normal": lambda: Drawn(
-        lambda x: torch.normal(x, 0.5) + torch.normal(2.0, 3.0, x.shape) + torch.normal(1.0, x.abs())
+        lambda x: (
+            torch.normal(x, 0.5) + torch.normal(2.0, 3.0, x.shape) + torch.normal(1.0, x.abs())
+        )
     ),
     "a path that is left out": lambda: Drawn(lambda x: x * (torch.rand(len(x), 1) + 0.9).floor()),
     "integers": lambda: Drawn(lambda x: torch.randint(2, 5, x.shape)),
@@ -621,12 +671,17 @@ def test_what_is_kept_and_acts_on_nothing_is_not_blamed(model: type[Centred]) ->
 
 
 def mixed_up(samples: list[Any]) -> Any:
-    inputs, targets = torch.stack([x for x, _ in samples]), torch.tensor([int(y) for _, y in samples])
+    inputs, targets = (
+        torch.stack([x for x, _ in samples]),
+        torch.tensor([int(y) for _, y in samples]),
+    )
     return 0.7 * inputs + 0.3 * inputs.flip(0), targets
 
 
 @pytest.mark.parametrize(("model", "wanted"), [(mlp, "collate"), (Centred, "mixing")])
-def test_a_collate_that_mixes_samples_is_told_from_a_model_that_does(model: Any, wanted: str) -> None:
+def test_a_collate_that_mixes_samples_is_told_from_a_model_that_does(
+    model: Any, wanted: str
+) -> None:
     found = verified(dataclasses.replace(MLP, model=model, collate=mixed_up), "ddp")
     assert names(found) == {wanted}, found
 
@@ -711,7 +766,9 @@ def test_a_metric_that_is_no_sum_is_named() -> None:
 
 
 def test_an_optimizer_that_draws_otherwise_on_each_rank_is_named() -> None:
-    found = verified(dataclasses.replace(MLP, optimizer=lambda params: Jittering(params, lr=0.1)), "ddp")
+    found = verified(
+        dataclasses.replace(MLP, optimizer=lambda params: Jittering(params, lr=0.1)), "ddp"
+    )
     assert names(found) == {"drift"}, found
 
 
@@ -724,7 +781,9 @@ class Unseeded(nn.Linear):
 
 @pytest.mark.parametrize("way", ["single", "dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_model_that_draws_unseeded_numbers_is_named(way: str) -> None:
-    assert names(verified(dataclasses.replace(MLP, model=lambda: Unseeded(6, 3)), way)) == {"unseeded model"}
+    assert names(verified(dataclasses.replace(MLP, model=lambda: Unseeded(6, 3)), way)) == {
+        "unseeded model"
+    }
 
 
 def born_anew() -> nn.Module:
@@ -741,7 +800,9 @@ def test_a_model_whose_first_weights_are_unseeded_is_named(way: str) -> None:
 
 
 class Hasty(torch.autograd.Function):
-    """As an extension's own kernel does: fast and other each time, unless deterministic algorithms are wanted."""
+    """As an extension's own kernel does: fast and other each time, unless deterministic
+    algorithms are wanted.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -772,9 +833,13 @@ def test_operators_that_are_not_deterministic_are_named() -> None:
     assert "hasty_sum" in found.causes[0].text
 
 
-def test_draws_that_come_out_nearly_alike_once_are_not_taken_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_that_come_out_nearly_alike_once_are_not_taken_for_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     truly, alone = os.urandom, Diagnosis._of_the_job_alone
-    first = [bytes([100 + i % 2]) for i in range(4)]  # one device against itself: 4e-6 apart, then as ever
+    first = [
+        bytes([100 + i % 2]) for i in range(4)
+    ]  # one device against itself: 4e-6 apart, then as ever
 
     def nearly_alike(diagnosis: Diagnosis) -> list[Caveat]:
         monkeypatch.setattr(os, "urandom", lambda size: first.pop() if first else truly(size))
@@ -788,7 +853,9 @@ def test_draws_that_come_out_nearly_alike_once_are_not_taken_for_rounding(monkey
 
 
 class Unwritten(nn.Module):
-    """Reads memory that nobody has written, which is filled where deterministic algorithms are wanted."""
+    """Reads memory that nobody has written, which is filled where deterministic algorithms are
+    wanted.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -808,7 +875,10 @@ def test_memory_that_nobody_wrote_is_named() -> None:
 
 
 def test_parameters_that_the_model_writes_are_named() -> None:
-    assert names(verified(dataclasses.replace(MLP, model=lambda: SelfWriting(after=4)), "ddp")) <= {"drift", "state"}
+    assert names(verified(dataclasses.replace(MLP, model=lambda: SelfWriting(after=4)), "ddp")) <= {
+        "drift",
+        "state",
+    }
 
 
 class Clamping(nn.Linear):
@@ -901,7 +971,7 @@ def test_what_training_says_of_the_model_before_its_first_step_is_said() -> None
     assert any("numpy's random" in note for note in found.notes), found.notes
 
 
-# ---- the loss and the data ------------------------------------------------------------------------------------------
+# ---- the loss and the data -----------------------------------------------------------------------
 
 
 def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -928,14 +998,19 @@ class Squeezing(nn.Linear):
 def test_outputs_of_a_share_in_another_shape_are_no_fault_of_the_loss() -> None:
     data = TensorDataset(drawn(18, 6), drawn(18))  # the last batch has a sample for each of two
     found = verified(
-        MLP.replace(model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()), "ddp"
+        MLP.replace(
+            model=Squeezing, train_data=data, eval_data=None, metrics={}, loss=nn.MSELoss()
+        ),
+        "ddp",
     )
     assert names(found) == {"refused"}
     assert "squeeze" in found.causes[0].fix
 
 
 def test_a_loss_that_is_not_a_mean_is_called_so_once() -> None:
-    found = verified(MLP.replace(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp")
+    found = verified(
+        MLP.replace(loss=lambda outputs, targets: outputs.square().mean().sqrt()), "ddp"
+    )
     assert names(found) == {"loss"}
     assert found.causes[0].text.count("not a mean over samples") == 1
 
@@ -948,11 +1023,16 @@ def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
 def test_a_loss_whose_count_is_wrong_is_named_before_the_first_uneven_batch() -> None:
     found = verified(MLP.replace(loss=one_item), "dp")
     assert names(found) == {"loss"}
-    assert found.refused is not None and "one_item: the total is not a sum over samples" in found.refused
+    assert (
+        found.refused is not None
+        and "one_item: the total is not a sum over samples" in found.refused
+    )
 
 
 class Experts(nn.Module):
-    """A mixture of experts with a loss of its own that balances their load: the product of two means."""
+    """A mixture of experts with a loss of its own that balances their load: the product of two
+    means.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -965,7 +1045,9 @@ class Experts(nn.Module):
         return {"logits": outputs, "balance": 4 * (chosen * chances.mean(0)).sum()}
 
 
-def with_balance(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+def with_balance(
+    outputs: dict[str, torch.Tensor], targets: torch.Tensor
+) -> tuple[torch.Tensor, int]:
     total = nn.functional.cross_entropy(outputs["logits"], targets, reduction="sum")
     return total + 0.1 * len(targets) * outputs["balance"], len(targets)
 
@@ -988,7 +1070,10 @@ def with_load(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[
 def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
     found = verified(BALANCED.replace(model=Summed, loss=with_load), way)
     assert names(found) == {"auxiliary loss"}
-    assert 'output "load", which is no sum over samples, or of which it makes none' in found.causes[0].text
+    assert (
+        'output "load", which is no sum over samples, or of which it makes none'
+        in found.causes[0].text
+    )
 
 
 @pytest.mark.sweep
@@ -996,9 +1081,14 @@ def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
 def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
     found = verified(BALANCED, way)
     assert names(found) == {"auxiliary loss"}
-    assert found.causes[0].text.startswith('the loss reads the model\'s output "balance", which is no sum over samples')
+    assert found.causes[0].text.startswith(
+        'the loss reads the model\'s output "balance", which is no sum over samples'
+    )
     lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
-    assert 'note: the loss reads the model\'s output "balance", which is no sum or mean' in capsys.readouterr().out
+    assert (
+        'note: the loss reads the model\'s output "balance", which is no sum or mean'
+        in capsys.readouterr().out
+    )
 
 
 def late_mask(kind: str) -> tuple[Any, Any]:
@@ -1013,7 +1103,9 @@ def late_mask(kind: str) -> tuple[Any, Any]:
     if kind == "mask":
         mask = torch.ones(SAMPLES, 3)
         mask[17, 1:] = 0
-        return lambda o, t: ((o - t[0]).square() * t[1]).sum() / t[1].sum(), list(zip(targets, mask, strict=True))
+        return lambda o, t: ((o - t[0]).square() * t[1]).sum() / t[1].sum(), list(
+            zip(targets, mask, strict=True)
+        )
     weights = torch.tensor([1.0, 1.0, 5.0], dtype=torch.float64)
     rare = labels(SAMPLES, 2)
     rare[17] = 2
@@ -1025,7 +1117,9 @@ def late_mask(kind: str) -> tuple[Any, Any]:
 def test_a_batch_whose_targets_differ_in_kind_is_verified_too(kind: str) -> None:
     loss, targets = late_mask(kind)
     data = list(zip(drawn(SAMPLES, 6), targets, strict=True))
-    job = dataclasses.replace(MLP, loss=loss, train_data=data, eval_data=None, metrics={}, shuffle=False)
+    job = dataclasses.replace(
+        MLP, loss=loss, train_data=data, eval_data=None, metrics={}, shuffle=False
+    )
     found = verified(job, "dp")
     assert names(found) == {"loss"}
     assert found.refused is not None and "in step 3 " in found.refused
@@ -1063,7 +1157,7 @@ def test_an_augmentation_that_is_seeded_is_no_cause() -> None:
     assert verified(dataclasses.replace(MLP, train_data=Augmented), "dp")
 
 
-# ---- strategies with a fault ----------------------------------------------------------------------------------------
+# ---- strategies with a fault ---------------------------------------------------------------------
 
 
 class RepeatingStep(DPStep):
@@ -1076,7 +1170,9 @@ class RepeatingStep(DPStep):
             for share in shares:
                 part, missing = share[i], most - share[i].size
                 if missing and part.size:
-                    inputs, targets = each(lambda t, n=missing: torch.cat([t, t[:n]]), (part.inputs, part.targets))
+                    inputs, targets = each(
+                        lambda t, n=missing: torch.cat([t, t[:n]]), (part.inputs, part.targets)
+                    )
                     share[i] = Part(inputs, targets, most, part.of)
         return shares
 
@@ -1088,8 +1184,12 @@ class RepeatingRank(DDPStep):
         most = -(-batch.size // self.world.size)
         part = batch.parts[0]
         if part.size < most:
-            inputs, targets = each(lambda t: torch.cat([t, t[: most - part.size]]), (part.inputs, part.targets))
-            batch = dataclasses.replace(batch, parts=[Part(inputs, targets, most, part.of, part.samples)])
+            inputs, targets = each(
+                lambda t: torch.cat([t, t[: most - part.size]]), (part.inputs, part.targets)
+            )
+            batch = dataclasses.replace(
+                batch, parts=[Part(inputs, targets, most, part.of, part.samples)]
+            )
         return super().update(batch)
 
 
@@ -1165,11 +1265,15 @@ class FaultyRanks(Faulty):
     of: Strategy = dataclasses.field(default_factory=DDP)
 
 
-@pytest.mark.parametrize("way", [Faulty(step=RepeatingStep), FaultyRanks(step=RepeatingRank)], ids=["dp", "ddp"])
+@pytest.mark.parametrize(
+    "way", [Faulty(step=RepeatingStep), FaultyRanks(step=RepeatingRank)], ids=["dp", "ddp"]
+)
 def test_a_sampler_that_repeats_is_named_with_the_samples(way: Strategy) -> None:
     found = verified(MLP, way)
     assert names(found) == {"sampler"}
-    assert found.first is not None and found.first.number == 3, "the last batch, whose shares are uneven"
+    assert found.first is not None and found.first.number == 3, (
+        "the last batch, whose shares are uneven"
+    )
     assert len(found.first.rows.repeated) == 1
     assert f"repeats sample {found.first.rows.repeated[0]} of batch 4" in found.causes[0].text
 
@@ -1178,7 +1282,10 @@ def test_a_scheduler_that_steps_once_for_each_rank_is_named() -> None:
     found = verified(ZOO["a schedule by step"], FaultyRanks(step=SteppingStep, paces=True))
     assert names(found) == {"scheduler"}
     assert found.first is not None and found.first.rates != found.first.reference_rates
-    assert f"is {found.first.rates[0]:.6g} against {found.first.reference_rates[0]:.6g}" in found.causes[0].text
+    assert (
+        f"is {found.first.rates[0]:.6g} against {found.first.reference_rates[0]:.6g}"
+        in found.causes[0].text
+    )
 
 
 def test_a_gradient_that_is_summed_instead_of_averaged_is_named() -> None:
@@ -1207,7 +1314,9 @@ def test_a_gradient_that_is_weighted_otherwise_is_named() -> None:
 def test_where_nothing_is_found_what_was_said_before_training_is_shown() -> None:
     found = verified(MLP.replace(collate=torch.utils.data.default_collate), Faulty(step=LosingStep))
     assert names(found) == {"announced"}
-    assert "said before training: collate is given each device's local batch" in found.causes[0].text
+    assert (
+        "said before training: collate is given each device's local batch" in found.causes[0].text
+    )
 
 
 def test_a_model_that_fails_with_few_samples_is_named() -> None:
@@ -1223,7 +1332,9 @@ def test_a_model_that_fails_with_few_samples_is_named() -> None:
 
 
 def test_clipping_of_its_own_is_named() -> None:
-    assert names(verified(dataclasses.replace(MLP, optimizer=sgd), Faulty(step=ClippingStep))) == {"update"}
+    assert names(verified(dataclasses.replace(MLP, optimizer=sgd), Faulty(step=ClippingStep))) == {
+        "update"
+    }
 
 
 def test_a_strategy_that_says_itself_that_it_is_not_exact_is_taken_at_its_word() -> None:
@@ -1255,7 +1366,7 @@ def test_padding_that_follows_the_share_is_named_as_said_before() -> None:
     assert "collate" in str(found)
 
 
-# ---- what a person reads --------------------------------------------------------------------------------------------
+# ---- what a person reads -------------------------------------------------------------------------
 
 
 def test_the_table_says_where_and_why(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1300,7 +1411,8 @@ def test_ranks_make_their_data_once_for_all_experiments(tmp_path: Path) -> None:
     path, made = tmp_path / "small.py", tmp_path / "made"
     counted = (
         "import os\ndef counted(data):\n"
-        f"    with open({str(made)!r}, 'a') as file:\n        print(os.getpid(), file=file)\n    return data\n"
+        f"    with open({str(made)!r}, 'a') as file:\n        print(os.getpid(), file=file)\n    "
+        "return data\n"
     )
     path.write_text(counted + FILE.replace("train_data=data", "train_data=lambda: counted(data)"))
     found = lockstep.verify(JobFile(str(path), {"norm": "true"}), strategy="ddp", devices=DEVICES)
@@ -1309,7 +1421,9 @@ def test_ranks_make_their_data_once_for_all_experiments(tmp_path: Path) -> None:
     assert len(of_ranks) == 2 == len(set(of_ranks))
 
 
-def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path, capsys: Any) -> None:
+def test_the_command_ends_with_0_or_3_and_writes_json(
+    file: str, tmp_path: Path, capsys: Any
+) -> None:
     words = ["verify", file, "--strategy", "dp", "--devices", DEVICES]
     assert cli.main(words) == 0
     assert "equal: nothing differs" in capsys.readouterr().out
@@ -1326,12 +1440,18 @@ def test_the_command_ends_with_0_or_3_and_writes_json(file: str, tmp_path: Path,
     assert json.loads(capsys.readouterr().out)["equal"] is True
 
 
-def test_where_no_device_was_named_there_are_several(file: str, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_device_was_named_there_are_several(
+    file: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 0))
+    monkeypatch.setattr(
+        importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 0)
+    )
     assert cli.main(["verify", file, "--strategy", "dp"]) == 0
     assert "dp on 2 devices against single" in capsys.readouterr().out
-    monkeypatch.setattr(importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0,))
+    monkeypatch.setattr(
+        importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0,)
+    )
     assert cli.main(["verify", file]) == 2
     assert "name a strategy to hold against one device" in capsys.readouterr().err
 
@@ -1349,12 +1469,19 @@ def test_what_single_can_not_train_either_is_bad_input(file: str) -> None:
     with pytest.raises(InputError, match="reduction='none'"):
         verified(MLP.replace(loss=nn.CrossEntropyLoss(reduction="none")), "dp")
     assert cli.main(["verify", file, "--strategy", "hogwld"]) == 2
-    assert cli.main(["verify", file, "--strategy", "dp", "--devices", DEVICES, "--json", "no/where.json"]) == 2
+    assert (
+        cli.main(
+            ["verify", file, "--strategy", "dp", "--devices", DEVICES, "--json", "no/where.json"]
+        )
+        == 2
+    )
     assert cli.main(["verify", file, "--strategy", "hogwld", "--json", f"{file}.json"]) == 2
     assert not Path(f"{file}.json").exists()
 
 
-def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_batches_are_cut_so_that_the_last_one_stays_smaller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.import_module("lockstep.verify.preflight"), "_LONGEST", 1e-9)
     job = dataclasses.replace(MLP, batch_size=20, optimizer=plain_sgd)
     found = lockstep.verify(job, strategy="dp", devices=DEVICES)
@@ -1393,16 +1520,26 @@ def test_batches_are_as_large_as_their_time_allows(
 class FindingNothing(nn.Module):
     """A loss over the samples of one class, which a small share has none of."""
 
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, outputs: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return outputs[targets == 2].square().sum(), (targets == 2).sum()
 
 
-def test_what_fails_in_smaller_batches_is_judged_in_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_smaller_batches_is_judged_in_whole_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(importlib.import_module("lockstep.verify.preflight"), "_LONGEST", 1e-9)
     where = torch.arange(40) % 20 == 3  # one of twenty, so most batches of five have none
     data = torch.utils.data.TensorDataset(drawn(40, 6), torch.where(where, 2, 0))
     job = dataclasses.replace(
-        MLP, loss=FindingNothing(), train_data=data, eval_data=None, metrics={}, batch_size=40, optimizer=plain_sgd
+        MLP,
+        loss=FindingNothing(),
+        train_data=data,
+        eval_data=None,
+        metrics={},
+        batch_size=40,
+        optimizer=plain_sgd,
     ).replace(nonfinite_limit=0)  # a batch without an item is an error
     found = lockstep.verify(job, strategy="ddp", devices=DEVICES)
     assert found, found
@@ -1411,10 +1548,15 @@ def test_what_fails_in_smaller_batches_is_judged_in_whole_ones(monkeypatch: pyte
 
 @pytest.mark.parametrize("way", ["dp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_no_batch_of_one_sample_is_made_where_the_job_has_none(way: str) -> None:
-    """Five samples at a time, as verify tries first, would leave one, of which no batch norm can take the mean."""
+    """Five samples at a time, as verify tries first, would leave one, of which no batch norm can
+    take the mean.
+    """
     data = torch.utils.data.TensorDataset(drawn(41, 6), labels(41, 3))
     model = lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
-    found = verified(dataclasses.replace(MLP, model=model, train_data=data, batch_size=9, sync_batchnorm=True), way)
+    found = verified(
+        dataclasses.replace(MLP, model=model, train_data=data, batch_size=9, sync_batchnorm=True),
+        way,
+    )
     assert found, found
 
 
@@ -1428,7 +1570,9 @@ def test_generators_and_settings_of_torch_are_left_as_they_were() -> None:
 def test_every_kind_of_cause_is_in_the_documentation_and_planted_here() -> None:
     kinds = {name.partition(":")[0] for name in CAUSES}
     page = (Path(__file__).parents[2] / "docs" / "verify.md").read_text().partition("## Causes")[2]
-    assert kinds - set(re.findall(r"`([a-z ]+)`", page)) == {"start"}, "which only a strategy of a person's own can do"
+    assert kinds - set(re.findall(r"`([a-z ]+)`", page)) == {"start"}, (
+        "which only a strategy of a person's own can do"
+    )
     here = Path(__file__).read_text()
     assert {kind for kind in kinds if f'"{kind}"' not in here} == set()
 
@@ -1437,7 +1581,9 @@ class SmallLanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.words = nn.Embedding(11, 16)
-        self.layers = nn.Sequential(*(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(3)))
+        self.layers = nn.Sequential(
+            *(nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True) for _ in range(3))
+        )
         self.out = nn.Linear(16, 11)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -1445,7 +1591,9 @@ class SmallLanguageModel(nn.Module):
 
 
 def test_a_loss_in_float32_is_rounding_also_where_adam_makes_much_of_it() -> None:
-    """Found by trial: a mean over a local batch is rounded otherwise, whichever order its rows are in."""
+    """Found by trial: a mean over a local batch is rounded otherwise, whichever order its rows
+    are in.
+    """
     tokens, after = tokens_and_next()
     job = Job(
         model=SmallLanguageModel,

@@ -27,7 +27,9 @@ class CheckpointFolder:
             names = os.listdir(self.path)
         except OSError:
             return []
-        return sorted((int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True)
+        return sorted(
+            (int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True
+        )
 
     def of_step(self, step: int) -> Path:
         """Where that one is."""
@@ -36,7 +38,8 @@ class CheckpointFolder:
     def whole(self, set_aside: Callable[[str], None]) -> Iterator[tuple[Path, Index]]:
         """Those that are as they were written, newest first.
 
-        One that isn't is renamed, so that it is not looked at again, and ``set_aside`` is called with what is wrong.
+        One that isn't is renamed, so that it is not looked at again, and ``set_aside`` is called
+        with what is wrong.
         """
         for step in self.steps():
             path = self.of_step(step)
@@ -70,14 +73,22 @@ class CheckpointFolder:
         for found in self.whole(say):
             return found
         if said:
-            raise FolderError(f"no checkpoint is whole: take another run, or begin anew ({'; '.join(said)})")
-        why = "nothing was saved in that folder" if self.path.parent.is_dir() else "there is no such folder"
+            raise FolderError(
+                f"no checkpoint is whole: take another run, or begin anew ({'; '.join(said)})"
+            )
+        why = (
+            "nothing was saved in that folder"
+            if self.path.parent.is_dir()
+            else "there is no such folder"
+        )
         if aside := sorted(path.name for path in self.path.glob("step-*.damaged*")):
             why = f"{', '.join(aside)} were found damaged"
         raise FolderError(f"{self.path}: there is no checkpoint to resume from: {why}")
 
     def put(self, beside: Path, step: int, keep: int) -> None:
-        """Give a folder that is whole its name, and take away all but the newest ``keep``, that one included."""
+        """Give a folder that is whole its name, and take away all but the newest ``keep``, that
+        one included.
+        """
         path = self.of_step(step)
         if path.exists():
             path.rename(path.with_name(f".{path.name}.before"))
@@ -92,7 +103,9 @@ class CheckpointFolder:
 
     def clear(self) -> None:
         """Take away what is left of ones that were not finished, or are being taken away."""
-        for path in [p for ending in ("part", "old*", "before") for p in self.path.glob(f".step-*.{ending}")]:
+        for path in [
+            p for ending in ("part", "old*", "before") for p in self.path.glob(f".step-*.{ending}")
+        ]:
             shutil.rmtree(path, ignore_errors=True)
 
 

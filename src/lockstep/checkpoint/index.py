@@ -1,4 +1,6 @@
-"""The index of a checkpoint: which rows of which tensor are in which file, and all that is no tensor."""
+"""The index of a checkpoint: which rows of which tensor are in which file, and all that is no
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> di
         return {name: [Rows(0)] for name in tensors}
     loads = [0] * parts
     found: dict[str, list[Rows]] = {}
-    large = sum(tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)) / (8 * parts)
+    large = sum(
+        tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)
+    ) / (8 * parts)
     for name, tensor in tensors.items():
         if isinstance(tensor, RowShard):
             ends = itertools.accumulate(tensor.sizes)
@@ -81,7 +85,9 @@ def part_name(part: int, parts: int) -> str:
     return f"rank-{part}-of-{parts}.safetensors"
 
 
-def table_of(tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, list[Rows]]) -> dict[str, Any]:
+def table_of(
+    tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, list[Rows]]
+) -> dict[str, Any]:
     """Type, global shape and rows of each tensor, by name."""
     return {
         name: {
@@ -94,7 +100,8 @@ def table_of(tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, 
 
 
 class Index:
-    """What a checkpoint has: files by name, with their sizes and sums; tensors by name, with their rows; the rest.
+    """What a checkpoint has: files by name, with their sizes and sums; tensors by name, with their
+    rows; the rest.
 
     Attributes:
         files: by name, bytes and SHA-256.
@@ -103,7 +110,9 @@ class Index:
         about: a few plain values to list it by: ``step``, ``epoch``.
     """
 
-    def __init__(self, files: dict[str, Any], tensors: dict[str, Any], tree: Any, about: dict[str, Any]) -> None:
+    def __init__(
+        self, files: dict[str, Any], tensors: dict[str, Any], tree: Any, about: dict[str, Any]
+    ) -> None:
         self.files, self.tensors, self.tree, self.about = files, tensors, tree, about
 
     def write(self, folder: Path) -> None:
@@ -112,7 +121,13 @@ class Index:
         Raises:
             OSError: it can't be written.
         """
-        body = {"format": _FORMAT, "about": self.about, "files": self.files, "tensors": self.tensors, "tree": self.tree}
+        body = {
+            "format": _FORMAT,
+            "about": self.about,
+            "files": self.files,
+            "tensors": self.tensors,
+            "tree": self.tree,
+        }
         text = json.dumps(body)
         with opened_new(folder / INDEX) as file:
             file.write(f'{{"sha256": "{_sum_of(text)}",\n"index": {text}}}\n'.encode())
@@ -136,7 +151,9 @@ class Index:
         except FileNotFoundError:
             raise FolderError(f"{path}: it isn't there") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FolderError(f"{path}: it isn't as it was written ({first_line(error)})") from error
+            raise FolderError(
+                f"{path}: it isn't as it was written ({first_line(error)})"
+            ) from error
 
     def check(self, folder: Path) -> None:
         """Read every file once and compare its sum.
@@ -166,7 +183,9 @@ class Index:
 
 
 Split = Callable[[str, Sequence[int]], "tuple[tuple[int, ...], int] | None"]
-"""By a tensor's name and shape, how many rows of it each rank has, and this rank; None where it has all of it."""
+"""By a tensor's name and shape, how many rows of it each rank has, and this rank; None where it
+has all of it.
+"""
 
 
 class Reader(dict[str, Any]):
@@ -190,7 +209,11 @@ class Reader(dict[str, Any]):
         self._stack.close()
 
     def __missing__(self, name: str) -> torch.Tensor | RowShard:
-        split = self._split(name, self._index.tensors[name]["shape"]) if self._split is not None else None
+        split = (
+            self._split(name, self._index.tensors[name]["shape"])
+            if self._split is not None
+            else None
+        )
         if split is None:
             return self.rows(name)
         start = sum(split[0][: split[1]])
@@ -213,7 +236,11 @@ class Reader(dict[str, Any]):
             a, b = max(start, first), last if end is None else min(end, last)
             if a < b:
                 found.append(self._file(part).get_slice(name)[a - first : b - first])
-        return torch.cat(found) if found else torch.empty(0, *about["shape"][1:], dtype=_TYPES[about["dtype"]])
+        return (
+            torch.cat(found)
+            if found
+            else torch.empty(0, *about["shape"][1:], dtype=_TYPES[about["dtype"]])
+        )
 
     def _file(self, part: int) -> Any:
         """A file that is opened once."""

@@ -1,4 +1,5 @@
-"""Weights to begin with: of a safetensors file, a run, or a folder as Hugging Face's models have it.
+"""Weights to begin with: of a safetensors file, a run, or a folder as Hugging Face's models have
+it.
 
 ::
 
@@ -33,8 +34,8 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
     Args:
         model: has the names.
         source: the path.
-        strict: refuse weights that are not all of the model's, and no others. A weight that is tied to one that is
-            there needn't be.
+        strict: refuse weights that are not all of the model's, and no others. A weight that is tied
+            to one that is there needn't be.
 
     Raises:
         JobError: nothing can be read there, none of it fits, or ``strict`` and not all does.
@@ -45,11 +46,19 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
     if not fitting:
         names = f'"{next(iter(own))}", ...' if own else "none"
         theirs = f'"{next(iter(weights))}", ...' if weights else "none"
-        raise JobError(f"init: {source} has no weight of the model: the names there are {theirs}, here {names}")
+        raise JobError(
+            f"init: {source} has no weight of the model: the names there are {theirs}, here {names}"
+        )
     if lines and strict:
-        raise JobError(f"init: {'; '.join(lines)}: --init-strict false takes the others, and leaves these as built")
+        raise JobError(
+            f"init: {'; '.join(lines)}: --init-strict false takes the others, and leaves these as "
+            "built"
+        )
     model.load_state_dict(fitting, strict=False)
-    return [f"init: {len(fitting)} of {len(own)} weights are from {source}", *(f"init: {line}" for line in lines)]
+    return [
+        f"init: {len(fitting)} of {len(own)} weights are from {source}",
+        *(f"init: {line}" for line in lines),
+    ]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -60,10 +69,16 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, LockstepError) and not isinstance(error, FolderError):
             raise
-        why = f"there is no model.safetensors and no {_INDEX} in it" if path.is_dir() else "there is no such file"
+        why = (
+            f"there is no model.safetensors and no {_INDEX} in it"
+            if path.is_dir()
+            else "there is no such file"
+        )
         if path.is_dir() and (path / "best.safetensors").is_file():
             why = f"the run did not reach its end: take {path / 'best.safetensors'}"
-        known = path.is_file() or any((path / name).is_file() for name in ("model.safetensors", _INDEX))
+        known = path.is_file() or any(
+            (path / name).is_file() for name in ("model.safetensors", _INDEX)
+        )
         said = str(error) if isinstance(error, FolderError) else f"{path}: {told(error)}"
         raise JobError(f"init: {said}" if known else f"init: {path}: {why}") from error
 

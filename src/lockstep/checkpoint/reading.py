@@ -64,7 +64,8 @@ def load_earlier(path: Path) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise FolderError(
-            f"{path}: the file is damaged, or wasn't written by Lockstep ({first_line(error)}): take another run, or "
+            f"{path}: the file is damaged, or wasn't written by Lockstep ({first_line(error)}): "
+            "take another run, or "
             "begin anew"
         ) from error
     return state

@@ -1,4 +1,5 @@
-"""A file of tensors (.safetensors) that is written once, with its SHA-256, and never through a link.
+"""A file of tensors (.safetensors) that is written once, with its SHA-256, and never through a
+link.
 
 Source: https://github.com/huggingface/safetensors (a header of 8 bytes and JSON, then the numbers).
 """
@@ -61,7 +62,9 @@ def write_tensors(
     given: Iterable[Any] = map(whole or tensors.__getitem__, ordered)
     with opened_new(path) as file:
         head = len(text).to_bytes(8, "little") + text
-        for piece in itertools.chain([memoryview(head)], itertools.chain.from_iterable(map(bytes_of, given))):
+        for piece in itertools.chain(
+            [memoryview(head)], itertools.chain.from_iterable(map(bytes_of, given))
+        ):
             summed.update(piece)
             file.write(piece)
     return 8 + len(text) + end, summed.hexdigest()
@@ -94,10 +97,16 @@ def could_not_write(path: Path, error: Exception, kept: str, *, resumable: bool)
         kept: which one of before is still there, or "".
         resumable: whether there is something to resume from.
     """
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
+        error
+    )
     what = "the disk is full" if full else f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, OSError) and not full:
         what = error.strerror or what
     kept = f"; {kept} is kept" if kept else ""
-    advice = f"; free some space, then {'--resume the run' if resumable else 'begin anew'}" if full else ""
+    advice = (
+        f"; free some space, then {'--resume the run' if resumable else 'begin anew'}"
+        if full
+        else ""
+    )
     return SaveError(f"{path}: could not be written: {what}{kept}{advice}")

@@ -25,7 +25,9 @@ from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
 TREE, _SUM = "tree", "sha256"
-"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of all."""
+"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of
+all.
+"""
 
 EXTRA_STATE = "_extra_state"
 """PyTorch's name of a module's extra state in a state dict, after the name of the module."""
@@ -41,7 +43,10 @@ def is_extra_state(name: str) -> bool:
 
 def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state dict that later updates leave alone."""
-    return {n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v for n, v in weights.items()}
+    return {
+        n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v
+        for n, v in weights.items()
+    }
 
 
 def save_weights(
@@ -53,13 +58,15 @@ def save_weights(
 ) -> None:
     """Write a state dict as safetensors, tied tensors once for each of their names.
 
-    What that format has no place for (a module's extra state, complex numbers) is in the file's metadata, as
-    ``tensors.state_tree`` gives it. Tensors of which ranks have some rows each are put together one at a time.
+    What that format has no place for (a module's extra state, complex numbers) is in the file's
+    metadata, as ``tensors.state_tree`` gives it. Tensors of which ranks have some rows each are put
+    together one at a time.
 
     Args:
         path: the file.
         weights: by name; of a tensor of which ranks have some rows each, this rank's.
-        joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls it.
+        joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls
+            it.
         writes: else this rank only takes part in that.
 
     Raises:
@@ -68,7 +75,9 @@ def save_weights(
     """
     plain = {name: value for name, value in weights.items() if _is_plain(value)}
     tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
-    shards = {name: value for name, value in (plain | others).items() if isinstance(value, RowShard)}
+    shards = {
+        name: value for name, value in (plain | others).items() if isinstance(value, RowShard)
+    }
 
     def put_together(name: str) -> torch.Tensor:
         assert joined is not None
@@ -78,14 +87,20 @@ def save_weights(
         for name in [*sorted(shards), *in_file_order(shards)]:
             put_together(name)
         return
-    rest = {name: _for_a_file(value) for name, value in (plain | others).items() if name not in shards}
+    rest = {
+        name: _for_a_file(value) for name, value in (plain | others).items() if name not in shards
+    }
     tensors = rest | shards
 
     def whole(name: str) -> torch.Tensor:
         return rest[name] if name in rest else _for_a_file(put_together(name))
 
     beside = path.with_name(f".{path.name}.part")
-    metadata = {"format": "pt", TREE: json.dumps(tree), _SUM: _sum_of(tensors, json.dumps(tree), whole)}
+    metadata = {
+        "format": "pt",
+        TREE: json.dumps(tree),
+        _SUM: _sum_of(tensors, json.dumps(tree), whole),
+    }
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -100,7 +115,9 @@ def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]) -> str:
+def _sum_of(
+    tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]
+) -> str:
     """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
@@ -113,7 +130,11 @@ def _sum_of(tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Ca
 def _is_plain(value: Any) -> bool:
     if isinstance(value, RowShard):
         return value.dtype in SAFETENSORS_TYPES
-    return isinstance(value, torch.Tensor) and value.dtype in SAFETENSORS_TYPES and value.layout == torch.strided
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dtype in SAFETENSORS_TYPES
+        and value.layout == torch.strided
+    )
 
 
 def load_weights(path: Path) -> dict[str, Any]:
@@ -125,11 +146,22 @@ def load_weights(path: Path) -> dict[str, Any]:
     if not path.is_file():
         if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
             raise FolderError(
-                f"{path}: there are no best weights (the run had no evaluation set, or lost them): leave best out"
+                f"{path}: there are no best weights (the run had no evaluation set, or lost "
+                "them): leave best out"
             )
-        others = [name for name in ("best.safetensors", "checkpoints", "state.pt") if path.with_name(name).exists()]
-        what = "--best takes the best so far, --resume resumes the run" if others else "it finished no epoch"
-        raise FolderError(f"{path}: there are no such weights, the run did not reach its end: {what}")
+        others = [
+            name
+            for name in ("best.safetensors", "checkpoints", "state.pt")
+            if path.with_name(name).exists()
+        ]
+        what = (
+            "--best takes the best so far, --resume resumes the run"
+            if others
+            else "it finished no epoch"
+        )
+        raise FolderError(
+            f"{path}: there are no such weights, the run did not reach its end: {what}"
+        )
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -161,13 +193,19 @@ def refuse_damaged(
     """
     if metadata.get(_SUM, now := _sum_of(tensors, metadata.get(TREE, "{}"), whole)) != now:
         raise FolderError(
-            f"{path}: the file is damaged: its numbers aren't those that were written: take another copy of it"
-            + (", or --resume the run, which writes it anew" if path.name == "model.safetensors" else "")
+            f"{path}: the file is damaged: its numbers aren't those that were written: take "
+            "another copy of it"
+            + (
+                ", or --resume the run, which writes it anew"
+                if path.name == "model.safetensors"
+                else ""
+            )
         )
 
 
 def sum_in_place_of(weight: torch.Tensor) -> str:
-    """The SHA-256 that a state dict has in the place of a weight that the job builds itself (``save_frozen=False``).
+    """The SHA-256 that a state dict has in the place of a weight that the job builds itself
+    (``save_frozen=False``).
 
     It is that of the values, which a job's ``precision`` may hold in a wider format.
     """
@@ -194,7 +232,8 @@ def with_own(
         if isinstance(value, str) and isinstance(its, torch.Tensor | RowShard):
             if (isinstance(its, torch.Tensor) and is_lazy(its)) or sum_of(name, its) != value:
                 raise FolderError(
-                    f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job builds other values '
+                    f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job '
+                    "builds other values "
                     "now than when it was trained: give it the same pretrained weights"
                 )
             found[name] = its
@@ -215,19 +254,26 @@ def take_weights(model: nn.Module, path: Path) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def misfits(own: Mapping[str, Any], weights: Mapping[str, Any], source: str) -> tuple[list[str], dict[str, Any]]:
-    """What weights don't have of a model's ``own``, have in another shape, or beyond it: a line each; and what fits.
+def misfits(
+    own: Mapping[str, Any], weights: Mapping[str, Any], source: str
+) -> tuple[list[str], dict[str, Any]]:
+    """What weights don't have of a model's ``own``, have in another shape, or beyond it: a line
+    each; and what fits.
 
     A weight that is tied to one that is there needn't be.
     """
-    fitting = {name: value for name, value in weights.items() if name in own and _is_like(value, own[name])}
+    fitting = {
+        name: value for name, value in weights.items() if name in own and _is_like(value, own[name])
+    }
     tied = {_place(own[name]) for name in fitting} - {None}
     others = [name for name in weights if name in own and name not in fitting]
     missing = [name for name in own if name not in weights and _place(own[name]) not in tied]
     missing = [name for name in missing if not is_extra_state(name)]  # (each replica had its own)
     kinds = {
         f"not in {source}": missing,
-        f"of another shape in {source}": [f"{n} {_shape(weights[n])}, not {_shape(own[n])}" for n in others],
+        f"of another shape in {source}": [
+            f"{n} {_shape(weights[n])}, not {_shape(own[n])}" for n in others
+        ],
         f"not of this model in {source}": [name for name in weights if name not in own],
     }
     return [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names], fitting

@@ -2,12 +2,13 @@
 
 ::
 
-    training   step | copy of this rank's part | step | step | step ...
-    thread                                     | write the part | (rank 0) wait for the others' | index, rename
+    training  step | copy of this rank's part | step | step | step ...
+    thread                                    | write the part | (rank 0) wait for the others' | index, rename
 
-The copy goes to buffers that are kept from one save to the next: new memory would cost as much again to be touched.
-Threads must not meet in collectives, so each rank leaves word beside its part: ``.1.done``, or ``.1.failed-28``
-(the system's error number; an empty file, for which a full disk has room).
+The copy goes to buffers that are kept from one save to the next: new memory would cost as much
+again to be touched. Threads must not meet in collectives, so each rank leaves word beside its part:
+``.1.done``, or ``.1.failed-28`` (the system's error number; an empty file, for which a full disk
+has room).
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ _ON_ALL = ("model/", "optimizer/")
 
 
 class Writer:
-    """Writes the checkpoints of one training; every rank has one, and its methods are called on all of them together.
+    """Writes the checkpoints of one training; every rank has one, and its methods are called on all
+    of them together.
 
     Args:
         folder: of the checkpoints, as rank 0 sees it.
         world: the ranks.
         keep: how many are kept.
-        alike: whether every rank has the same state, so that they share it out; else rank 0 writes all of it.
+        alike: whether every rank has the same state, so that they share it out; else rank 0 writes
+            all of it.
     """
 
     def __init__(self, folder: Path, world: World, keep: int, *, alike: bool = True) -> None:
@@ -67,14 +70,18 @@ class Writer:
         self._name, self._number = "", 0
 
     def save(
-        self, step: int, state: Mapping[str, Any], about: Mapping[str, Any], before: Callable[[], None] | None = None
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        about: Mapping[str, Any],
+        before: Callable[[], None] | None = None,
     ) -> None:
         """Begin to write a checkpoint; the one before is waited for.
 
         Args:
             step: its number.
-            state: under one-device names; what is no tensor is rank 0's. Where ``is_shared``, a tensor may be the rows
-                that this rank has of it.
+            state: under one-device names; what is no tensor is rank 0's. Where ``is_shared``, a
+                tensor may be the rows that this rank has of it.
             about: a few plain values to list it by.
             before: called in rank 0's thread before the checkpoint gets its name.
 
@@ -86,12 +93,21 @@ class Writer:
         tree, tensors = encoded(dict(state))
         ranks = self._writing() if self._alike else [0]
         beside = self._made(step)
-        same = {n: tensor for n, tensor in tensors.items() if n.startswith(_ON_ALL) or isinstance(tensor, RowShard)}
+        same = {
+            n: tensor
+            for n, tensor in tensors.items()
+            if n.startswith(_ON_ALL) or isinstance(tensor, RowShard)
+        }
         rows = {name: [Rows(0)] for name in tensors} | shared_out(same, len(ranks))
         if self._world.rank not in ranks:
             return
         part = ranks.index(self._world.rank)
-        mine = {name: one.of(tensors[name]) for name, of in rows.items() for one in of if one.part == part}
+        mine = {
+            name: one.of(tensors[name])
+            for name, of in rows.items()
+            for one in of
+            if one.part == part
+        }
         self._buffers = {name: self._buffer(name, source) for name, source in mine.items()}
         for name, source in mine.items():
             self._buffers[name].copy_(source, non_blocking=True)
@@ -146,7 +162,8 @@ class Writer:
             self._thread.join(2 * _OTHERS)
 
     def _made(self, step: int) -> Path:
-        """The folder to write to, of a name that no other start of the run has used; rank 0 makes it.
+        """The folder to write to, of a name that no other start of the run has used; rank 0 makes
+        it.
 
         Raises:
             SaveError: it can't be made.
@@ -169,7 +186,11 @@ class Writer:
         if self._see is None:
             beside = self._made(0)
             self._world.barrier()
-            self._see = [rank for rank, does in enumerate(self._world.gather_objects(beside.is_dir())) if does]
+            self._see = [
+                rank
+                for rank, does in enumerate(self._world.gather_objects(beside.is_dir()))
+                if does
+            ]
             if self._world.is_first:
                 beside.rmdir()
         return self._see
@@ -192,13 +213,16 @@ class Writer:
             return kept
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=may_pin(source.device))
 
-    # ---- in the thread ----------------------------------------------------------------------------------------------
+    # ---- in the thread ---------------------------------------------------------------------------
 
     def _write_part(self, beside: Path, part: int, parts: int, form: str) -> None:
         end = time.monotonic() + _OTHERS
         while not beside.is_dir() and time.monotonic() < end:  # rank 0 makes it
             time.sleep(_LOOK)
-        whole = [*write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"}), form]
+        whole = [
+            *write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"}),
+            form,
+        ]
         with opened_new(beside / f".{part}.part") as file:
             file.write(json.dumps(whole).encode())
         (beside / f".{part}.part").rename(beside / f".{part}.done")
@@ -221,7 +245,8 @@ class Writer:
                     *files[part], its = json.loads(done.read_text())
                     if its != form:
                         raise SaveError(
-                            f"{self._checkpoints.path}: rank {part} has other parameters than rank 0, or states"
+                            f"{self._checkpoints.path}: rank {part} has other parameters than "
+                            "rank 0, or states"
                         )
                     done.unlink()
                     left.remove(part)
@@ -230,13 +255,16 @@ class Writer:
         return {part_name(part, parts): files[part] for part in range(parts)}
 
     def _give_up(self, beside: Path, part: int, parts: int, error: Exception) -> None:
-        """Take away what was written. Other ranks than 0 leave word for it to raise, and raise where they can't."""
+        """Take away what was written. Other ranks than 0 leave word for it to raise, and raise
+        where they can't.
+        """
         try:
             if part == 0:
                 self._error = self._failed(error)
                 end = time.monotonic() + _OTHERS
                 while (
-                    time.monotonic() < end and len([*beside.glob(".*.done"), *beside.glob(".*.failed-*")]) < parts - 1
+                    time.monotonic() < end
+                    and len([*beside.glob(".*.done"), *beside.glob(".*.failed-*")]) < parts - 1
                 ):
                     time.sleep(_LOOK)
                 shutil.rmtree(beside, ignore_errors=True)
@@ -248,7 +276,9 @@ class Writer:
 
 
 def _step_back() -> None:
-    """Let this thread have its core when the computing one doesn't want it, where the system can (Linux)."""
+    """Let this thread have its core when the computing one doesn't want it, where the system can
+    (Linux).
+    """
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 

@@ -1,7 +1,7 @@
 """The command: parsing only.
 
-Nothing here may import torch before the words are understood: a wrong word is answered at once, and where ranks will be
-needed their server starts to import torch while this process does.
+Nothing here may import torch before the words are understood: a wrong word is answered at once, and
+where ranks will be needed their server starts to import torch while this process does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,22 @@ import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.options import add_strategy, refuse_settings, warm_up
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
-from lockstep.cli.run_commands import add_checkpoints, add_evaluate, add_export, add_predict, add_report, add_train
-from lockstep.errors import InputError, LockstepError, RankFailed, near_names, nearest, own_traceback
+from lockstep.cli.run_commands import (
+    add_checkpoints,
+    add_evaluate,
+    add_export,
+    add_predict,
+    add_report,
+    add_train,
+)
+from lockstep.errors import (
+    InputError,
+    LockstepError,
+    RankFailed,
+    near_names,
+    nearest,
+    own_traceback,
+)
 from lockstep.launch.processes import fork_server
 
 
@@ -32,7 +46,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if wrong := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
             # Of the parser that has the commands, so that a new one is known here by itself.
-            known = [n for a in self._actions if isinstance(a, argparse._SubParsersAction) for n in a.choices]
+            known = [
+                n
+                for a in self._actions
+                if isinstance(a, argparse._SubParsersAction)
+                for n in a.choices
+            ]
             message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], known)}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
@@ -40,7 +59,9 @@ class _Parser(argparse.ArgumentParser):
         """What to say of words that no option takes; ``others`` are the parsers of all commands."""
         word = words[0].split("=")[0]
         if not word.startswith("-"):
-            return InputError(f'"{word}" is one word too many ({self.prog} --help lists what there is)')
+            return InputError(
+                f'"{word}" is one word too many ({self.prog} --help lists what there is)'
+            )
         having = [name for name, parser in others.items() if word in parser._option_string_actions]
         options = list(self._option_string_actions)
         if near_names(word, options):
@@ -74,10 +95,12 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class Interrupt:
-    """Listens for Ctrl-C from now until ``over``; pressed twice in a row it is one, since ending takes a moment.
+    """Listens for Ctrl-C from now until ``over``; pressed twice in a row it is one, since ending
+    takes a moment.
 
-    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its time is kept; and torch
-    swallows it when it looks for NumPy, but then nothing was begun, and the process may end where it stands.
+    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its
+    time is kept; and torch swallows it when it looks for NumPy, but then nothing was begun, and the
+    process may end where it stands.
 
     Args:
         line: what is said of it.
@@ -90,7 +113,9 @@ class Interrupt:
         self._line = line
         self._pressed = -math.inf
         self._before = signal.getsignal(signal.SIGINT)
-        if self._before is signal.default_int_handler:  # elsewhere somebody has decided otherwise: nohup, say
+        if (
+            self._before is signal.default_int_handler
+        ):  # elsewhere somebody has decided otherwise: nohup, say
             signal.signal(signal.SIGINT, self._press)
 
     def _press(self, number: int, frame: FrameType | None) -> None:
@@ -122,8 +147,13 @@ def _told(error: Exception) -> int:
     if isinstance(error, LockstepError):
         if isinstance(error, RankFailed) and error.traceback:
             _say(error.traceback.rstrip())
-        if isinstance(error, InputError) and _under_torchrun() and os.environ.get("RANK", "0") != "0":
-            # torchrun's ranks are refused alike: rank 0 says it, and torchrun ends the others meanwhile.
+        if (
+            isinstance(error, InputError)
+            and _under_torchrun()
+            and os.environ.get("RANK", "0") != "0"
+        ):
+            # torchrun's ranks are refused alike: rank 0 says it, and torchrun ends the others
+            # meanwhile.
             time.sleep(1.0)
         _say(f"lockstep: {error}")
         return error.exit_code
@@ -136,7 +166,9 @@ def _told(error: Exception) -> int:
     # The person's own code, run in this process: its traceback is what helps.
     _say(own_traceback(error).rstrip())
     first = str(error).split("\n")[0]
-    where = "".join(f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in stage"))
+    where = "".join(
+        f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in stage")
+    )
     _say(f"lockstep: the run failed: {type(error).__name__}: {first}{where}")
     return 1
 
@@ -154,8 +186,9 @@ def _under_torchrun() -> bool:
 def _ended(code: int) -> int:
     """The exit code. Under torchrun the process ends here and now.
 
-    Threads of gloo's that outlive their group ask for Python's lock while Python goes away, and now and then abort the
-    process of a training that is done (torch 2.13: "terminate called without an active exception").
+    Threads of gloo's that outlive their group ask for Python's lock while Python goes away, and now
+    and then abort the process of a training that is done (torch 2.13: "terminate called without an
+    active exception").
     """
     if _under_torchrun():
         sys.stdout.flush()
@@ -190,19 +223,30 @@ def _run(words: list[str]) -> int:
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
-        prog="lockstep", description="Train an ordinary PyTorch model on many devices, with the results of one."
+        prog="lockstep",
+        description="Train an ordinary PyTorch model on many devices, with the results of one.",
     )
     parser.set_defaults(command=None)
     parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
-    for add in (add_train, add_evaluate, add_predict, add_export, add_checkpoints, add_tune, add_compare):
+    for add in (
+        add_train,
+        add_evaluate,
+        add_predict,
+        add_export,
+        add_checkpoints,
+        add_tune,
+        add_compare,
+    ):
         add(commands)
     for add in (add_partition, add_schedule, add_report, add_verify):
         add(commands)
     devices = commands.add_parser("devices", help="the available devices", allow_abbrev=False)
     devices.add_argument("--strategy", help="draw who holds what, and who reads what, under it")
-    devices.add_argument("--devices", default="auto", help="those of the drawing: auto, 4, 2xcpu, cuda:0,2")
+    devices.add_argument(
+        "--devices", default="auto", help="those of the drawing: auto, 4, 2xcpu, cuda:0,2"
+    )
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)
 

@@ -1,4 +1,6 @@
-"""What holds ways to train a job against one another: ``lockstep compare``, ``tune`` and ``verify``."""
+"""What holds ways to train a job against one another: ``lockstep compare``, ``tune`` and
+``verify``.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,46 @@ from lockstep.errors import InputError
 
 def add_compare(commands: Any) -> None:
     """Options of ``compare``."""
-    parser = commands.add_parser("compare", help="strategies side by side, measured", allow_abbrev=False)
+    parser = commands.add_parser(
+        "compare", help="strategies side by side, measured", allow_abbrev=False
+    )
     parser.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
     parser.add_argument("job", help="a Python file with a `job`")
-    parser.add_argument("--strategies", metavar="NAMES", help="with commas between (default: single,dp,ddp,mp,pp)")
-    parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
+    parser.add_argument(
+        "--strategies", metavar="NAMES", help="with commas between (default: single,dp,ddp,mp,pp)"
+    )
+    parser.add_argument(
+        "--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)"
+    )
     parser.add_argument(
         "--sweep",
         action="append",
         default=[],
         metavar="NAME=VALUES",
-        help="values to try, with commas between: microbatches=1,2,4, batch_size=32,64, devices=2,4; may be repeated",
+        help="values to try, with commas between: microbatches=1,2,4, batch_size=32,64, "
+        "devices=2,4; may be repeated",
     )
-    parser.add_argument("--map", metavar="FILE_OR_JSON", help="which layer is on which device, under mp and pp")
-    parser.add_argument("--with", dest="peers", metavar="NAMES", help="also by other means: torch, fabric, accelerate")
-    parser.add_argument("--rounds", type=above_zero(int), default=5, help="turns of each (default: 5)")
-    parser.add_argument("--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
-    parser.add_argument("--no-parity", action="store_true", help="don't hold the numbers against one device's")
-    parser.add_argument("--folder", default="runs", help="where the folder with the report is made (default: runs)")
+    parser.add_argument(
+        "--map", metavar="FILE_OR_JSON", help="which layer is on which device, under mp and pp"
+    )
+    parser.add_argument(
+        "--with",
+        dest="peers",
+        metavar="NAMES",
+        help="also by other means: torch, fabric, accelerate",
+    )
+    parser.add_argument(
+        "--rounds", type=above_zero(int), default=5, help="turns of each (default: 5)"
+    )
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)"
+    )
+    parser.add_argument(
+        "--no-parity", action="store_true", help="don't hold the numbers against one device's"
+    )
+    parser.add_argument(
+        "--folder", default="runs", help="where the folder with the report is made (default: runs)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
     parser.add_argument("--csv", metavar="FILE", help="also write the table to this file")
     add_settings(parser)
@@ -90,12 +114,22 @@ def _swept(word: str) -> tuple[str, list[str]]:
 
 def add_tune(commands: Any) -> None:
     """Options of ``tune``."""
-    parser = commands.add_parser("tune", help="try which settings make a job faster here", allow_abbrev=False)
+    parser = commands.add_parser(
+        "tune", help="try which settings make a job faster here", allow_abbrev=False
+    )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
-    parser.add_argument("--devices", default="auto", help="those that may be used (default: all accelerators or cores)")
-    parser.add_argument("--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)")
-    parser.add_argument("--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)")
+    parser.add_argument(
+        "--devices",
+        default="auto",
+        help="those that may be used (default: all accelerators or cores)",
+    )
+    parser.add_argument(
+        "--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)"
+    )
+    parser.add_argument(
+        "--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
     add_settings(parser)
     parser.set_defaults(function=_tune)
@@ -121,10 +155,16 @@ def _tune(options: argparse.Namespace) -> int:
 
 def add_verify(commands: Any) -> None:
     """Options of ``verify``."""
-    parser = commands.add_parser("verify", help="the same numbers as one device, or why not", allow_abbrev=False)
+    parser = commands.add_parser(
+        "verify", help="the same numbers as one device, or why not", allow_abbrev=False
+    )
     parser.add_argument("job", help="a Python file with a `job`")
-    parser.add_argument("--whole", action="store_true", help="never cut batches to fewer samples to save time")
-    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file; - prints that alone")
+    parser.add_argument(
+        "--whole", action="store_true", help="never cut batches to fewer samples to save time"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="also write what was found to this file; - prints that alone"
+    )
     add_placement(parser)
     add_settings(parser)
     parser.set_defaults(function=_verify)
@@ -142,7 +182,9 @@ def _verify(options: argparse.Namespace) -> int:
         print("\n".join(found.lines(max(60, shutil.get_terminal_size().columns))))
     if options.json is not None:
         # With words for what JSON has no number for: "nan", "inf".
-        values = json.loads(json.dumps(found.as_dict()), parse_constant=lambda word: str(float(word)))
+        values = json.loads(
+            json.dumps(found.as_dict()), parse_constant=lambda word: str(float(word))
+        )
         text = json.dumps(values, indent=2)
         if options.json == "-":
             print(text)

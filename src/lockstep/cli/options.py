@@ -1,4 +1,5 @@
-"""What several commands have among their options: a strategy and its devices, a job's settings and parameters.
+"""What several commands have among their options: a strategy and its devices, a job's settings and
+parameters.
 
 Nothing here imports torch at the top.
 """
@@ -27,26 +28,34 @@ SETTINGS = {
     "shuffle": "a new order for each epoch (default: true)",
     "accumulate": "micro-batches of each global batch (default: 1)",
     "clip-norm": "largest norm of all gradients together (default: none)",
-    "nonfinite": "raise, or skip: what to do with a loss or gradients that are not finite (default: raise)",
+    "nonfinite": "raise, or skip: what to do with a loss or gradients that are not finite "
+    "(default: raise)",
     "nonfinite-limit": "updates in a row that may be skipped (default: 10)",
-    "accept-differences": "train also where results depend on where a batch is cut (default: false)",
-    "check-every": "compare batches with parts of them in updates 1, 2, 4, ... and every so many-th (default: 0)",
-    "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors (default: none)",
+    "accept-differences": "train also where results depend on where a batch is cut (default: "
+    "false)",
+    "check-every": "compare batches with parts of them in updates 1, 2, 4, ... and every so "
+    "many-th (default: 0)",
+    "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors "
+    "(default: none)",
     "init-strict": "refuse weights that don't all fit; false takes those that do (default: true)",
     "sync-batchnorm": "BatchNorm over all replicas (default: false)",
     "channels-last": "images in that memory layout (default: false)",
     "precision": "fp64, fp32, tf32, bf16, fp16, or none: as the model was built (default: none)",
-    "compile": "by torch.compile; a word is its mode (reduce-overhead, max-autotune, ...) or backend (default: false)",
+    "compile": "by torch.compile; a word is its mode (reduce-overhead, max-autotune, ...) or "
+    "backend (default: false)",
     "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
     "fused": "fused optimizer (default: where right)",
     "keep-memory": "of a step for the next one, on CPU devices (default: false)",
     "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
-    "log-every": "steps, epochs (2epochs, 0.5epochs) or a time (10min) between records and lines (default: each epoch)",
+    "log-every": "steps, epochs (2epochs, 0.5epochs) or a time (10min) between records and lines "
+    "(default: each epoch)",
     "eval-every": "likewise between evaluations (default: each epoch)",
-    "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too (default: each epoch)",
+    "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too "
+    "(default: each epoch)",
     "best": "a metric and max or min: the weights to keep as the best (default: eval_loss:min)",
     "keep": "checkpoints, the newest (default: 2)",
-    "save-frozen": "in checkpoints and weights, what the model has frozen; false builds it anew (default: true)",
+    "save-frozen": "in checkpoints and weights, what the model has frozen; false builds it anew "
+    "(default: true)",
     "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
     "tensorboard": "also write events for TensorBoard (default: false)",
 }
@@ -152,22 +161,32 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     """A strategy, its settings and its devices."""
     parser.add_argument(
         "--strategy",
-        help="single, dp, ddp, fsdp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: single on one device, "
+        help="single, dp, ddp, fsdp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: "
+        "single on one device, "
         "ddp on several)",
     )
-    parser.add_argument("--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)")
-    parser.add_argument("--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)")
-    parser.epilog = "Each setting of a strategy is an option too: --strategy pp --help lists those of pp."
+    parser.add_argument(
+        "--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)"
+    )
+    parser.add_argument(
+        "--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)"
+    )
+    parser.epilog = (
+        "Each setting of a strategy is an option too: --strategy pp --help lists those of pp."
+    )
     parser.add_argument(
         "--map",
         metavar="FILE_OR_JSON",
-        help='of mp and pp, which layer is on which device: \'{"stem": 0, "layer3": 1}\' (default: found by measuring)',
+        help='of mp and pp, which layer is on which device: \'{"stem": 0, "layer3": 1}\' '
+        "(default: found by measuring)",
     )
     parser.set_defaults(of_strategy=())
 
 
 def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:
-    """The settings of the strategy of that name. This imports torch, so it is done only where one is asked for."""
+    """The settings of the strategy of that name. This imports torch, so it is done only where
+    one is asked for.
+    """
     from lockstep.errors import StrategyError
     from lockstep.strategies import kind_of
 
@@ -177,12 +196,15 @@ def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:
         return
     group = parser.add_argument_group(f"settings of {name}")
     for setting, what in described.items():
-        group.add_argument(f"--{setting.replace('_', '-')}", metavar="VALUE", help=what.replace("%", "%%"))
+        group.add_argument(
+            f"--{setting.replace('_', '-')}", metavar="VALUE", help=what.replace("%", "%%")
+        )
     parser.set_defaults(of_strategy=tuple(described))
 
 
 def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
-    """Refuse a setting of another strategy than the one that was named, or that of one where none was.
+    """Refuse a setting of another strategy than the one that was named, or that of one where none
+    was.
 
     Raises:
         InputError: with a strategy that has it.
@@ -194,7 +216,9 @@ def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
         setting = option.removeprefix("--").replace("-", "_")
         having = [name for name, kind in STRATEGIES.items() if setting in kind.settings()]
         if having and strategy is None:
-            raise InputError(f"{option} is a setting of a strategy: name that too (--strategy {having[-1]})")
+            raise InputError(
+                f"{option} is a setting of a strategy: name that too (--strategy {having[-1]})"
+            )
         if having:
             named(strategy or "", **{setting: ""})
 
@@ -215,7 +239,9 @@ def strategy_in(options: argparse.Namespace) -> Any:
 
 
 def warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
-    """Before this process imports torch: huge pages, and start the server of ranks, where some may be needed."""
+    """Before this process imports torch: huge pages, and start the server of ranks, where some
+    may be needed.
+    """
     prepare()
     several = options.devices not in (None, "auto", "1", "1xcpu", "cpu")
     if surely or "=" in (options.strategy or "") or (options.strategy in ("ddp", None) and several):

@@ -24,10 +24,16 @@ if TYPE_CHECKING:
 
 def add_partition(commands: Any) -> None:
     """Options of ``partition``."""
-    parser = commands.add_parser("partition", help="which layers go to which device", allow_abbrev=False)
+    parser = commands.add_parser(
+        "partition", help="which layers go to which device", allow_abbrev=False
+    )
     parser.add_argument("job", help="a Python file with a `job`")
-    parser.add_argument("--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)")
-    parser.add_argument("--strategy", help="a product such as ddp=2xpp=2: the stages of one of its replicas")
+    parser.add_argument(
+        "--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)"
+    )
+    parser.add_argument(
+        "--strategy", help="a product such as ddp=2xpp=2: the stages of one of its replicas"
+    )
     parser.add_argument(
         "--microbatches",
         default="1",
@@ -40,8 +46,14 @@ def add_partition(commands: Any) -> None:
         metavar="NAME",
         help="where micro-batches are chosen: for this one (default: auto)",
     )
-    parser.add_argument("--estimate", action="store_true", help="from operations and bytes, without a run")
-    parser.add_argument("--memory", metavar="SIZES", help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)")
+    parser.add_argument(
+        "--estimate", action="store_true", help="from operations and bytes, without a run"
+    )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZES",
+        help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)",
+    )
     add_settings(parser)
     parser.set_defaults(function=_partition)
 
@@ -60,13 +72,19 @@ def _partition(options: argparse.Namespace) -> int:
     devices = parse(options.devices)
     if options.strategy is not None:
         job, devices = _of_a_replica(options, the_job(job))
-    sizes = [] if options.memory is None else [bytes_of(word, "--memory") for word in options.memory.split(",")]
+    sizes = (
+        []
+        if options.memory is None
+        else [bytes_of(word, "--memory") for word in options.memory.split(",")]
+    )
     memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
         if options.estimate:
             raise InputError("--microbatches auto needs measured times: leave --estimate out")
         only = None if options.schedule == "auto" else [_known(options.schedule)]
-        found, choice = planned(the_job(job), devices, schedules=only, capacity=capacities(devices, memory))
+        found, choice = planned(
+            the_job(job), devices, schedules=only, capacity=capacities(devices, memory)
+        )
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
         print("\n".join([*key(width), "", *textwrap.wrap(choice.why, width)]))
@@ -97,30 +115,52 @@ def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Dev
     every = parse(devices_for(options.strategy, options.devices))
     strategy = choose(options.strategy, every)
     if not isinstance(strategy, PP):
-        raise InputError(f"--strategy {options.strategy}: it has no stages: give pp, mp, ddp=2xpp=2 or ddp=2xmp=2")
+        raise InputError(
+            f"--strategy {options.strategy}: it has no stages: give pp, mp, ddp=2xpp=2 or "
+            "ddp=2xmp=2"
+        )
     return strategy.seen_by_a_replica(job), every[: strategy.layout(len(every)).devices_per_process]
 
 
 def add_schedule(commands: Any) -> None:
     """Options of ``schedule``."""
-    parser = commands.add_parser("schedule", help="a pipeline's schedule as a picture", allow_abbrev=False)
-    parser.add_argument("--stages", type=int, default=4, metavar="N", help="devices, with a stage on each (default: 4)")
-    parser.add_argument("--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)")
+    parser = commands.add_parser(
+        "schedule", help="a pipeline's schedule as a picture", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--stages",
+        type=int,
+        default=4,
+        metavar="N",
+        help="devices, with a stage on each (default: 4)",
+    )
+    parser.add_argument(
+        "--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)"
+    )
     parser.add_argument(
         "--schedule",
         default="1f1b",
         metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); several with commas "
+        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); "
+        "several with commas "
         "between (default: 1f1b)",
     )
     for name in ("--forward", "--backward"):
         what = "of a stage, or of each with commas between (default: 1)"
         parser.add_argument(name, default="1", metavar="TIMES", help=what)
     parser.add_argument(
-        "--transfer", type=float, default=0.0, metavar="TIME", help="from device to device (default: 0)"
+        "--transfer",
+        type=float,
+        default=0.0,
+        metavar="TIME",
+        help="from device to device (default: 0)",
     )
-    parser.add_argument("--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0")
-    parser.add_argument("--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)")
+    parser.add_argument(
+        "--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)"
+    )
     parser.set_defaults(function=_schedule)
 
 
@@ -132,7 +172,8 @@ def _schedule(options: argparse.Namespace) -> int:
         raise InputError(f"--transfer {options.transfer}: a time is a finite number, not negative")
     if options.stages * options.microbatches > _MOST:
         raise InputError(
-            f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too many to simulate: "
+            f"schedule: {options.stages} stages x {options.microbatches} micro-batches are too "
+            "many to simulate: "
             f"at most {_MOST:,} together"
         )
     if options.out is not None:
@@ -142,7 +183,10 @@ def _schedule(options: argparse.Namespace) -> int:
     width = shutil.get_terminal_size().columns
     timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
     for name, timeline in timelines.items():
-        title = f"{name}: {counted(options.stages, 'device')}, {counted(options.microbatches, 'micro-batch', 'es')}"
+        title = (
+            f"{name}: {counted(options.stages, 'device')}, "
+            f"{counted(options.microbatches, 'micro-batch', 'es')}"
+        )
         print("\n".join(textwrap.wrap(title, width)))
         _print_timeline(timeline, width)
         if options.words:
@@ -171,8 +215,12 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
     from lockstep.pipelining.schedule import SCHEDULES, devices_of
 
     if _known(name) == "fitted":
-        forward, backward = (_times(options, which, options.stages) for which in ("forward", "backward"))
-        schedule = fitted(range(options.stages), options.microbatches, forward, backward, options.transfer)
+        forward, backward = (
+            _times(options, which, options.stages) for which in ("forward", "backward")
+        )
+        schedule = fitted(
+            range(options.stages), options.microbatches, forward, backward, options.transfer
+        )
     else:
         schedule = SCHEDULES[name](options.stages, options.microbatches)
         stages = len(devices_of(schedule))
@@ -181,18 +229,24 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
 
 
 def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
-    """A time for each stage. One that is given for each device is divided over the device's stages."""
+    """A time for each stage. One that is given for each device is divided over the device's
+    stages.
+    """
     said: str = getattr(options, which)
     try:
         times = [above_zero(float)(word) for word in said.split(",")]
     except ValueError:
-        raise InputError(f"--{which} {said}: write a time above 0, or one for each stage: 1,2.5,1,1") from None
+        raise InputError(
+            f"--{which} {said}: write a time above 0, or one for each stage: 1,2.5,1,1"
+        ) from None
     if len(times) == stages and len(times) > 1:
         return times
     if len(times) in (1, options.stages):
         chunks = stages // options.stages
         return [times[s % len(times)] / chunks for s in range(stages)]
-    raise InputError(f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each")
+    raise InputError(
+        f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each"
+    )
 
 
 def _print_timeline(timeline: Timeline, width: int) -> None:

@@ -1,4 +1,6 @@
-"""What makes a run, and what is done with it: ``lockstep train``, ``evaluate``, ``predict`` and ``report``."""
+"""What makes a run, and what is done with it: ``lockstep train``, ``evaluate``, ``predict`` and
+``report``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from lockstep.launch.stop_request import GRACE
 def add_train(commands: Any) -> None:
     """Options of ``train``."""
     parser = commands.add_parser("train", help="train a job", allow_abbrev=False)
-    parser.add_argument("job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own")
+    parser.add_argument(
+        "job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own"
+    )
     add_placement(parser)
     parser.add_argument(
         "--resume",
@@ -34,15 +38,26 @@ def add_train(commands: Any) -> None:
         "auto: the newest of this job's that isn't finished, or a new one",
     )
     _add_job_file(parser)
-    parser.add_argument("--folder", default="runs", help="where the run's folder is made (default: runs)")
+    parser.add_argument(
+        "--folder", default="runs", help="where the run's folder is made (default: runs)"
+    )
     parser.add_argument(
         "--batch-size-per-device",
         type=above_zero(int),
         metavar="N",
-        help="samples that each replica computes at once: batch-size is that x replicas x accumulate",
+        help="samples that each replica computes at once: batch-size is that x replicas x "
+        "accumulate",
     )
-    parser.add_argument("--profile", action="store_true", help="show where the time of a few steps goes; write traces")
-    parser.add_argument("--audit", action="store_true", help="write down the samples of each step: lockstep audit RUN")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="show where the time of a few steps goes; write traces",
+    )
+    parser.add_argument(
+        "--audit",
+        action="store_true",
+        help="write down the samples of each step: lockstep audit RUN",
+    )
     parser.add_argument(
         "--grace",
         type=above_zero(float),
@@ -62,10 +77,14 @@ def add_train(commands: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start ranks of this machine that were lost again, from the last checkpoint, at most N times (default: 0)",
+        help="start ranks of this machine that were lost again, from the last checkpoint, at most "
+        "N times (default: 0)",
     )
     parser.add_argument(
-        "--min-devices", type=int, metavar="N", help="with --restarts: go on with fewer, at least N (default: all)"
+        "--min-devices",
+        type=int,
+        metavar="N",
+        help="with --restarts: go on with fewer, at least N (default: all)",
     )
     add_settings(parser)
     parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
@@ -75,7 +94,9 @@ def _train(options: argparse.Namespace) -> int:
     if options.job is None and options.resume in (None, "auto"):
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     if options.job_file is not None and (options.job is not None or options.resume is None):
-        raise InputError("--job is another job file for --resume RUN: leave it out, or the other one")
+        raise InputError(
+            "--job is another job file for --resume RUN: leave it out, or the other one"
+        )
     warm_up(options)
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.train import train
@@ -85,7 +106,9 @@ def _train(options: argparse.Namespace) -> int:
         job = job_in(options)
     else:
         its = job_parameters_in(options), settings_in(options)
-        read = functools.partial(job_of, options.resume, *its, job=options.job_file, trust=options.trust_job)
+        read = functools.partial(
+            job_of, options.resume, *its, job=options.job_file, trust=options.trust_job
+        )
         job = started_ranks.read_by_first(read) if started_as_rank() else read()
     train(
         job,
@@ -107,7 +130,9 @@ def _train(options: argparse.Namespace) -> int:
 
 def add_evaluate(commands: Any) -> None:
     """Options of ``evaluate``."""
-    parser = commands.add_parser("evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False)
+    parser = commands.add_parser(
+        "evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False
+    )
     parser.add_argument("what", help="the folder of a run, or a job file")
     add_placement(parser)
     _add_weights(parser)
@@ -127,13 +152,16 @@ def _evaluate(options: argparse.Namespace) -> int:
 
 def add_predict(commands: Any) -> None:
     """Options of ``predict``."""
-    parser = commands.add_parser("predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False)
+    parser = commands.add_parser(
+        "predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False
+    )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
         "data",
         nargs="?",
         default="eval",
-        help="eval (the default) or train: the job's own, eval:NAME: one of several evaluation sets; "
+        help="eval (the default) or train: the job's own, eval:NAME: one of several evaluation "
+        "sets; "
         "FILE.py:NAME: a dataset, or a function that gives one",
     )
     parser.add_argument(
@@ -141,7 +169,9 @@ def add_predict(commands: Any) -> None:
         metavar="FILE",
         help=".npy, .npz, .safetensors or .jsonl (default: in the run's folder, predictions-DATA)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file where it is there already"
+    )
     add_placement(parser)
     _add_weights(parser)
     parser.set_defaults(function=_predict)
@@ -151,7 +181,9 @@ def _predict(options: argparse.Namespace) -> int:
     warm_up(options)
     from lockstep.prediction.predict import predict
 
-    which = "best" if options.best else "" if options.weights is None else Path(options.weights).stem
+    which = (
+        "best" if options.best else "" if options.weights is None else Path(options.weights).stem
+    )
     name = "-".join(filter(None, ["predictions", options.data.rpartition(":")[2], which]))
     out = options.out or os.path.join(options.run, name)
     predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
@@ -160,19 +192,35 @@ def _predict(options: argparse.Namespace) -> int:
 
 def add_export(commands: Any) -> None:
     """Options of ``export``."""
-    parser = commands.add_parser("export", help="a run's model as a file for other programs", allow_abbrev=False)
+    parser = commands.add_parser(
+        "export", help="a run's model as a file for other programs", allow_abbrev=False
+    )
     parser.add_argument("run", help="the folder of a run")
-    parser.add_argument("--format", required=True, help="safetensors, torch-export, onnx or tensorrt")
-    parser.add_argument("--out", metavar="FILE", help="(default: in the run's folder, exported.ENDING)")
-    parser.add_argument("--dynamic", default="batch", help="batch: of any size, lengths too; none: one shape")
-    parser.add_argument("--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)")
+    parser.add_argument(
+        "--format", required=True, help="safetensors, torch-export, onnx or tensorrt"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="(default: in the run's folder, exported.ENDING)"
+    )
+    parser.add_argument(
+        "--dynamic", default="batch", help="batch: of any size, lengths too; none: one shape"
+    )
+    parser.add_argument(
+        "--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)"
+    )
     what = "safetensors in parts of at most this size, as 5GB, with an index (default: one file)"
     parser.add_argument("--max-shard-size", metavar="SIZE", help=what)
-    parser.add_argument("--quantize", help="int8: the weights of linear layers, of onnx (default: none)")
     parser.add_argument(
-        "--tolerance", type=above_zero(float), help="largest difference (default: 1e-4; less exact: 0.1)"
+        "--quantize", help="int8: the weights of linear layers, of onnx (default: none)"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace the file where it is there already")
+    parser.add_argument(
+        "--tolerance",
+        type=above_zero(float),
+        help="largest difference (default: 1e-4; less exact: 0.1)",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace the file where it is there already"
+    )
     _add_weights(parser)
     parser.set_defaults(function=_export)
 
@@ -183,7 +231,13 @@ def _export(options: argparse.Namespace) -> int:
     what = ("format", "dynamic", "dtype", "quantize", "tolerance", "max_shard_size")
     names = (*what, "overwrite", "best", "weights", "trust_job")
     words = {name: getattr(options, name) for name in names} | settings_in(options)
-    export(options.run, options.out, job=options.job_file, job_parameters=job_parameters_in(options), **words)
+    export(
+        options.run,
+        options.out,
+        job=options.job_file,
+        job_parameters=job_parameters_in(options),
+        **words,
+    )
     return 0
 
 
@@ -191,9 +245,13 @@ def add_checkpoints(commands: Any) -> None:
     """Options of ``checkpoints``, and of ``audit``."""
     parser = commands.add_parser("checkpoints", help="the checkpoints of a run", allow_abbrev=False)
     parser.add_argument("run", help="the folder of a run")
-    parser.add_argument("--verify", action="store_true", help="read all of them and compare their sums")
+    parser.add_argument(
+        "--verify", action="store_true", help="read all of them and compare their sums"
+    )
     parser.set_defaults(function=_checkpoints)
-    parser = commands.add_parser("audit", help="which samples a run has used, and how often", allow_abbrev=False)
+    parser = commands.add_parser(
+        "audit", help="which samples a run has used, and how often", allow_abbrev=False
+    )
     parser.add_argument("run", help="the folder of a run that was trained with --audit")
     parser.set_defaults(function=_audit)
 
@@ -233,7 +291,9 @@ def _add_job_file(parser: argparse.ArgumentParser) -> None:
 
 def add_report(commands: Any) -> None:
     """Options of ``report``."""
-    parser = commands.add_parser("report", help="a page of a run, or of a comparison", allow_abbrev=False)
+    parser = commands.add_parser(
+        "report", help="a page of a run, or of a comparison", allow_abbrev=False
+    )
     parser.add_argument("folder", help="the folder of a run, or of a comparison")
     parser.set_defaults(function=_report)
 

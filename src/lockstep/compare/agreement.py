@@ -1,8 +1,10 @@
-"""Do a strategy's results agree with those of one device? A short check: three updates, the weights afterwards.
+"""Do a strategy's results agree with those of one device? A short check: three updates, the weights
+afterwards.
 
-One of the updates is on the epoch's smaller last batch. Both sides run in float64 where the model can, since rounding
-is then near 1e-15 and a fault shows as 1e-3; elsewhere in the job's own number format, where less can be told.
-``lockstep verify`` answers the question at length, by the same paired run.
+One of the updates is on the epoch's smaller last batch. Both sides run in float64 where the model
+can, since rounding is then near 1e-15 and a fault shows as 1e-3; elsewhere in the job's own number
+format, where less can be told. ``lockstep verify`` answers the question at length, by the same
+paired run.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Agreement:
     difference: float | None = None  # the largest of any parameter, as a part of how far it went
     precision: str = ""  # what both sides computed in: ``fp64``, or "" for the job's own format
     reason: str = ""  # why it can't be told
-    micro_batches: int = 1  # in how many one device was given each batch too, where the strategy cuts it for itself
+    micro_batches: int = (
+        1  # in how many one device was given each batch too, where the strategy cuts it for itself
+    )
 
     @property
     def word(self) -> str:
@@ -43,7 +47,9 @@ class Agreement:
 
     def __str__(self) -> str:
         return (
-            self.word if self.difference is None else f"{self.word} {abs(self.difference):.0e}".replace(" 0e+00", " 0")
+            self.word
+            if self.difference is None
+            else f"{self.word} {abs(self.difference):.0e}".replace(" 0e+00", " 0")
         )
 
 
@@ -58,13 +64,23 @@ def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
         except LockstepError as error:
             reason = first_line(error)
         else:
-            return Agreement(difference <= _EQUAL[precision], difference, precision, micro_batches=cut)
+            return Agreement(
+                difference <= _EQUAL[precision], difference, precision, micro_batches=cut
+            )
     return Agreement(None, reason=reason)
 
 
-def _apart(world: World, job: Job, strategy: Strategy, devices: tuple[Device, ...]) -> tuple[float, int]:
-    """The largest difference of any parameter or buffer after the updates, and the strategy's own micro-batches."""
+def _apart(
+    world: World, job: Job, strategy: Strategy, devices: tuple[Device, ...]
+) -> tuple[float, int]:
+    """The largest difference of any parameter or buffer after the updates, and the strategy's
+    own micro-batches.
+    """
     parts = strategy.num_microbatches(job)
     found = both_sides(world, Experiment(job, strategy, devices, parts, updates=UPDATES), job)
-    apart = [] if found is None else [*found.updates[-1].parameters.values(), *found.updates[-1].buffers.values()]
+    apart = (
+        []
+        if found is None
+        else [*found.updates[-1].parameters.values(), *found.updates[-1].buffers.values()]
+    )
     return max(apart, default=0.0), parts if parts != job.accumulate else 1

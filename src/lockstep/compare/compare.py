@@ -1,8 +1,8 @@
 """The turns of a comparison::
 
-a look at each    A B C       sizes, sample ids, where the time goes, parity; nothing of it is timed
-rounds            A B C   A B C   A B C  ...      each in fresh processes that warm up for themselves
-with epochs       A B C       each trained, for its losses and metrics
+a look at each    A B C      sizes, sample ids, where the time goes, parity; nothing of it is timed
+rounds            A B C  A B C   A B C  ...      each in fresh processes that warm up for themselves
+with epochs       A B C      each trained, for its losses and metrics
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ def compare(
     told: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Comparison:
-    """Measure strategies side by side on a job: in turns, in fresh processes, on the same global batches.
+    """Measure strategies side by side on a job: in turns, in fresh processes, on the same global
+    batches.
 
     Args:
         job: as in ``train``.
-        strategies: by name, or with settings of their own; None takes ``single``, ``dp``, ``ddp``, ``mp`` and ``pp``.
-            ``single`` on one device is always there: the others are held against it.
+        strategies: by name, or with settings of their own; None takes ``single``, ``dp``, ``ddp``,
+            ``mp`` and ``pp``. ``single`` on one device is always there: the others are held against
+            it.
         devices: as in ``train``; ``"auto"`` without an accelerator is a slot for each core.
         sweep: values to try, by the name of a setting of the job or of a strategy, or ``devices``:
             ``{"microbatches": [1, 2, 4]}``. Several make all combinations.
         device_map: which layer is on which device, under ``mp`` and ``pp``.
-        peers: the same job by other means: ``"torch"`` (DistributedDataParallel by hand), ``"fabric"``,
-            ``"accelerate"``.
+        peers: the same job by other means: ``"torch"`` (DistributedDataParallel by hand),
+            ``"fabric"``, ``"accelerate"``.
         rounds: how many turns each has.
         seconds: how long the timed updates of a turn take at least.
         parity: also hold the numbers of each against those of one device.
@@ -76,7 +78,9 @@ def compare(
         InputError: something asked for can't be done.
     """
     if started_as_rank():
-        raise DeviceError("compare starts processes of its own on one machine: start it without torchrun")
+        raise DeviceError(
+            "compare starts processes of its own on one machine: start it without torchrun"
+        )
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, check_peers(peers), device_map)
@@ -122,7 +126,9 @@ def compare(
 class _Turns:
     """What is measured of each entry: its row, by name."""
 
-    def __init__(self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]) -> None:
+    def __init__(
+        self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]
+    ) -> None:
         self.source, self.entries, self.say = source, entries, say
         self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
@@ -140,7 +146,12 @@ class _Turns:
             if tried is None:
                 self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
-            self.note(entry, caveats=list(map(str, tried.caveats)), plans=list(tried.plans), glance=tried.glance)
+            self.note(
+                entry,
+                caveats=list(map(str, tried.caveats)),
+                plans=list(tried.plans),
+                glance=tried.glance,
+            )
             said = ""
             if parity and entry.role == "strategy":
                 agreement = agreement_of(self.source, entry)
@@ -197,7 +208,9 @@ class _Turns:
                     continue
                 self.note(entry, history=run.history, run="" if folder is None else str(run.folder))
                 last = run.history[-1]
-                self.say(f"{entry.name}: trained, loss {last.get('eval_loss', last['train_loss']):.4g}")
+                self.say(
+                    f"{entry.name}: trained, loss {last.get('eval_loss', last['train_loss']):.4g}"
+                )
 
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:

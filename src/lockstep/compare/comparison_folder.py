@@ -53,7 +53,9 @@ def write(found: Comparison) -> None:
         (folder / "compare.json").write_text(json_of(found))
         (folder / "compare.csv").write_text(csv_of(found))
     except OSError as error:
-        raise FolderError(f"{folder}: can't be written: {error.strerror}; choose another with --folder") from error
+        raise FolderError(
+            f"{folder}: can't be written: {error.strerror}; choose another with --folder"
+        ) from error
 
 
 def json_of(found: Comparison) -> str:
@@ -64,12 +66,18 @@ def json_of(found: Comparison) -> str:
 
 
 def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """What repeats the comparison: a command, or a call where the job isn't a file or a strategy is an object.
+    """What repeats the comparison: a command, or a call where the job isn't a file or a strategy is
+    an object.
 
-    ``asked`` are arguments of ``compare``, None for what is as usual; ``settings`` are in ``source`` too.
+    ``asked`` are arguments of ``compare``, None for what is as usual; ``settings`` are in
+    ``source`` too.
     """
     given = {name: value for name, value in asked.items() if value is not None}
-    objects = [one for one in (*given.get("strategies", ()), given["devices"]) if not isinstance(one, str | int)]
+    objects = [
+        one
+        for one in (*given.get("strategies", ()), given["devices"])
+        if not isinstance(one, str | int)
+    ]
     if not isinstance(source, JobFile) or objects:
         job = repr(source.path) if isinstance(source, JobFile) else "job"
         values = {**given, **{name: value for name, value in settings.items() if value is not None}}
@@ -77,7 +85,11 @@ def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[s
     words = ["lockstep", "compare", *job_words(source)]
     for name, value in given.items():
         if name == "sweep":
-            words += [word for key, its in value.items() for word in ("--sweep", f"{key}={','.join(map(str, its))}")]
+            words += [
+                word
+                for key, its in value.items()
+                for word in ("--sweep", f"{key}={','.join(map(str, its))}")
+            ]
         elif name == "parity":
             words.append("--no-parity")
         else:

@@ -1,6 +1,7 @@
 """The report of a comparison, as a page.
 
-A sweep is a figure of the speed-up of each strategy over the values that were tried, beside what has no such setting::
+A sweep is a figure of the speed-up of each strategy over the values that were tried, beside what
+has no such setting::
 
     --sweep microbatches=1,2,4,8       pp     a line through its four rows
                                        mp     a level: one row for all values
@@ -55,13 +56,16 @@ def write_page(found: Comparison) -> Path:
 def page_of(found: Comparison) -> Page:
     """All that was found, in the order in which a person asks."""
     notes = [
-        f"Batches of {batches_of(found)}; each way in fresh processes, {counted(found.rounds, 'turn')} of "
-        f"{found.seconds:g} s or more in alternation; bars show the median turn, and the lines on them the lowest and "
+        f"Batches of {batches_of(found)}; each way in fresh processes, "
+        f"{counted(found.rounds, 'turn')} of "
+        f"{found.seconds:g} s or more in alternation; bars show the median turn, and the lines on "
+        "them the lowest and "
         "the highest."
     ]
     if found.on_slots:
         notes.append(
-            "The devices are CPU devices: cores of one machine, which share its memory and caches. They are not GPUs: "
+            "The devices are CPU devices: cores of one machine, which share its memory and "
+            "caches. They are not GPUs: "
             "what gains here may gain more or less there."
         )
     best = best_of(found)
@@ -82,7 +86,9 @@ def _sections(found: Comparison) -> Iterator[Section]:
         yield Section("How fast", [_speed(found), *sweeps_of(found), _overview(found)])
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
     if failed:
-        yield Section("What could not be measured", [Table("failed", "And why", ["", "reason"], failed)])
+        yield Section(
+            "What could not be measured", [Table("failed", "And why", ["", "reason"], failed)]
+        )
     if rows:
         yield Section("Memory", [_memory(found)])
         yield _time(found)
@@ -109,13 +115,17 @@ def _speed(found: Comparison) -> Figure:
         [_kind(row) for row in rows],
         ["" if ratio is None else f"{ratio.median:.2f} x" for ratio in ratios],
     )
-    return Figure("speed", "Samples per second", chart, f"Longer is faster; x: times {one_device(found)}.")
+    return Figure(
+        "speed", "Samples per second", chart, f"Longer is faster; x: times {one_device(found)}."
+    )
 
 
 def sweeps_of(found: Comparison) -> Iterator[Figure]:
-    """Each setting of which some strategy was measured with several numbers, in the order of the rows.
+    """Each setting of which some strategy was measured with several numbers, in the order of the
+    rows.
 
-    A line is named by the rest of its rows' names, and a level by its row, which has no such setting.
+    A line is named by the rest of its rows' names, and a level by its row, which has no such
+    setting.
     """
     ratios = {row.name: found.speed_up(row) for row in found.measured if row.role != "one device"}
     numbers = {name: _numbers_of(found[name]) for name in ratios}
@@ -138,31 +148,45 @@ def sweeps_of(found: Comparison) -> Iterator[Figure]:
         chart = Lines(
             axis,
             f"times {one_device(found)}",
-            {name: [(value, ratio.median) for value, ratio in points] for name, points in lines.items()},
+            {
+                name: [(value, ratio.median) for value, ratio in points]
+                for name, points in lines.items()
+            },
             {name: [ratio.spread for _, ratio in points] for name, points in lines.items()},
             levels,
-            # Values that were chosen by factors rather than by steps are as far apart as their factors.
+            # Values that were chosen by factors rather than by steps are as far apart as their
+            # factors.
             chosen="doubling" if least > 0 and most >= 4 * least else "even",
         )
-        caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
+        caption = (
+            "Each at the median of its turns, from the lowest to the highest; higher is faster."
+        )
         if levels:
             caption += " Lines that are level all the way are of rows without that setting."
-        yield Figure(f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption)
+        yield Figure(
+            f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption
+        )
 
 
 def _numbers_of(row: Row) -> dict[str, float]:
-    """The settings of a row that are numbers; the number of devices too, where the rows' names have it."""
+    """The settings of a row that are numbers; the number of devices too, where the rows' names
+    have it.
+    """
     numbers = {key: float(v) for key, v in row.settings.items() if type(v) in (int, float)}
     return numbers | ({"devices": float(len(row.devices))} if " devices=" in row.name else {})
 
 
 def _overview(found: Comparison) -> Table:
     columns = [*speed_columns(found), START, MOVED]
-    rows = [[row.name, *(column.cell(row) for column in columns), row.where] for row in found.measured]
+    rows = [
+        [row.name, *(column.cell(row) for column in columns), row.where] for row in found.measured
+    ]
     head = ["", *(column.title or column.head for column in columns), "devices"]
     caption = (
-        "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a process or an "
-        "accelerator. Start: until the first step is done. Moved: what a device gives to the others in a step, where "
+        "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a "
+        "process or an "
+        "accelerator. Start: until the first step is done. Moved: what a device gives to the "
+        "others in a step, where "
         "that is known."
     )
     return Table("overview", "All of it", head, rows, caption)
@@ -170,13 +194,21 @@ def _overview(found: Comparison) -> Table:
 
 def _memory(found: Comparison) -> Figure:
     bars = [
-        (f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name, peak / 2**20, _kind(row))
+        (
+            f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name,
+            peak / 2**20,
+            _kind(row),
+        )
         for row in found.measured
         for i, peak in enumerate(row.peaks)
     ]
     names, values, kinds = zip(*bars, strict=True)
-    what = "process; one that drives several CPU devices has one bar" if found.on_slots else "device"
-    return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}.")
+    what = (
+        "process; one that drives several CPU devices has one bar" if found.on_slots else "device"
+    )
+    return Figure(
+        "memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}."
+    )
 
 
 def _time(found: Comparison) -> Section:
@@ -185,21 +217,28 @@ def _time(found: Comparison) -> Section:
         return Section("Where the time goes")
     steps = [1e3 * found.samples_of(row) / row.timing.median for row in known]
     parts = {
-        kind: [step * row.shares[kind] for row, step in zip(known, steps, strict=True)] for kind in known[0].shares
+        kind: [step * row.shares[kind] for row, step in zip(known, steps, strict=True)]
+        for kind in known[0].shares
     }
     text = []
     if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
-        text.append(f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns.")
+        text.append(
+            f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns."
+        )
     if hidden := [row.name for row in known if row.glance is not None and row.glance.overlaps]:
         text.append(
-            f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run while it computes."
+            f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run "
+            "while it computes."
         )
     caption = (
-        "Of one global batch, at the rate of the median turn; how it divides is the mean over ranks (or replicas) of a "
+        "Of one global batch, at the rate of the median turn; how it divides is the mean over "
+        "ranks (or replicas) of a "
         "few steps that were clocked apart. Shorter is faster."
     )
     chart = Stacks("ms", [row.name for row in known], parts)
-    return Section("Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text)
+    return Section(
+        "Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text
+    )
 
 
 def _turns(found: Comparison) -> Iterator[Figure]:
@@ -207,7 +246,9 @@ def _turns(found: Comparison) -> Iterator[Figure]:
         if row.glance is not None and row.glance.timelines:
             chart, caption = turns_of(row.glance.timelines)
             name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
-            yield Figure(name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption)
+            yield Figure(
+                name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption
+            )
 
 
 def _losses(found: Comparison) -> Iterator[Section]:
@@ -217,16 +258,27 @@ def _losses(found: Comparison) -> Iterator[Section]:
     figures = []
     for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
         series = {
-            row.name: [(float(one["epoch"]), float(one[name])) for one in _epochs(row) if one.get(name) is not None]
+            row.name: [
+                (float(one["epoch"]), float(one[name]))
+                for one in _epochs(row)
+                if one.get(name) is not None
+            ]
             for row in trained
         }
         if any(series.values()):
-            chart = Lines("epoch", title.lower(), {key: points for key, points in series.items() if points})
+            chart = Lines(
+                "epoch", title.lower(), {key: points for key, points in series.items() if points}
+            )
             caption = "Laid over one another: with single-device results all are one line."
             figures.append(Figure(name.replace("_", "-"), title, chart, caption))
     columns = outcome_columns(found)
-    rows = [[row.name, str(len(_epochs(row))), *(column.cell(row) for column in columns)] for row in trained]
-    reached = Table("reached", "Reached", ["", "epochs", *(column.head for column in columns)], rows)
+    rows = [
+        [row.name, str(len(_epochs(row))), *(column.cell(row) for column in columns)]
+        for row in trained
+    ]
+    reached = Table(
+        "reached", "Reached", ["", "epochs", *(column.head for column in columns)], rows
+    )
     yield Section("What was learned", [*figures, reached])
 
 
@@ -243,13 +295,20 @@ def _numbers(found: Comparison) -> Section:
         if agreement is None:
             continue
         difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
-        against = f"single in {agreement.micro_batches} micro-batches" if agreement.micro_batches > 1 else "single"
-        rows.append([row.name, agreement.word, difference, agreement.precision or "the job's own", against])
+        against = (
+            f"single in {agreement.micro_batches} micro-batches"
+            if agreement.micro_batches > 1
+            else "single"
+        )
+        rows.append(
+            [row.name, agreement.word, difference, agreement.precision or "the job's own", against]
+        )
         reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
     if not rows:
         return Section("The same results?")
     caption = (
-        "The largest difference of any parameter after three steps, one of them on a smaller batch, as a part of how "
+        "The largest difference of any parameter after three steps, one of them on a smaller "
+        "batch, as a part of how "
         "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
@@ -264,10 +323,13 @@ def _seen(found: Comparison) -> Table:
             ids = one.samples or ()
             shown = ", ".join(map(str, ids[:_IDS])) + (", ..." if len(ids) > _IDS else "")
             count = "" if one.samples is None else f"{len(ids):,}"
-            rows.append([row.name, one.device, count, written(one.inputs), written(one.outputs), shown])
+            rows.append(
+                [row.name, one.device, count, written(one.inputs), written(one.outputs), shown]
+            )
     head = ["", "device", "samples", "inputs", "outputs", "sample ids"]
     caption = (
-        "Of the first global batch; inputs and outputs of one micro-batch, as the model has them. All together are the "
+        "Of the first global batch; inputs and outputs of one micro-batch, as the model has them. "
+        "All together are the "
         "same samples in each row."
     )
     return Table("devices", "Sizes, and which samples", head, rows, caption)

@@ -1,4 +1,6 @@
-"""The rows of a comparison as tables: for a terminal of any width, as CSV, and as cells for a page."""
+"""The rows of a comparison as tables: for a terminal of any width, as CSV, and as cells for a
+page.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,15 @@ from lockstep.tensors.byte_size import size
 from lockstep.training.batch_shapes import written
 
 _BESIDE, _LEAST = 22, 4
-"""Columns that names get beside the numbers, where there is room; with less than the least there is no table."""
+"""Columns that names get beside the numbers, where there is room; with less than the least there
+is no table.
+"""
 
 
 class Column(NamedTuple):
-    """A column of a table: its name, the words for a row, how wide it is in a terminal, its name on a page."""
+    """A column of a table: its name, the words for a row, how wide it is in a terminal, its name
+    on a page.
+    """
 
     head: str
     cell: Callable[[Row], str]
@@ -35,13 +41,20 @@ def speed_columns(found: Comparison) -> list[Column]:
     def ratio(timing: Timing | None) -> str:
         return "" if timing is None else f"{timing.median:.2f}"
 
-    cores = Column("x cores", lambda row: ratio(found.against_cores(row)), 8, f"times {all_cores(found)}")
+    cores = Column(
+        "x cores", lambda row: ratio(found.against_cores(row)), 8, f"times {all_cores(found)}"
+    )
     return [
         Column("samples/s", lambda row: _rate(row.timing.median), 10),
         Column("lowest, highest", lambda row: ", ".join(map(_rate, row.timing.spread)), 16),
         Column("x one", lambda row: ratio(found.speed_up(row)), 7, f"times {one_device(found)}"),
         *([cores] if found.on_slots else []),
-        Column("effic.", lambda row: _percent(found.efficiency(row)) if len(row.devices) > 1 else "", 7, "efficiency"),
+        Column(
+            "effic.",
+            lambda row: _percent(found.efficiency(row)) if len(row.devices) > 1 else "",
+            7,
+            "efficiency",
+        ),
         Column("memory", _memory, 13),
     ]
 
@@ -75,15 +88,31 @@ def time_columns() -> list[Column]:
 
 def outcome_columns(found: Comparison) -> list[Column]:
     """With ``epochs``: the loss and the metrics reached; empty without."""
-    names = [n for row in found.rows for n in (row.history[-1] if row.history else {}) if n not in _NOT_REACHED]
+    names = [
+        n
+        for row in found.rows
+        for n in (row.history[-1] if row.history else {})
+        if n not in _NOT_REACHED
+    ]
 
     def last(name: str) -> Callable[[Row], str]:
-        return lambda row: f"{row.history[-1][name]:.4g}" if row.history and name in row.history[-1] else ""
+        return lambda row: (
+            f"{row.history[-1][name]:.4g}" if row.history and name in row.history[-1] else ""
+        )
 
     return [Column(name, last(name), max(10, len(name) + 2)) for name in dict.fromkeys(names)]
 
 
-_NOT_REACHED = {"epoch", "step", "lr", "seconds", "samples_per_second", "tokens_per_second", "loss", "grad_norm"}
+_NOT_REACHED = {
+    "epoch",
+    "step",
+    "lr",
+    "seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "loss",
+    "grad_norm",
+}
 
 
 def _rate(value: float) -> str:
@@ -99,7 +128,9 @@ def _memory(row: Row) -> str:
     """``391 MiB``, ``2 x 391 MiB``: the largest, and how many there are."""
     if not row.peaks:
         return ""
-    return f"{len(row.peaks)} x {size(max(row.peaks))}" if len(row.peaks) > 1 else size(row.peaks[0])
+    return (
+        f"{len(row.peaks)} x {size(max(row.peaks))}" if len(row.peaks) > 1 else size(row.peaks[0])
+    )
 
 
 def _moved(row: Row) -> str:
@@ -111,22 +142,30 @@ def _moved(row: Row) -> str:
 def lines_of(found: Comparison, width: int = 80) -> list[str]:
     """All that is printed at the end."""
     first = next(row for row in found.rows if row.name == row.one)
-    devices = max((row.where for row in found.rows if row.role == "strategy"), default=first.where, key=len)
+    devices = max(
+        (row.where for row in found.rows if row.role == "strategy"), default=first.where, key=len
+    )
     several = f"{found.rounds} turns of {found.seconds:g} s or more"
     turns = several if found.rounds > 1 else f"a turn of {found.seconds:g} s"
     lines = _wrapped(f"{found.job}: batches of {batches_of(found)}, on {devices}", width)
-    lines += _wrapped(f"each in fresh processes, {turns}, one after the other; the median of them", width)
+    lines += _wrapped(
+        f"each in fresh processes, {turns}, one after the other; the median of them", width
+    )
     lines += ["", *_table(found.rows, speed_columns(found), width)]
     measured = found.measured
     if found.on_slots and measured:
         lines += _wrapped(
-            f"x one: times one CPU device; x cores: times {all_cores(found)} without a strategy; memory: of a process. "
-            "CPU devices are cores of one machine, not GPUs: what gains here may gain more or less there",
+            f"x one: times one CPU device; x cores: times {all_cores(found)} without a strategy; "
+            "memory: of a process. "
+            "CPU devices are cores of one machine, not GPUs: what gains here may gain more or "
+            "less there",
             width,
         )
     if measured:
         lines += ["", *_table(measured, time_columns(), width)]
-        lines += _wrapped("moved: what a device gives to the others in a step, where that is known", width)
+        lines += _wrapped(
+            "moved: what a device gives to the others in a step, where that is known", width
+        )
     if sizes := _sizes(found):
         lines += ["", *_wrapped("what a device is given at once, and gives:", width)]
         lines += [one for line in sizes for one in _wrapped(line, width, "  ")]
@@ -148,18 +187,24 @@ def batches_of(found: Comparison) -> str:
 
 
 def _sizes(found: Comparison) -> list[str]:
-    """``dp, ddp: 32 x 8 -> 32 x 10``: what a device is given at once, and what it makes of it; a line for each size."""
+    """``dp, ddp: 32 x 8 -> 32 x 10``: what a device is given at once, and what it makes of it; a
+    line for each size.
+    """
     groups: dict[str, list[str]] = {}
     for row in found.measured:
         seen = () if row.glance is None else row.glance.devices
-        every = dict.fromkeys(f"{written(one.inputs)} -> {written(one.outputs)}" for one in seen if one.inputs)
+        every = dict.fromkeys(
+            f"{written(one.inputs)} -> {written(one.outputs)}" for one in seen if one.inputs
+        )
         if every:
             groups.setdefault(" and ".join(every), []).append(row.name)
     return [f"{', '.join(names)}: {sizes}" for sizes, names in groups.items()]
 
 
 def caveats_of(found: Comparison) -> list[str]:
-    """Where numbers are not those of one device, as the strategies say themselves: a line for each, with the rows."""
+    """Where numbers are not those of one device, as the strategies say themselves: a line for
+    each, with the rows.
+    """
     return _with_names({row.name: row.caveats for row in found.measured})
 
 
@@ -170,11 +215,16 @@ def plans_of(found: Comparison) -> list[str]:
 
 def _with_names(said: Mapping[str, Sequence[str]]) -> list[str]:
     every = dict.fromkeys(line for lines in said.values() for line in lines)
-    return [f"{', '.join(name for name, lines in said.items() if line in lines)}: {line}" for line in every]
+    return [
+        f"{', '.join(name for name, lines in said.items() if line in lines)}: {line}"
+        for line in every
+    ]
 
 
 def _table(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[str]:
-    """A line for each row; a name that is too long has one of its own, and in a narrow terminal each cell has."""
+    """A line for each row; a name that is too long has one of its own, and in a narrow terminal
+    each cell has.
+    """
     longest = max((len(row.name) for row in rows), default=0) + 1
     beside = min(max(longest, _BESIDE), width - sum(column.width for column in columns))
     lines = []
@@ -184,7 +234,11 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[s
         if not row.rates:
             lines += [row.name, *_wrapped(row.reason, width, "    ")]
         elif beside < _LEAST:
-            told = [f"    {column.head:<18} {column.cell(row)}" for column in columns if column.cell(row)]
+            told = [
+                f"    {column.head:<18} {column.cell(row)}"
+                for column in columns
+                if column.cell(row)
+            ]
             lines += [row.name, *told]
         else:
             name = row.name
@@ -197,13 +251,30 @@ def _table(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[s
 
 
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    return textwrap.wrap(text, max(20, width), initial_indent=indent, subsequent_indent=indent) or [""]
+    return textwrap.wrap(text, max(20, width), initial_indent=indent, subsequent_indent=indent) or [
+        ""
+    ]
 
 
 def csv_of(found: Comparison) -> str:
     """A line for each row, plain numbers; what failed has its reason."""
-    first = ("name", "strategy", "devices", "settings", "samples_per_second", "lowest", "highest", "speed_up")
-    more = ("against_all_cores", "efficiency", "largest_memory_bytes", "memory_bytes", "start_seconds")
+    first = (
+        "name",
+        "strategy",
+        "devices",
+        "settings",
+        "samples_per_second",
+        "lowest",
+        "highest",
+        "speed_up",
+    )
+    more = (
+        "against_all_cores",
+        "efficiency",
+        "largest_memory_bytes",
+        "memory_bytes",
+        "start_seconds",
+    )
     outcome = [column.head for column in outcome_columns(found)]
     out = io.StringIO()
     writer = csv.DictWriter(

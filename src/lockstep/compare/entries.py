@@ -1,10 +1,11 @@
-"""What a comparison measures: each strategy with each setting that is swept, and what it is held against.
+"""What a comparison measures: each strategy with each setting that is swept, and what it is held
+against.
 
 ::
 
-    single on one device             the "one device" of a speed-up: one CPU device where slots are the devices
-    single on all cores              only where slots are the devices: what the machine does without any strategy
-    dp, ddp, mp, pp, ...             on the devices that were asked for
+    single on one device  the "one device" of a speed-up: one CPU device where slots are the devices
+    single on all cores   only where slots are the devices: what the machine does without any strategy
+    dp, ddp, mp, pp, ...  on the devices that were asked for
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Way:
     @property
     def words(self) -> list[str]:
         """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
-        return option_words({"strategy": self.strategy, "devices": self.devices, **self.options, **self.settings})
+        return option_words(
+            {"strategy": self.strategy, "devices": self.devices, **self.options, **self.settings}
+        )
 
     def line(self, job: Job | JobFile) -> str:
         """What to paste, to train a job so."""
@@ -61,20 +64,33 @@ class Way:
         strategy = f'"{self.strategy}"'
         if self.options:
             kind, options = kind_of(self.strategy), _arguments(self.options)
-            strategy = f"{kind.__name__}({options})" if kind.name == self.strategy else f"named({strategy}, {options})"
-        return f"lockstep.train(job, strategy={strategy}, {_arguments({'devices': self.devices, **self.settings})})"
+            strategy = (
+                f"{kind.__name__}({options})"
+                if kind.name == self.strategy
+                else f"named({strategy}, {options})"
+            )
+        return (
+            f"lockstep.train(job, strategy={strategy}, "
+            f"{_arguments({'devices': self.devices, **self.settings})})"
+        )
 
 
 def job_words(job: JobFile) -> list[str]:
     """A job file and its parameters, as words of the command."""
     return [
         job.path,
-        *(word for name, value in written(job.parameters).items() for word in ("--set", f"{name}={value}")),
+        *(
+            word
+            for name, value in written(job.parameters).items()
+            for word in ("--set", f"{name}={value}")
+        ),
     ]
 
 
 def option_words(values: Mapping[str, Any]) -> list[str]:
-    """Settings of a job or of a strategy as words of the command: ``--batch-size 32 --channels-last``."""
+    """Settings of a job or of a strategy as words of the command: ``--batch-size 32
+    --channels-last``.
+    """
     words = []
     for name, value in values.items():
         words.append("--map" if name == "device_map" else f"--{name.replace('_', '-')}")
@@ -104,7 +120,9 @@ class Entry:
     way: Way
     devices: tuple[Device, ...]  # the devices themselves
     one: str  # the name of the row that is its one device
-    cores: str | None  # the name of the row that is all cores of the machine, where slots are the devices
+    cores: (
+        str | None
+    )  # the name of the row that is all cores of the machine, where slots are the devices
 
     @property
     def where(self) -> str:
@@ -156,7 +174,9 @@ def line_up(
             for more in _products(swept):
                 way = Way(name, where, settings, {**options, **more})
                 shown = {key: value for key, value in way.options.items() if key != "device_map"}
-                entries.append(Entry(_named(name, {**shown, **said}), "strategy", way, chosen, one, cores))
+                entries.append(
+                    Entry(_named(name, {**shown, **said}), "strategy", way, chosen, one, cores)
+                )
         for peer in peers:
             name = _named(f"{peer} by hand", said)
             entries.append(Entry(name, "peer", Way(peer, where, settings), chosen, one, cores))
@@ -167,7 +187,9 @@ def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     """The name of a strategy, and its settings as far as they aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
     usual = chosen.usual().items()
-    return chosen.name, {name: getattr(chosen, name) for name, value in usual if getattr(chosen, name) != value}
+    return chosen.name, {
+        name: getattr(chosen, name) for name, value in usual if getattr(chosen, name) != value
+    }
 
 
 def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[Entry]:
@@ -175,7 +197,16 @@ def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[En
     first = chosen[0]
     if not first.is_slot:
         name = _named("single", settings)
-        return [Entry(name, "one device", Way("single", first_of(chosen, 1), settings), (first,), name, None)]
+        return [
+            Entry(
+                name,
+                "one device",
+                Way("single", first_of(chosen, 1), settings),
+                (first,),
+                name,
+                None,
+            )
+        ]
     every = _devices.slots(1)
     whole_way = Way("single", "1xcpu", settings)
     name = _named(f"single, {counted(first.threads, 'core')}", settings)
@@ -204,7 +235,9 @@ def _products(values: Sweep) -> list[dict[str, Any]]:
 
 
 def _takes(strategy: str, key: str) -> bool:
-    """Whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one micro-batch."""
+    """Whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one
+    micro-batch.
+    """
     return key in kind_of(strategy).choices()
 
 
@@ -215,10 +248,20 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
         having = [name for name in strategies if _takes(name, key)]
         if not having and key not in SETTINGS and key != "devices":
             if others := [name for name in STRATEGIES if _takes(name, key)]:
-                raise InputError(f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here")
-            every = sorted({"devices", *SETTINGS, *(key for name in strategies for key in kind_of(name).choices())})
+                raise InputError(
+                    f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared "
+                    "here"
+                )
+            every = sorted(
+                {
+                    "devices",
+                    *SETTINGS,
+                    *(key for name in strategies for key in kind_of(name).choices()),
+                }
+            )
             raise InputError(
-                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a parameter '
+                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a '
+                "parameter "
                 f"of the job function is the same for all, by --set); {nearest(key, every)}"
             )
         if not values:
@@ -226,5 +269,9 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
         if key in SETTINGS:
             found[key] = [checked_setting(key, value) for value in values]
         else:
-            found[key] = [getattr(named(having[0], **{key: v}), key) for v in values] if having else list(values)
+            found[key] = (
+                [getattr(named(having[0], **{key: v}), key) for v in values]
+                if having
+                else list(values)
+            )
     return found

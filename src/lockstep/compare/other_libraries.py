@@ -1,7 +1,9 @@
-"""Peers: the same job by other means, each as a person would write it, started by torchrun in fresh processes.
+"""Peers: the same job by other means, each as a person would write it, started by torchrun in fresh
+processes.
 
-They have the same model, loss, optimizer, dataset and global batch; the loop, the sampler and what moves gradients are
-theirs. Their sampler gives other batches than ours, so their numbers aren't held against anybody's.
+They have the same model, loss, optimizer, dataset and global batch; the loop, the sampler and what
+moves gradients are theirs. Their sampler gives other batches than ours, so their numbers aren't
+held against anybody's.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ def check_peers(names: Sequence[str]) -> tuple[str, ...]:
         if name not in PACKAGES:
             raise InputError(f'there is no peer "{name}": {nearest(name, list(PACKAGES))}')
         if importlib.util.find_spec(PACKAGES[name]) is None:
-            raise InputError(f"{name} isn't installed here: pip install {PACKAGES[name]}, or leave it out")
+            raise InputError(
+                f"{name} isn't installed here: pip install {PACKAGES[name]}, or leave it out"
+            )
     return tuple(names)
 
 
@@ -49,7 +53,8 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
     """Time a peer as ``timed_run.attempt`` times a way.
 
     Raises:
-        InputError: the loop by hand hasn't got a setting of the job, or the job can't be sent to other processes.
+        InputError: the loop by hand hasn't got a setting of the job, or the job can't be sent to
+            other processes.
         RunError: it failed.
     """
     source = with_settings(job, entry.way.settings)
@@ -57,17 +62,28 @@ def attempt_peer(job: Job | JobFile, entry: Entry, *, seconds: float) -> Tried:
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
         plan, out = Path(folder, "plan"), Path(folder, "found.json")
         try:
-            plan.write_bytes(cloudpickle.dumps((entry.way.strategy, source, entry.devices, seconds)))
+            plan.write_bytes(
+                cloudpickle.dumps((entry.way.strategy, source, entry.devices, seconds))
+            )
         except Exception as error:
-            raise InputError(f"{entry.name}: the job can't be sent to other processes: {error}") from error
+            raise InputError(
+                f"{entry.name}: the job can't be sent to other processes: {error}"
+            ) from error
         asked = now()
         _run(entry, plan, out)
         found = json.loads(out.read_text())
-    return Tried(found["rate"], found["first"], tuple(found["peaks"]), started=found["started"] - asked)
+    return Tried(
+        found["rate"], found["first"], tuple(found["peaks"]), started=found["started"] - asked
+    )
 
 
 def _refuse(job: Job) -> None:
-    usual = {"accumulate": 1, "sync_batchnorm": False, "compile": False, "activation_checkpointing": None}
+    usual = {
+        "accumulate": 1,
+        "sync_batchnorm": False,
+        "compile": False,
+        "activation_checkpointing": None,
+    }
     for name, value in usual.items():
         if getattr(job, name) != value:
             raise InputError(f"{name}: the loop by hand hasn't got it")
@@ -85,9 +101,22 @@ def _run(entry: Entry, plan: Path, out: Path) -> None:
         mine = [str(d.index) if numbers is None else numbers[d.index] for d in entry.devices]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={len(entry.devices)}"]
-    command = [sys.executable, "-m", *torchrun, "-m", "lockstep.compare.other_library_loop", str(plan), str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        *torchrun,
+        "-m",
+        "lockstep.compare.other_library_loop",
+        str(plan),
+        str(out),
+    ]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         _, errors = process.communicate()
@@ -96,7 +125,12 @@ def _run(entry: Entry, plan: Path, out: Path) -> None:
             os.killpg(process.pid, signal.SIGTERM)
         process.wait()
         raise
-    # A rank that leaves gloo's group a moment after the other may abort there; by then all is done and written.
+    # A rank that leaves gloo's group a moment after the other may abort there; by then all is done
+    # and written.
     if not out.is_file():
-        said = re.search(r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE)
-        raise RunError(f"{entry.name}: {said[1] if said else f'it ended with {process.returncode}'}")
+        said = re.search(
+            r"^(?:\[rank\d+\]: )?([\w.]*(?:Error|Exception)\b.*)$", errors, re.MULTILINE
+        )
+        raise RunError(
+            f"{entry.name}: {said[1] if said else f'it ended with {process.returncode}'}"
+        )

@@ -36,7 +36,9 @@ from lockstep.tensors.seeding import seed_all
 
 
 class Parts(NamedTuple):
-    """What a peer makes of a job: model, optimizer and loader are wrapped, ``backward`` is called with the loss."""
+    """What a peer makes of a job: model, optimizer and loader are wrapped, ``backward`` is
+    called with the loss.
+    """
 
     model: Any
     optimizer: Any
@@ -54,7 +56,9 @@ def main() -> None:
     job = the_job(source)
     where = device.torch
     if not device.is_slot:
-        if device.type == "cuda":  # whose numbers count within CUDA_VISIBLE_DEVICES, which names the ranks' alone
+        if (
+            device.type == "cuda"
+        ):  # whose numbers count within CUDA_VISIBLE_DEVICES, which names the ranks' alone
             where = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.accelerator.set_device_index(where.index)
     parts = _BY_NAME[name](job, where, len(devices))
@@ -67,11 +71,16 @@ def main() -> None:
     mine = World(devices=(Device(device.type, where.index or 0, device.cores),))
     peaks = [byte for of in _of_all(peak_memory(mine)) for byte in of]
     if rank == 0:
-        out.write_text(json.dumps({"rate": rate * len(devices), "first": first, "started": started, "peaks": peaks}))
+        out.write_text(
+            json.dumps(
+                {"rate": rate * len(devices), "first": first, "started": started, "peaks": peaks}
+            )
+        )
     batches.close()
     if dist.is_initialized():
         dist.barrier()
-    # Threads of gloo's now and then hold up or abort a process that goes away with its group; all is written here.
+    # Threads of gloo's now and then hold up or abort a process that goes away with its group; all
+    # is written here.
     os._exit(0)
 
 
@@ -131,21 +140,27 @@ def _model_of(job: Job) -> nn.Module:
 
 def _optimizer_of(job: Job, model: nn.Module) -> torch.optim.Optimizer:
     if isinstance(job.optimizer, Mapping):
-        raise InputError("step: other libraries have no such function: compare a job with step= without peers")
+        raise InputError(
+            "step: other libraries have no such function: compare a job with step= without peers"
+        )
     return job.optimizer([(name, p) for name, p in model.named_parameters() if p.requires_grad])
 
 
 def _dataset_of(job: Job) -> Any:
     data = resolve(job.train_data, World(devices=_devices.slots(1)), "train_data")
     if is_stream(data):
-        raise InputError("train_data: the loop by hand needs a dataset with a length, and this is a stream")
+        raise InputError(
+            "train_data: the loop by hand needs a dataset with a length, and this is a stream"
+        )
     return data
 
 
 def _loader_of(job: Job, data: Any, ranks: int, **named: Any) -> DataLoader[Any]:
     """A loader of a rank's share, by the job's own settings."""
     size = max(1, job.batch_size // ranks)
-    return DataLoader(data, batch_size=size, collate_fn=job.collate, num_workers=job.loader_workers or 0, **named)
+    return DataLoader(
+        data, batch_size=size, collate_fn=job.collate, num_workers=job.loader_workers or 0, **named
+    )
 
 
 def _endless(loader: Any) -> Generator[Any]:
@@ -155,7 +170,9 @@ def _endless(loader: Any) -> Generator[Any]:
         yield from loader
 
 
-def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, count: int) -> tuple[float, int]:
+def _timed(
+    job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, count: int
+) -> tuple[float, int]:
     """Seconds for so many updates, the same on every rank, and this rank's samples in them."""
     mixed = job.precision == "bf16"
     start = time.perf_counter()
@@ -165,14 +182,20 @@ def _timed(job: Job, parts: Parts, batches: Iterator[Any], where: torch.device, 
         inputs = to_device(inputs, where, None, channels_last=job.channels_last)
         targets = to_device(targets, where, None)
         parts.optimizer.zero_grad()
-        with torch.autocast(where.type, dtype=torch.bfloat16) if mixed else contextlib.nullcontext():
+        with (
+            torch.autocast(where.type, dtype=torch.bfloat16) if mixed else contextlib.nullcontext()
+        ):
             found = job.loss(call(parts.model, inputs), targets)
         loss = found[0] / found[1] if isinstance(found, tuple) else found
         parts.backward(loss)
         if job.clip_norm is not None:
             nn.utils.clip_grad_norm_(parts.model.parameters(), job.clip_norm)
         parts.optimizer.step()
-        samples += len(targets) if hasattr(targets, "__len__") else job.batch_size // int(os.environ["WORLD_SIZE"])
+        samples += (
+            len(targets)
+            if hasattr(targets, "__len__")
+            else job.batch_size // int(os.environ["WORLD_SIZE"])
+        )
     if where.type != "cpu":
         torch.accelerator.synchronize()
     return max(_of_all(time.perf_counter() - start)), samples

@@ -28,17 +28,30 @@ class Row:
     line: str  # what trains the job so; "" where there is no such line
     one: str
     cores: str | None
-    rates: Sequence[float] = field(default_factory=list)  # samples/s, round by round; empty where it failed
+    rates: Sequence[float] = field(
+        default_factory=list
+    )  # samples/s, round by round; empty where it failed
     reason: str = ""  # why it failed
-    started: float | None = None  # seconds from asking until the first update was done; the median of all rounds
-    peaks: Sequence[int] = field(default_factory=list)  # bytes that each process, or each accelerator, held at most
-    caveats: Sequence[str] = field(default_factory=list)  # where results differ from single-device training
-    plans: Sequence[str] = field(default_factory=list)  # what was chosen for it: the stages of a pipeline, say
+    started: float | None = (
+        None  # seconds from asking until the first update was done; the median of all rounds
+    )
+    peaks: Sequence[int] = field(
+        default_factory=list
+    )  # bytes that each process, or each accelerator, held at most
+    caveats: Sequence[str] = field(
+        default_factory=list
+    )  # where results differ from single-device training
+    plans: Sequence[str] = field(
+        default_factory=list
+    )  # what was chosen for it: the stages of a pipeline, say
     agreement: Agreement | None = None
     glance: Glance | None = None
-    history: Sequence[dict[str, Any]] = field(default_factory=list)  # with ``epochs``, a record for each
+    history: Sequence[dict[str, Any]] = field(
+        default_factory=list
+    )  # with ``epochs``, a record for each
     run: str = ""  # the folder of that training
-    system: float = 0.0  # the part of the (first) process's processor time that the system took; the median of rounds
+    # the part of the (first) process's processor time that the system took; the median of rounds
+    system: float = 0.0
 
     @property
     def timing(self) -> Timing:
@@ -54,17 +67,24 @@ class Row:
 
     @property
     def clocked(self) -> float:
-        """Seconds of an update that was clocked, the mean over ranks or replicas; 0 where that isn't known."""
+        """Seconds of an update that was clocked, the mean over ranks or replicas; 0 where that
+        isn't known.
+        """
         times = () if self.glance is None else self.glance.times
         return statistics.fmean(one.step for one in times) if times else 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """The parts of a step (computing, ...), of all ranks or replicas together; empty where that isn't known."""
+        """The parts of a step (computing, ...), of all ranks or replicas together; empty where
+        that isn't known.
+        """
         if self.glance is None or not self.clocked:
             return {}
         times = self.glance.times
-        return {kind: statistics.fmean(one.kinds[kind] for one in times) / self.clocked for kind in times[0].kinds}
+        return {
+            kind: statistics.fmean(one.kinds[kind] for one in times) / self.clocked
+            for kind in times[0].kinds
+        }
 
 
 @dataclass(frozen=True)
@@ -105,7 +125,9 @@ class Comparison:
         return int(row.settings.get("batch_size", self.batch_size))
 
     def speed_up(self, row: Row) -> Timing | None:
-        """How many times as fast as one of its devices it is, from each round; None where either failed."""
+        """How many times as fast as one of its devices it is, from each round; None where either
+        failed.
+        """
         return self._ratio(row, row.one)
 
     def against_cores(self, row: Row) -> Timing | None:

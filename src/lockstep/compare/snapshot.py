@@ -1,7 +1,8 @@
-"""A glance at a few updates of a trial: what each device sees and holds of a batch, and where its time goes.
+"""A glance at a few updates of a trial: what each device sees and holds of a batch, and where its
+time goes.
 
-The first update is listened to (sizes, sample ids); some later ones are clocked as a profile clocks them, without a
-trace. The timed updates lie between, and have nothing of either.
+The first update is listened to (sizes, sample ids); some later ones are clocked as a profile clocks
+them, without a trace. The timed updates lie between, and have nothing of either.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ class Seen:
     """What a device sees of the first global batch."""
 
     device: str
-    samples: Sequence[int] | None  # indices in the dataset of its share, in order; None where not known (a stream)
+    samples: (
+        Sequence[int] | None
+    )  # indices in the dataset of its share, in order; None where not known (a stream)
     inputs: dict[str, Any]  # the shape of each tensor, of the first micro-batch, by the way to it
     outputs: dict[str, Any]
 
@@ -36,15 +39,22 @@ class Seen:
 class Glance:
     """What was seen of some updates."""
 
-    # What each device sees; those without a sample are left out. Where devices hold layers there is one entry, named
-    # after all of them: each micro-batch goes through them all.
+    # What each device sees; those without a sample are left out. Where devices hold layers there is
+    # one entry, named after all of them: each micro-batch goes through them all.
     devices: Sequence[Seen]
     inputs: dict[str, Any]  # the shape of each tensor of the global batch
     outputs: dict[str, Any]
-    times: Sequence[TimesOf]  # the mean update of each rank or replica; empty where that isn't known
-    overlaps: bool  # whether gradients were summed while backward ran: only the rest of it counts as communicating
-    moved: int | None  # bytes that a device gives to the others in an update; None where that isn't known
-    timelines: dict[str, Any] = field(default_factory=dict)  # by title, when stages computed (``Timeline.plain``)
+    times: Sequence[
+        TimesOf
+    ]  # the mean update of each rank or replica; empty where that isn't known
+    # whether gradients were summed while backward ran: only the rest of it counts as communicating
+    overlaps: bool
+    moved: (
+        int | None
+    )  # bytes that a device gives to the others in an update; None where that isn't known
+    timelines: dict[str, Any] = field(
+        default_factory=dict
+    )  # by title, when stages computed (``Timeline.plain``)
 
 
 class Onlooker:
@@ -84,7 +94,9 @@ class Onlooker:
         known = not is_staged or len(tracks) == world.layout.devices
         times = list(times_of(tracks, one_clock=world.nodes == 1)) if known else []
         moved = step.bytes_communicated()
-        return Glance(devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, moved, timelines)
+        return Glance(
+            devices, shapes["inputs"], shapes["outputs"], times, clock.overlaps, moved, timelines
+        )
 
 
 def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> Clock:

@@ -51,11 +51,15 @@ class Tried:
     fused: bool = False  # whether the optimizer's implementation is a fused one
     convolves: bool = False  # whether the model has convolutions, whose weights have a layout
     dtype: torch.dtype = torch.float32  # the format of the parameters
-    workers: int | None = None  # of each rank's loader; None where they would only slow it down (a dataset of tensors)
+    workers: int | None = (
+        # of each rank's loader; None where they would only slow it down (a dataset of tensors)
+        None
+    )
     caveats: tuple[Caveat, ...] = ()  # where results differ from single-device training
     plans: tuple[str, ...] = ()  # what was chosen for it: the stages of a pipeline, say
     started: float = 0.0  # seconds from asking for the trial until the first update was done
-    system: float = 0.0  # the part of this process's processor time that the system took, while updates were timed
+    # the part of this process's processor time that the system took, while updates were timed
+    system: float = 0.0
     glance: Glance | None = None  # what was seen of some updates, where that was asked for
 
     @property
@@ -65,22 +69,33 @@ class Tried:
 
 
 def attempt(
-    job: Job | JobFile, way: Way, *, seconds: float, patience: float | None = None, looks: bool = False
+    job: Job | JobFile,
+    way: Way,
+    *,
+    seconds: float,
+    patience: float | None = None,
+    looks: bool = False,
 ) -> Tried:
     """Try a way to train, in processes that end with the trial.
 
-    The timed updates take so many seconds at least; where the first one takes longer than ``patience``, and so does the
-    second, its rate is the trial's. One that ``looks`` goes on with a few more: what each device sees, and where its
-    time goes.
+    The timed updates take so many seconds at least; where the first one takes longer than
+    ``patience``, and so does the second, its rate is the trial's. One that ``looks`` goes on with a
+    few more: what each device sees, and where its time goes.
 
     Raises:
         LockstepError: this way is refused, or fails.
     """
-    return in_fresh_processes(_tried, job, way, asked=now(), seconds=seconds, patience=patience, looks=looks)
+    return in_fresh_processes(
+        _tried, job, way, asked=now(), seconds=seconds, patience=patience, looks=looks
+    )
 
 
-def in_fresh_processes(function: Callable[..., T], job: Job | JobFile, way: Way, **settings: Any) -> T:
-    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the way; gives rank 0's result."""
+def in_fresh_processes(
+    function: Callable[..., T], job: Job | JobFile, way: Way, **settings: Any
+) -> T:
+    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the way;
+    gives rank 0's result.
+    """
     chosen = _devices.parse(way.devices)
     strategy = choose(way.strategy, chosen, **way.options)
     is_one = needs_one_process(strategy, chosen)
@@ -129,11 +144,15 @@ def _tried(
     data = resolve(job.train_data, world, "train_data")
     strategy = strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)
-    step.last_look = min(step.last_look, 1)  # the later ones are few in a training, and many in the updates of a turn
+    step.last_look = min(
+        step.last_look, 1
+    )  # the later ones are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if looks else None
-    first, size = _timed(step, batches if onlooker is None else onlooker.first(batches), 1, job.seed)
+    first, size = _timed(
+        step, batches if onlooker is None else onlooker.first(batches), 1, job.seed
+    )
     started, last = now() - asked, first
     if patience is not None and first >= patience:  # kernels of another format are made once
         last, size = _timed(step, batches, 1, job.seed)
@@ -176,7 +195,9 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
         return None
     if job.loader_workers is not None:
         return job.loader_workers
-    return workers_here(data, world, readers=world.data.local_batches, on_accelerator=not world.device.is_slot)
+    return workers_here(
+        data, world, readers=world.data.local_batches, on_accelerator=not world.device.is_slot
+    )
 
 
 def _endless(loader: Any) -> Generator[Batch]:

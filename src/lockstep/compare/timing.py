@@ -30,7 +30,9 @@ class Timing:
         return min(self.rates), max(self.rates)
 
     def over(self, other: Timing) -> Timing:
-        """How many times the other's rate this one is: a ratio from each round, so that drift cancels."""
+        """How many times the other's rate this one is: a ratio from each round, so that drift
+        cancels.
+        """
         return Timing([mine / its for mine, its in zip(self.rates, other.rates, strict=True)])
 
     def __str__(self) -> str:
@@ -56,9 +58,11 @@ def in_turns(
     warm_up: int = 1,
     told: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
-    """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate (more is faster).
+    """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate
+    (more is faster).
 
-    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is called with a line.
+    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is
+    called with a line.
     """
     rates: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(-warm_up, rounds):
@@ -68,5 +72,8 @@ def in_turns(
         for name, rate in taken.items():
             rates[name].append(rate)
         if told is not None:
-            told(f"round {turn + 1}/{rounds}: " + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items()))
+            told(
+                f"round {turn + 1}/{rounds}: "
+                + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items())
+            )
     return {name: Timing(values) for name, values in rates.items()}

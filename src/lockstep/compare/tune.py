@@ -1,13 +1,14 @@
-"""Tune: which settings make a job faster on this machine, by short timed turns of each against the best so far.
+"""Tune: which settings make a job faster on this machine, by short timed turns of each against the
+best so far.
 
 ::
 
     as it is -> strategy and devices -> layout -> optimizer -> loading -> memory        numbers kept
                                                                   |-> precision -> compile     rounding changed
 
-On accelerators precision and compile come first: they gain the most there, and which layout and how many loader workers
-are best depends on them. What gains is kept for what comes after it. Nothing is switched on: the person gets the line
-to paste.
+On accelerators precision and compile come first: they gain the most there, and which layout and how
+many loader workers are best depends on them. What gains is kept for what comes after it. Nothing is
+switched on: the person gets the line to paste.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ _HOPELESS = 0.8
 """What comes out below that share of the best in its first turn isn't timed again."""
 
 _PATIENCE = 4.0
-"""How many times as long as the best's first update a first one may take, and after that the second."""
+"""How many times as long as the best's first update a first one may take, and after that the
+second.
+"""
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,12 @@ class Tuning:
 
     Attributes:
         start: the job as it is.
-        kept: with what gained and keeps the numbers; ``start`` where that was not faster in the end.
-        changed: with what gained and changes rounding too; ``kept`` where that was not faster in the end.
-        gain_kept: of ``kept`` against ``start``, measured once more at the end; None where nothing is recommended.
+        kept: with what gained and keeps the numbers; ``start`` where that was not faster in the
+            end.
+        changed: with what gained and changes rounding too; ``kept`` where that was not faster in
+            the end.
+        gain_kept: of ``kept`` against ``start``, measured once more at the end; None where nothing
+            is recommended.
         gain_changed: of ``changed`` against ``start``.
         rows: every setting that was tried.
     """
@@ -106,12 +112,14 @@ def tune(
     told: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Tuning:
-    """Try, in short timed turns on this machine, what makes a job faster. Nothing of the job is changed.
+    """Try, in short timed turns on this machine, what makes a job faster. Nothing of the job is
+    changed.
 
     Args:
         job: as in ``train``.
         strategy: try only this one; None tries ``dp`` and ``ddp``, and one device.
-        devices: those that may be used: ``"auto"`` are all accelerators, or as many slots as there are cores.
+        devices: those that may be used: ``"auto"`` are all accelerators, or as many slots as there
+            are cores.
         rounds: how many turns each setting gets against the best before it.
         seconds: how long the timed updates of a turn take at least.
         told: called with each line of the report; None for silence.
@@ -122,7 +130,10 @@ def tune(
         LockstepError: the job as it is fails.
     """
     if started_as_rank():
-        raise DeviceError("tune tries the settings of one machine, in processes of its own: start it without torchrun")
+        raise DeviceError(
+            "tune tries the settings of one machine, in processes of its own: start it without "
+            "torchrun"
+        )
     source = with_settings(as_job(job), settings)
     devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices)
@@ -140,7 +151,12 @@ class _Search:
     """The best way so far, and what was tried."""
 
     def __init__(
-        self, job: Job | JobFile, start: Way, rounds: int, seconds: float, told: Callable[[str], None]
+        self,
+        job: Job | JobFile,
+        start: Way,
+        rounds: int,
+        seconds: float,
+        told: Callable[[str], None],
     ) -> None:
         self.job = job
         self.settings = the_job(job)  # for the values that it has itself
@@ -154,16 +170,27 @@ class _Search:
     def through(self, strategy: str | None, chosen: tuple[Device, ...], count: int) -> Tuning:
         """All stages, one after the other; ``count`` devices may be used."""
         turns = counted(self.rounds, "turn")
-        self.told(f"each setting in {turns} against the best before it; + is kept for those that follow")
+        self.told(
+            f"each setting in {turns} against the best before it; + is kept for those that follow"
+        )
         self.best = self.attempt(self.start)
         self.told(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
         for caveat in self.best.caveats:
             self.below(str(caveat))
-        self.told("\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory")
+        self.told(
+            "\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory"
+        )
         placed = _placements(strategy, chosen, count, self.settings.batch_size)
-        self.stage("devices", {f"{way.strategy} on {way.devices}": way for way in placed if way != self.start})
+        self.stage(
+            "devices",
+            {f"{way.strategy} on {way.devices}": way for way in placed if way != self.start},
+        )
         if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
-            self.stage("batch norm", {"sync_batchnorm": self.way.replace(sync_batchnorm=True)}, only_told=True)
+            self.stage(
+                "batch norm",
+                {"sync_batchnorm": self.way.replace(sync_batchnorm=True)},
+                only_told=True,
+            )
         on_slots = chosen[0].is_slot
         if not on_slots:
             self.change_rounding(chosen[0].type, strategy)
@@ -171,10 +198,16 @@ class _Search:
         self.effect = "numbers kept"
         if self.best.convolves:
             self.switch("layout", "channels_last")
-        self.stage("optimizer", {f"fused={not self.best.fused}".lower(): self.way.replace(fused=not self.best.fused)})
+        self.stage(
+            "optimizer",
+            {f"fused={not self.best.fused}".lower(): self.way.replace(fused=not self.best.fused)},
+        )
         if (workers := self.best.workers) is not None:
             others = sorted({0, workers // 2, workers + max(1, workers // 2)} - {workers})
-            self.stage("loading", {f"loader_workers={n}": self.way.replace(loader_workers=n) for n in others})
+            self.stage(
+                "loading",
+                {f"loader_workers={n}": self.way.replace(loader_workers=n) for n in others},
+            )
         if not on_slots:
             kept = {k: v for k, v in self.way.settings.items() if k not in ("precision", "compile")}
             return self.confirmed(replace(self.way, settings=kept))
@@ -190,14 +223,23 @@ class _Search:
         names = [name for name in formats(kind, self.best.dtype) if name != self.settings.precision]
         other_layout = kind != "cpu" and self.best.convolves and not self.settings.channels_last
         ways = {}
-        for name in names:  # (convolutions gain little by a narrow format in the layout they have, or lose)
+        for name in (
+            names
+        ):  # (convolutions gain little by a narrow format in the layout they have, or lose)
             more = {"channels_last": True} if other_layout and name in ("bf16", "fp16") else {}
             ways[", ".join((f"precision={name}", *more))] = self.way.replace(precision=name, **more)
         self.stage("precision", ways)
         if not self.settings.compile:
-            modes = compilations(kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp")
-            ways = {"compile" if m is True else f"compile={m}": self.way.replace(compile=m) for m in modes}
-            if self.way.strategy == "dp" and strategy is None:  # whose threads can't compile all that processes can
+            modes = compilations(
+                kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp"
+            )
+            ways = {
+                "compile" if m is True else f"compile={m}": self.way.replace(compile=m)
+                for m in modes
+            }
+            if (
+                self.way.strategy == "dp" and strategy is None
+            ):  # whose threads can't compile all that processes can
                 ways["compile, ddp"] = replace(ways["compile"], strategy="ddp")
             self.stage("compile", ways)
 
@@ -210,7 +252,9 @@ class _Search:
         self.stage(stage, {name if value else f"{name}=false": self.way.replace(**{name: value})})
 
     def stage(self, stage: str, ways: Mapping[str, Way], *, only_told: bool = False) -> None:
-        """Try these in turns with the best so far; the fastest of them takes its place, where it gains."""
+        """Try these in turns with the best so far; the fastest of them takes its place, where it
+        gains.
+        """
         alive = dict(ways)
         mine: list[float] = []
         tries: dict[str, list[Tried]] = {setting: [] for setting in ways}
@@ -220,7 +264,9 @@ class _Search:
                 break
             mine.append(self.attempt(self.way).rate)
             for setting, way in list(alive.items()):
-                patience = None if turn or "compile" in way.settings else _PATIENCE * self.best.first
+                patience = (
+                    None if turn or "compile" in way.settings else _PATIENCE * self.best.first
+                )
                 try:
                     tries[setting].append(self.attempt(way, patience))
                 except LockstepError as error:
@@ -228,13 +274,19 @@ class _Search:
                     del alive[setting]
             if turn == 0:
                 highest = max([mine[0], *(tries[setting][0].rate for setting in alive)])
-                alive = {s: way for s, way in alive.items() if tries[s][0].rate >= _HOPELESS * highest}
+                alive = {
+                    s: way for s, way in alive.items() if tries[s][0].rate >= _HOPELESS * highest
+                }
         gains = {
             setting: Timing([tried.rate for tried in its]).over(Timing(mine[: len(its)]))
             for setting, its in tries.items()
             if setting not in failed
         }
-        good = [s for s in alive if gains[s].median >= _TAKEN and gains[s].spread[0] > 1.0 and not only_told]
+        good = [
+            s
+            for s in alive
+            if gains[s].median >= _TAKEN and gains[s].spread[0] > 1.0 and not only_told
+        ]
         taken = max(good, key=lambda setting: gains[setting].median, default=None)
         for setting, gain in gains.items():
             its = tries[setting]
@@ -302,23 +354,30 @@ class _Search:
 
 
 def formats(kind: str, held: torch.dtype) -> list[str]:
-    """The formats to try on devices of a type, in this order, for parameters that are held in one."""
+    """The formats to try on devices of a type, in this order, for parameters that are held in
+    one.
+    """
     wide = ["tf32"] if kind in ROUNDING else []
     narrow = ["fp32"] if held == torch.float64 else [] if kind == "cpu" else ["fp16"]
     return [*wide, "bf16", *narrow]
 
 
 def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
-    """The values of ``compile`` to try on devices of a type, CUDA graphs only where they can be captured."""
+    """The values of ``compile`` to try on devices of a type, CUDA graphs only where they can be
+    captured.
+    """
     if kind == "cpu":
         return [True]
     return [True, *GRAPHED] if kind == "cuda" and graphs else [True, "max-autotune-no-cudagraphs"]
 
 
-def _placements(strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int) -> list[Way]:
+def _placements(
+    strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int
+) -> list[Way]:
     """One device, and each exact strategy on 2, 4, ... and all ``count`` of them."""
     counts = sorted({2**k for k in range(1, count.bit_length()) if 2**k <= count} | {count})
-    # Those that split layers or shard them are for models too large for one device: only where they are asked for.
+    # Those that split layers or shard them are for models too large for one device: only where they
+    # are asked for.
     names = [
         name
         for name, kind in STRATEGIES.items()
@@ -340,7 +399,9 @@ def _ratio(gain: Timing) -> str:
 
 
 def _in_lines(command: str, width: int = 120) -> str:
-    """A command in lines that a shell joins, none longer than ``width``, as far as its words are shorter."""
+    """A command in lines that a shell joins, none longer than ``width``, as far as its words are
+    shorter.
+    """
     lines = [" "]
     for word in map(shlex.quote, shlex.split(command)):
         if len(f"{lines[-1]} {word} \\") > width:

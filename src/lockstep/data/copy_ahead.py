@@ -3,8 +3,8 @@
     copying stream     | copy 0 | copy 1 |       | copy 2 |
     computing stream            | step 0         | step 1         | ...
 
-A copy from pageable memory would wait for all that the device was given, so what isn't pinned yet is. The micro-batches
-of a batch are copied together.
+A copy from pageable memory would wait for all that the device was given, so what isn't pinned yet
+is. The micro-batches of a batch are copied together.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from lockstep.data.shares import Batch, Part
 from lockstep.tensors.pytree import each, may_pin, tensors
 
 
-def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device], pin: bool) -> Iterator[Batch]:
+def copied_ahead(
+    batches: Iterator[Batch], places: Sequence[torch.device], pin: bool
+) -> Iterator[Batch]:
     """The same batches on the accelerators of this process.
 
     Args:
         batches: of a loader.
-        places: where the shares go; of a batch without shares, inputs to the first and targets to the last.
+        places: where the shares go; of a batch without shares, inputs to the first and targets to
+            the last.
         pin: whether to copy through pinned memory.
     """
     if not may_pin(places[0]):
@@ -49,7 +52,9 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device], pin: 
         yield _received(*before)
 
 
-def _by_place(batch: Batch, places: Sequence[torch.device]) -> dict[torch.device, list[list[tuple[Part, str]]]]:
+def _by_place(
+    batch: Batch, places: Sequence[torch.device]
+) -> dict[torch.device, list[list[tuple[Part, str]]]]:
     """For each device the fields of parts that go there, those of all micro-batches together."""
     found: dict[torch.device, list[list[tuple[Part, str]]]] = {place: [] for place in places}
     for i, parts in enumerate([batch.parts] if batch.shares is None else batch.shares):
@@ -63,9 +68,15 @@ def _move(fields: list[list[tuple[Part, str]]], place: torch.device, pin: bool) 
     for together in fields:
         every = [list(tensors(getattr(part, field))) for part, field in together]
         kinds = [
-            [(tensor.shape[1:], tensor.dtype, tensor.is_cpu and tensor.dim() > 0) for tensor in own] for own in every
+            [(tensor.shape[1:], tensor.dtype, tensor.is_cpu and tensor.dim() > 0) for tensor in own]
+            for own in every
         ]
-        if len(every) > 1 and kinds[0] and all(kind == kinds[0] for kind in kinds) and all(k[2] for k in kinds[0]):
+        if (
+            len(every) > 1
+            and kinds[0]
+            and all(kind == kinds[0] for kind in kinds)
+            and all(k[2] for k in kinds[0])
+        ):
             by_tensor = [_rows_moved(rows, place, pin) for rows in zip(*every, strict=True)]
             moved = [list(own) for own in zip(*by_tensor, strict=True)]
         else:
@@ -92,7 +103,9 @@ def _moved(tensor: Tensor, place: torch.device, pin: bool) -> Tensor:
 
 
 def _received(batch: Batch, done: dict[torch.device, Any]) -> Batch:
-    """Let the computing streams wait for the copies, and keep their memory from being given away before it is used."""
+    """Let the computing streams wait for the copies, and keep their memory from being given away
+    before it is used.
+    """
     computing = {place: torch.accelerator.current_stream(place) for place in done}
     for place, event in done.items():
         computing[place].wait_event(event)

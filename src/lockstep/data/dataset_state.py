@@ -1,7 +1,7 @@
 """The state of a dataset that has one, so that a resumed training goes on in it.
 
-``state_dict()`` and ``load_state_dict(state)``, as torchdata and ``datasets`` have them; ``state_dict`` of MosaicML's
-StreamingDataset takes the number of samples that were used.
+``state_dict()`` and ``load_state_dict(state)``, as torchdata and ``datasets`` have them;
+``state_dict`` of MosaicML's StreamingDataset takes the number of samples that were used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def load_state(dataset: Any, state: Any, name: str) -> None:
 
 
 def forgets_samples(dataset: Any) -> bool:
-    """Whether its state lacks samples that it has read: those in a shuffle buffer of ``datasets``."""
+    """Whether its state lacks samples that it has read: those in a shuffle buffer of
+    ``datasets``.
+    """
     todo = [getattr(dataset, "_ex_iterable", None)]
     while todo:
         if (one := todo.pop()) is None:

@@ -1,9 +1,10 @@
 """Samples made into (inputs, targets), with random numbers that belong to the sample.
 
-An augmentation draws from torch's, ``random``'s or numpy's global generator. Before each sample these are seeded by
-(seed, epoch, index of the sample), so that it comes out the same whichever rank or loader worker makes it, in a batch
-of any size. A dataset that hands out whole batches (``TensorDataset``, ``__getitems__``) is asked for whole batches as
-long as it draws nothing, which is seen by the generators' states.
+An augmentation draws from torch's, ``random``'s or numpy's global generator. Before each sample
+these are seeded by (seed, epoch, index of the sample), so that it comes out the same whichever rank
+or loader worker makes it, in a batch of any size. A dataset that hands out whole batches
+(``TensorDataset``, ``__getitems__``) is asked for whole batches as long as it draws nothing, which
+is seen by the generators' states.
 """
 
 from __future__ import annotations
@@ -33,13 +34,17 @@ Pair = tuple[Any, Any]
 
 
 reading: memoryview | None = None
-"""Where a loader worker notes the sample that it reads, for its parent to name should it be killed."""
+"""Where a loader worker notes the sample that it reads, for its parent to name should it be
+killed.
+"""
 
 
 class Fetcher:
-    """Gives ``(inputs, targets)`` for indices of a map-style dataset; the arguments are those of ``AnyLoader``.
+    """Gives ``(inputs, targets)`` for indices of a map-style dataset; the arguments are those of
+    ``AnyLoader``.
 
-    ``draws_random = False`` on the dataset says that it draws no random numbers, which saves looking.
+    ``draws_random = False`` on the dataset says that it draws no random numbers, which saves
+    looking.
 
     Attributes:
         dataset: what it fetches from, the one under any ``Subset``.
@@ -62,10 +67,13 @@ class Fetcher:
         is_tensors = type(self.dataset) is TensorDataset
         if is_tensors and collate is None and len(self.dataset.tensors) != 2:
             raise JobError(
-                f"{name}: its TensorDataset has {len(self.dataset.tensors)} tensors, (inputs, targets) is expected; of "
+                f"{name}: its TensorDataset has {len(self.dataset.tensors)} tensors, (inputs, "
+                "targets) is expected; of "
                 "several inputs a dataset gives ((a, b), targets), which is called as model(a, b)"
             )
-        self.tensors: tuple[Tensor, Tensor] | None = self.dataset.tensors if is_tensors and collate is None else None
+        self.tensors: tuple[Tensor, Tensor] | None = (
+            self.dataset.tensors if is_tensors and collate is None else None
+        )
         # Tensors draw nothing, but what puts samples together may.
         drawing = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
         self._draws = (not is_tensors or collate is not None) and drawing
@@ -73,8 +81,11 @@ class Fetcher:
         self._looked = is_tensors or not drawing
         self._note: str | None = None
 
-    def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> tuple[list[Pair], str | None]:
-        """Inputs and targets of each share, and what a person has to know of the dataset, if something was seen.
+    def __call__(
+        self, epoch: int, shares: Sequence[Sequence[int]]
+    ) -> tuple[list[Pair], str | None]:
+        """Inputs and targets of each share, and what a person has to know of the dataset, if
+        something was seen.
 
         The three random states are as before afterwards.
 
@@ -98,8 +109,14 @@ class Fetcher:
 
     @property
     def held_on(self) -> torch.device | None:
-        """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices are looked up here."""
-        places = set() if self.tensors is None or self._lookup is not None else {t.device for t in self.tensors}
+        """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices
+        are looked up here.
+        """
+        places = (
+            set()
+            if self.tensors is None or self._lookup is not None
+            else {t.device for t in self.tensors}
+        )
         return places.pop() if len(places) == 1 and torch.device("cpu") not in places else None
 
     def indexed(self, share: Tensor, pin: bool = False) -> Pair:
@@ -108,41 +125,61 @@ class Fetcher:
         at = share if self._lookup is None else self._lookup[share]
         return _rows(self.tensors[0], at, pin), _rows(self.tensors[1], at, pin)
 
-    def _look(self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]) -> None:
-        """Fetch some samples again, which are the same unless they depend on more than their seed."""
+    def _look(
+        self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]
+    ) -> None:
+        """Fetch some samples again, which are the same unless they depend on more than their
+        seed.
+        """
         self._looked = True
         state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
         again = self._samples(epoch, indices, share)
         # A flip that is drawn seldom may come out the same.
         generators = generators_in(self.dataset)
         stood = list(map(state_of, generators))
-        goes_on = bool(generators) and self._samples(epoch, indices, share) and stood != list(map(state_of, generators))
+        goes_on = (
+            bool(generators)
+            and self._samples(epoch, indices, share)
+            and stood != list(map(state_of, generators))
+        )
         if state is not None:
             self.dataset.load_state_dict(state)
         for index, one, other in zip(share, samples, again, strict=False):
             if number_of(one) != number_of(other):
-                what = f"sample {index} came out otherwise when it was fetched again under one seed: it draws"
+                what = (
+                    f"sample {index} came out otherwise when it was fetched again under one "
+                    "seed: it draws"
+                )
                 self._note = f"{self._name}: {what} {_OWN}"
                 return
         if goes_on:
             self._note = f"{self._name}: it draws {_OWN}"
 
     def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
-        return (self._at_once(indices, share) if self._whole else None) or self._one_by_one(epoch, indices, share)
+        return (self._at_once(indices, share) if self._whole else None) or self._one_by_one(
+            epoch, indices, share
+        )
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
-        """The samples by one call, or None where they draw random numbers, which one seed for all would get wrong."""
+        """The samples by one call, or None where they draw random numbers, which one seed for
+        all would get wrong.
+        """
         before = states() if self._draws else None
         try:
             samples = list(self.dataset.__getitems__(list(indices)))
         except Exception as error:
             shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
-            raise SampleError(f"{self._name}: fetching samples {shown} raised {told(error)}") from error
+            raise SampleError(
+                f"{self._name}: fetching samples {shown} raised {told(error)}"
+            ) from error
         if before is not None and not same(before, states()):
             self._whole = False
             return None
         if len(samples) != len(share):
-            raise JobError(f"{self._name}: its __getitems__ gave {len(samples)} samples for {len(share)} indices")
+            raise JobError(
+                f"{self._name}: its __getitems__ gave {len(samples)} samples for {len(share)} "
+                "indices"
+            )
         return samples
 
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
@@ -157,13 +194,17 @@ class Fetcher:
             try:
                 samples.append(base[index])
             except Exception as error:
-                raise SampleError(f"{self._name}: sample {share[i]} raised {told(error)}") from error
+                raise SampleError(
+                    f"{self._name}: sample {share[i]} raised {told(error)}"
+                ) from error
         return samples
 
 
 def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
     if not tensor.is_cpu:
-        return tensor.index_select(0, at if at.device == tensor.device else to_device(at, tensor.device))
+        return tensor.index_select(
+            0, at if at.device == tensor.device else to_device(at, tensor.device)
+        )
     if not pin:
         return tensor.index_select(0, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
@@ -194,11 +235,17 @@ def base_of(dataset: Any) -> Any:
 
 
 def lookup_of(dataset: Any) -> Tensor | None:
-    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of each of its samples; else None."""
+    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of each of its
+    samples; else None.
+    """
     if type(dataset) is not Subset:
         return None
     given: Any = dataset.indices
-    taken = torch.arange(given.start, given.stop, given.step) if isinstance(given, range) else torch.as_tensor(given)
+    taken = (
+        torch.arange(given.start, given.stop, given.step)
+        if isinstance(given, range)
+        else torch.as_tensor(given)
+    )
     taken = taken.to(torch.int64)
     below: Any = dataset.dataset
     if (deeper := lookup_of(below)) is not None:
@@ -207,7 +254,8 @@ def lookup_of(dataset: Any) -> Tensor | None:
 
 
 def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
-    """One ``(inputs, targets)`` of a list of samples. Inputs that are a tuple in a sample are one in the batch.
+    """One ``(inputs, targets)`` of a list of samples. Inputs that are a tuple in a sample are one
+    in the batch.
 
     Raises:
         JobError: they aren't pairs, or can't be put together.
@@ -225,19 +273,31 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
     for sample in samples:
         if not _is_pair(sample):
             several = isinstance(sample, tuple | list) and len(sample) > 2
-            hint = "; of several inputs give ((a, b), targets), which is called as model(a, b)" if several else ""
+            hint = (
+                "; of several inputs give ((a, b), targets), which is called as model(a, b)"
+                if several
+                else ""
+            )
             if isinstance(sample, torch.Tensor):
-                hint = "; tensors of inputs and of targets go together as TensorDataset(inputs, targets)"
-            raise JobError(f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}")
+                hint = (
+                    "; tensors of inputs and of targets go together as TensorDataset(inputs, "
+                    "targets)"
+                )
+            raise JobError(
+                f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
+            )
         if sample[1] is None:
             raise JobError(
-                f"{name}: the targets of a sample are None: give a number in their place (0, say) where the loss needs "
+                f"{name}: the targets of a sample are None: give a number in their place (0, say) "
+                "where the loss needs "
                 "none, or a collate of your own"
             )
     try:
         inputs, targets = (default_collate([sample[i] for sample in samples]) for i in (0, 1))
     except Exception as error:
-        raise JobError(f"collate: samples can't be put together ({told(error)}): give a collate that can") from error
+        raise JobError(
+            f"collate: samples can't be put together ({told(error)}): give a collate that can"
+        ) from error
     return _like(samples[0][0], inputs), _like(samples[0][1], targets)
 
 

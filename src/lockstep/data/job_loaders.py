@@ -14,7 +14,8 @@ from lockstep.launch import here
 from lockstep.launch.world import World
 
 OF_COLLATE = (
-    "not the global batch: what it pads, mixes or draws is of these samples only, so that draws aren't those of one "
+    "not the global batch: what it pads, mixes or draws is of these samples only, so that draws "
+    "aren't those of one "
     "device, and a loss must not count padding"
 )
 """What is said of a collate that is given a part of a batch."""
@@ -28,10 +29,12 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
         for inputs, targets in lockstep.batches(dataset, batch_size=256):
             step(inputs, targets)
 
-    Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the rank by itself.
+    Each pass over the result is the next epoch. Inside ``launch``, or under torchrun, it knows the
+    rank by itself.
 
     Args:
-        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't shuffled.
+        dataset: of ``(inputs, targets)``; one that can only be gone through (a stream) isn't
+            shuffled.
         batch_size: samples of the *global* batch.
         **settings: as those of ``lockstep.data.AnyLoader``.
 
@@ -52,7 +55,13 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
     """A loader for each evaluation set, by its name."""
     return {
-        name: job_loader(job, world, dataset, evaluation=True, name=f'eval_data["{name}"]' if name else "eval_data")
+        name: job_loader(
+            job,
+            world,
+            dataset,
+            evaluation=True,
+            name=f'eval_data["{name}"]' if name else "eval_data",
+        )
         for name, dataset in sets.items()
     }
 

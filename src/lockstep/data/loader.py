@@ -26,36 +26,41 @@ from lockstep.launch.world import World
 from lockstep.tensors.pytree import may_pin
 
 _KEPT = 4
-"""States that are kept: of the batch in use, of one that is copied ahead, and of one that shows whether more come."""
+"""States that are kept: of the batch in use, of one that is copied ahead, and of one that shows
+whether more come.
+"""
 
 
 class AnyLoader(ABC):
-    """Global batch k of epoch e is the same set of samples for any number of processes; here is one process's share.
+    """Global batch k of epoch e is the same set of samples for any number of processes; here is one
+    process's share.
 
     Args:
         dataset: map-style, or a stream, of ``(inputs, targets)``.
         batch_size: samples of the *global* batch.
-        rank: this process's number; None where one process drives all ``world_size`` devices: its batches have
-            ``shares``, each put together as by a rank. (Cutting a whole batch afterwards would have to guess which of
-            its tensors and lists have a row for each sample.)
+        rank: this process's number; None where one process drives all ``world_size`` devices: its
+            batches have ``shares``, each put together as by a rank. (Cutting a whole batch
+            afterwards would have to guess which of its tensors and lists have a row for each
+            sample.)
         world_size: how many processes, or devices of the one process, share each batch.
         accumulate: micro-batches that each global batch is cut in.
         seed: of the order and of the samples' random numbers.
-        shuffle: a permutation from (seed, epoch); otherwise the dataset's own order. A stream isn't shuffled.
-        order: ``order(epoch)`` gives the indices of an epoch instead. It is called under a seed made of (seed, epoch),
-            so that every process gets the same. A stream has none.
+        shuffle: a permutation from (seed, epoch); otherwise the dataset's own order. A stream isn't
+            shuffled.
+        order: ``order(epoch)`` gives the indices of an epoch instead. It is called under a seed
+            made of (seed, epoch), so that every process gets the same. A stream has none.
         collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
-        workers: loader workers for each rank or device; None chooses by the cores and the dataset. A stream has at most
-            one: a second one would read the whole stream too.
-        device: an accelerator to which batches are copied ahead, or those of all shares, or of all stages; None, or
-            the CPU, leaves them where they are.
+        workers: loader workers for each rank or device; None chooses by the cores and the dataset.
+            A stream has at most one: a second one would read the whole stream too.
+        device: an accelerator to which batches are copied ahead, or those of all shares, or of all
+            stages; None, or the CPU, leaves them where they are.
         evaluation: samples draw their random numbers from a stream of their own.
         pin: copy through pinned memory; None does so where the accelerator has it.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
 
     Attributes:
-        samples: of an epoch (the first, where the person's order gives epochs of different lengths); of a stream None
-            until it has been gone through.
+        samples: of an epoch (the first, where the person's order gives epochs of different
+            lengths); of a stream None until it has been gone through.
 
     Raises:
         JobError: a setting is wrong, or the dataset is empty.
@@ -83,13 +88,21 @@ class AnyLoader(ABC):
     ) -> None:
         self._cutting = Cutting(batch_size, accumulate, rank, world_size)
         if order is not None and not callable(order):
-            raise JobError(f"order: a function of the epoch is expected, not a {type(order).__name__}")
+            raise JobError(
+                f"order: a function of the epoch is expected, not a {type(order).__name__}"
+            )
         if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._name = name or ("eval_data" if evaluation else "train_data")
         self._dataset, self._seed, self._shuffle, self._by_person = dataset, seed, shuffle, order
         self._collate, self._evaluation = collate, evaluation
-        places = () if device is None else (device,) if isinstance(device, torch.device) else tuple(device)
+        places = (
+            ()
+            if device is None
+            else (device,)
+            if isinstance(device, torch.device)
+            else tuple(device)
+        )
         self._places = () if any(place.type == "cpu" for place in places) else places
         self._pin = bool(self._places) and (may_pin(self._places[0]) if pin is None else pin)
         self._fetching = self._fetcher()
@@ -112,7 +125,9 @@ class AnyLoader(ABC):
         readers = len(self._cutting.ranks)
         if wanted is None:
             world, on_accelerator = _world.current(), bool(self._places)
-            wanted = workers_here(self._dataset, world, readers=readers, on_accelerator=on_accelerator)
+            wanted = workers_here(
+                self._dataset, world, readers=readers, on_accelerator=on_accelerator
+            )
         return wanted * readers
 
     @abstractmethod
@@ -128,8 +143,10 @@ class AnyLoader(ABC):
         """This process's share of the batches of an epoch, from global batch ``start`` on.
 
         Raises:
-            JobError: the person's order gives indices that don't exist, a sample isn't a pair, or a stream is empty.
-            JobError, RunError: ranks read different streams, or one can't be iterated a second time.
+            JobError: the person's order gives indices that don't exist, a sample isn't a pair, or a
+                stream is empty.
+            JobError, RunError: ranks read different streams, or one can't be iterated a second
+                time.
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
@@ -140,11 +157,15 @@ class AnyLoader(ABC):
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
 
     def keep_states(self) -> None:
-        """From now on keep the dataset's state after each of the last batches: they may be read ahead of their use."""
+        """From now on keep the dataset's state after each of the last batches: they may be read
+        ahead of their use.
+        """
         self._states = {}
 
     def state_at(self, epoch: int, position: int) -> Any:
-        """The dataset's state before global batch ``position`` of an epoch; None where that isn't known."""
+        """The dataset's state before global batch ``position`` of an epoch; None where that
+        isn't known.
+        """
         return None if self._states is None else self._states.get((epoch, position))
 
     def _keep(self, epoch: int, position: int, state: Any) -> None:
@@ -154,10 +175,16 @@ class AnyLoader(ABC):
                 del self._states[next(iter(self._states))]
 
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """What ``_fetching`` gives for each request, here or in loader workers, which are asked ahead."""
+        """What ``_fetching`` gives for each request, here or in loader workers, which are asked
+        ahead.
+        """
         if self._are_stale:
             self._begin_workers()
-        return (self._fetching(*r) for r in requests) if self._workers is None else self._workers.fetch(requests)
+        return (
+            (self._fetching(*r) for r in requests)
+            if self._workers is None
+            else self._workers.fetch(requests)
+        )
 
     def _begin_workers(self) -> None:
         """Begin new loader workers, unless they would share an open file of the dataset."""
@@ -169,7 +196,8 @@ class AnyLoader(ABC):
         self._count = 0
         note = (
             f'{self._name}: attribute "{file}" is an open file, and loader workers would share its '
-            "position: samples are fetched in the training process; to have loader workers, open it in "
+            "position: samples are fetched in the training process; to have loader workers, open "
+            "it in "
             "__getitem__, or leave it out in the dataset's __getstate__"
         )
         world = _world.current()
@@ -186,7 +214,9 @@ class AnyLoader(ABC):
         return world
 
     def renew_workers(self) -> None:
-        """Have the next epoch fetched by new loader workers: the dataset may have been changed in this process."""
+        """Have the next epoch fetched by new loader workers: the dataset may have been changed
+        in this process.
+        """
         self._are_stale = bool(self._count)
 
     def close(self) -> None:
@@ -208,7 +238,11 @@ class Loader(AnyLoader):
         self._looked = self._said = False
         self.samples: int = length if self._by_person is None else len(self.orders(0))
         return Fetcher(
-            self._dataset, seed=self._seed, evaluation=self._evaluation, collate=self._collate, name=self._name
+            self._dataset,
+            seed=self._seed,
+            evaluation=self._evaluation,
+            collate=self._collate,
+            name=self._name,
         )
 
     @property
@@ -220,13 +254,17 @@ class Loader(AnyLoader):
         return -(-self.samples // self._cutting.batch_size)
 
     def batches_of(self, epoch: int) -> int:
-        """Global batches of this epoch, where the person's order gives epochs of different lengths."""
+        """Global batches of this epoch, where the person's order gives epochs of different
+        lengths.
+        """
         if self._by_person is None:
             return len(self)
         return -(-len(self.orders(epoch)) // self._cutting.batch_size)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if not self._evaluation and callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
+        if not self._evaluation and callable(
+            set_epoch := getattr(self._dataset, "set_epoch", None)
+        ):
             set_epoch(epoch)
             self.renew_workers()
         order = self.orders(epoch)
@@ -235,7 +273,9 @@ class Loader(AnyLoader):
         rows = self._cutting.rows(order, start)
         held = self._held_on
         wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
-        answers = self._answers((epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row))
+        answers = self._answers(
+            (epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row)
+        )
         collate = functools.partial(self._fetching, epoch)
         is_indexed = not self._count and self._fetching.tensors is not None
         for index, row in enumerate(rows, start):
@@ -259,7 +299,9 @@ class Loader(AnyLoader):
 
     def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
         """The shares of a row that aren't empty, those of each rank together: a request each."""
-        by_rank = ([share for share in shares if len(share)] for shares in self._cutting.by_rank(row[1:]))
+        by_rank = (
+            [share for share in shares if len(share)] for shares in self._cutting.by_rank(row[1:])
+        )
         return [shares for shares in by_rank if shares]
 
     def _say(self, note: str | None) -> None:
@@ -282,7 +324,11 @@ class Loader(AnyLoader):
 
     def _order_of(self, epoch: int) -> Order:
         if self._by_person is None:
-            return permutation(self._length, self._seed, epoch) if self._shuffle else Ascending(self._length)
+            return (
+                permutation(self._length, self._seed, epoch)
+                if self._shuffle
+                else Ascending(self._length)
+            )
         order = by_person(self._by_person, self._length, self._seed, epoch)
         if not self._looked:  # once, ask again: a generator of its own would have moved
             self._looked = True
@@ -291,7 +337,8 @@ class Loader(AnyLoader):
             order = by_person(self._by_person, self._length, self._seed, epoch)
             if _hash(order) != before:
                 raise JobError(
-                    f"order: for epoch {epoch} it gave other indices when it was called again: it draws from a "
+                    f"order: for epoch {epoch} it gave other indices when it was called again: it "
+                    "draws from a "
                     "generator of its own",
                     kind="sampler",
                     fix="take torch's, random's or numpy's global one, which are seeded",
@@ -300,13 +347,18 @@ class Loader(AnyLoader):
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Raise on every rank where the person's order isn't the same on all of them."""
-        if not isinstance(order, Tensor) or self._by_person is None or (world := self._world_to_compare()) is None:
+        if (
+            not isinstance(order, Tensor)
+            or self._by_person is None
+            or (world := self._world_to_compare()) is None
+        ):
             return
         hashes = world.gather_objects(_hash(order))
         for rank, theirs in enumerate(hashes):
             if theirs != hashes[0]:
                 raise JobError(
-                    f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank 0: it has to depend "
+                    f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank "
+                    "0: it has to depend "
                     "on the epoch alone",
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",

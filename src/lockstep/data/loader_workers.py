@@ -1,4 +1,6 @@
-"""Fetching in loader workers: processes of their own, kept over the epochs, that end when their parent does."""
+"""Fetching in loader workers: processes of their own, kept over the epochs, that end when their
+parent does.
+"""
 
 from __future__ import annotations
 
@@ -48,23 +50,28 @@ _PR_SET_PDEATHSIG = 1
 _LETS_GO = 0.001
 """Seconds in which gloo's threads let go of the tensors of an exchange that has just ended.
 
-They take the interpreter's lock over its threads for that, and CPython 3.11 waits for it for ever in a process that is
-forked meanwhile (``PyOS_AfterFork_Child``): a loader worker that never began was seen once.
+They take the interpreter's lock over its threads for that, and CPython 3.11 waits for it for ever
+in a process that is forked meanwhile (``PyOS_AfterFork_Child``): a loader worker that never began
+was seen once.
 """
 
 
-def default_workers(cores: int, ranks_on_node: int, dataset: Any, *, on_accelerator: bool = False) -> int:
+def default_workers(
+    cores: int, ranks_on_node: int, dataset: Any, *, on_accelerator: bool = False
+) -> int:
     """How many loader workers each rank gets: those cores that no rank computes on, shared out.
 
-    At most two a rank, which computes on cores, too; on an accelerator, which reads faster than that, at most eight. A
-    tensor dataset gets none: indexing it is cheaper than sending the result.
+    At most two a rank, which computes on cores, too; on an accelerator, which reads faster than
+    that, at most eight. A tensor dataset gets none: indexing it is cheaper than sending the result.
     """
     if type(base_of(dataset)) is TensorDataset:
         return 0
     return max(0, min(8 if on_accelerator else 2, (cores - ranks_on_node) // ranks_on_node))
 
 
-def workers_here(dataset: Any, world: World | None, *, readers: int = 1, on_accelerator: bool) -> int:
+def workers_here(
+    dataset: Any, world: World | None, *, readers: int = 1, on_accelerator: bool
+) -> int:
     """As ``default_workers``, by the cores and the ranks of this machine.
 
     Args:
@@ -76,12 +83,17 @@ def workers_here(dataset: Any, world: World | None, *, readers: int = 1, on_acce
     cores = free_cores()
     ranks = 1 if world is None or bound_by_launcher(cores) else world.local_size
     return default_workers(
-        len(cores), ranks * readers if on_accelerator else ranks, dataset, on_accelerator=on_accelerator
+        len(cores),
+        ranks * readers if on_accelerator else ranks,
+        dataset,
+        on_accelerator=on_accelerator,
     )
 
 
 def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
-    """What to say of a number of loader workers that a person chose: more than help, on this machine."""
+    """What to say of a number of loader workers that a person chose: more than help, on this
+    machine.
+    """
     cores = len(free_cores())
     if bound_by_launcher(free_cores()):
         ranks_on_node = 1
@@ -89,13 +101,15 @@ def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
         return None
     of = f" for each of {ranks_on_node} ranks" if ranks_on_node > 1 else ""
     return (
-        f"{workers} loader workers{of}, on {counted(cores, 'core')}: each is a process with a copy of the dataset; "
+        f"{workers} loader workers{of}, on {counted(cores, 'core')}: each is a process with a "
+        "copy of the dataset; "
         "leave loader_workers out, or take about as many as there are cores"
     )
 
 
 def free_cores() -> tuple[int, ...]:
-    """The cores that this process was given, also after its computing thread was pinned to some of them.
+    """The cores that this process was given, also after its computing thread was pinned to some of
+    them.
 
     Threads keep the mask they began with, so the widest of this process's threads knows.
     """
@@ -116,7 +130,11 @@ class _Remote:
         self._fetcher, self._reading = fetcher, reading
 
     def __getitem__(self, request: Request) -> Any:
-        if self._reading is not None and fetch.reading is None and (info := get_worker_info()) is not None:
+        if (
+            self._reading is not None
+            and fetch.reading is None
+            and (info := get_worker_info()) is not None
+        ):
             fetch.reading = memoryview(self._reading).cast("q")[info.id : info.id + 1]
             self._fetcher.dataset = with_own_files(self._fetcher.dataset)
         try:
@@ -135,7 +153,9 @@ def _unpacked(fetcher: bytes) -> _Remote:
 
 @contextlib.contextmanager
 def without_worker_info() -> Iterator[None]:
-    """As outside of loader workers, for streams: one worker reads all, and some (of ``datasets``) shuffle otherwise."""
+    """As outside of loader workers, for streams: one worker reads all, and some (of
+    ``datasets``) shuffle otherwise.
+    """
     module = torch.utils.data._utils.worker
     before, module._worker_info = module._worker_info, None
     try:
@@ -155,7 +175,9 @@ class _Requests:
 
 
 class Workers:
-    """Loader workers of one rank, each with a copy of the fetcher. They start with the first request."""
+    """Loader workers of one rank, each with a copy of the fetcher. They start with the first
+    request.
+    """
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
@@ -179,12 +201,16 @@ class Workers:
                     _begin,
                     os.getpid(),
                     threading.current_thread() is threading.main_thread(),
-                    usable_cores() if pin else free_cores(),  # those of an accelerator's NUMA node, or all
+                    usable_cores()
+                    if pin
+                    else free_cores(),  # those of an accelerator's NUMA node, or all
                 ),
             )
 
     def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """What the fetcher gives for each request, in order, or its error. A second call ends the first."""
+        """What the fetcher gives for each request, in order, or its error. A second call ends
+        the first.
+        """
         if self._loader is None:
             raise JobError("loader_workers: this loader is closed")
         self._requests.now = requests
@@ -221,7 +247,9 @@ class Workers:
         return f"loader worker {number} was killed{at} (out of memory?)"
 
     def close(self) -> None:
-        """End the workers, now: an error's traceback may hold the loader until nobody can tell them any more."""
+        """End the workers, now: an error's traceback may hold the loader until nobody can tell
+        them any more.
+        """
         iterator = getattr(self._loader, "_iterator", None)
         self._loader = None
         if iterator is not None:
@@ -246,7 +274,9 @@ _waiting = _Waiting()
 
 
 def _hear_deaths_where_waiting() -> None:
-    """Let PyTorch's handler of a child's death, which raises wherever the main thread is, do so in waiting only."""
+    """Let PyTorch's handler of a child's death, which raises wherever the main thread is, do so
+    in waiting only.
+    """
     theirs: Any = signal.getsignal(signal.SIGCHLD)
     if getattr(theirs, "__module__", "") == "torch.utils.data._utils.signal_handling":
 
@@ -262,13 +292,16 @@ def _as_it_is(found: Any) -> Any:
 
 
 def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int) -> None:
-    """In a new worker: die with the parent, leave signals to it, and use the cores that it doesn't compute on too."""
+    """In a new worker: die with the parent, leave signals to it, and use the cores that it
+    doesn't compute on too.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
-    # The signal comes when the parent's *thread* ends, so only the main thread's end means the parent's.
+    # The signal comes when the parent's *thread* ends, so only the main thread's end means the
+    # parent's.
     if sys.platform == "linux" and by_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it had ended before the line above
@@ -276,7 +309,9 @@ def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int)
 
 
 def _end_later(number: int, frame: object) -> None:
-    """Where a signal came to all processes, the training needs its samples until the step has ended."""
+    """Where a signal came to all processes, the training needs its samples until the step has
+    ended.
+    """
     timer = threading.Timer(GRACE, os._exit, (128 + number,))
     timer.daemon = True
     timer.start()

@@ -35,7 +35,9 @@ def shared_file(dataset: Any) -> str | None:
 
 
 def with_own_files(dataset: Any) -> Any:
-    """Return the dataset for a loader worker: a copy by ``__getstate__`` where it has open files."""
+    """Return the dataset for a loader worker: a copy by ``__getstate__`` where it has open
+    files.
+    """
     return _by_state(dataset) if _open_files(dataset) else dataset
 
 

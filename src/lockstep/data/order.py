@@ -1,17 +1,20 @@
 """The order of an epoch, which is sliced and never needed whole.
 
-A permutation in memory takes 8 bytes a sample on every rank: 100 million samples on 8 ranks are 6.4 GB. So beyond a
-million samples the permutation is a keyed function of the place, computed for a slice when the slice is wanted. It is a
-Feistel network over the cells of a table of just over n cells::
+A permutation in memory takes 8 bytes a sample on every rank: 100 million samples on 8 ranks are 6.4
+GB. So beyond a million samples the permutation is a keyed function of the place, computed for a
+slice when the slice is wanted. It is a Feistel network over the cells of a table of just over n
+cells::
 
     place = (row, column)     row    = (row    + hash(column, key 0)) mod rows
                               column = (column + hash(row,    key 1)) mod columns
                               row    = (row    + hash(column, key 2)) mod rows      ...
 
-Each line can be undone, so the whole is a permutation of the cells. A cell beyond n is sent through again until it
-falls below ("cycle walking"); the table has fewer than sqrt(n) cells too many, so hardly any is.
+Each line can be undone, so the whole is a permutation of the cells. A cell beyond n is sent through
+again until it falls below ("cycle walking"); the table has fewer than sqrt(n) cells too many, so
+hardly any is.
 
-Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002 (their generalized-Feistel cipher).
+Source: Black and Rogaway, Ciphers with arbitrary finite domains, CT-RSA 2002 (their
+    generalized-Feistel cipher).
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ _IN_MEMORY = 1 << 20
 """Samples up to which a permutation is kept as a tensor, of 8 MB then."""
 
 _ROUNDS = 8
-_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))  # those of splitmix64, as signed numbers
+_FACTORS = (
+    0xBF58476D1CE4E5B9 - (1 << 64),
+    0x94D049BB133111EB - (1 << 64),
+)  # those of splitmix64, as signed numbers
 
 
 class Ascending:
@@ -64,7 +70,8 @@ class Placed:
 
 
 class Scattered:
-    """A permutation of 0 to n - 1 from (seed, epoch), any slice of which is computed by itself, without memory.
+    """A permutation of 0 to n - 1 from (seed, epoch), any slice of which is computed by itself,
+    without memory.
 
     Args:
         n: how many; below 2**61.
@@ -93,28 +100,35 @@ class Scattered:
         row = cells.div(self._columns, rounding_mode="floor")
         column = cells.sub_(row * self._columns)
         for i, key in enumerate(self._keys):
-            moved, other, size = (row, column, self._rows) if i % 2 == 0 else (column, row, self._columns)
+            moved, other, size = (
+                (row, column, self._rows) if i % 2 == 0 else (column, row, self._columns)
+            )
             moved.add_(_hashed(other, key, size))
             moved.sub_(moved.ge(size).to(torch.int64).mul_(size))
         return row.mul_(self._columns).add_(column)
 
 
 def _hashed(numbers: Tensor, key: int, size: int) -> Tensor:
-    """A number below ``size`` (at most 2**31) for each number, by the high bits of two wrapping multiplications."""
+    """A number below ``size`` (at most 2**31) for each number, by the high bits of two wrapping
+    multiplications.
+    """
     z = (numbers ^ key).mul_(_FACTORS[0])
     z = (z ^ (z >> 29)).mul_(_FACTORS[1])
     return z.bitwise_right_shift_(33).bitwise_and_(0x7FFFFFFF).mul_(size).bitwise_right_shift_(31)
 
 
 def permutation(n: int, seed: int, epoch: int) -> Order:
-    """The order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator moved."""
+    """The order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator
+    moved.
+    """
     if n > _IN_MEMORY:
         return Scattered(n, seed, epoch)
     return torch.randperm(n, generator=torch.Generator().manual_seed(mixed(seed, epoch)))
 
 
 def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> Tensor:
-    """What the person's ``order(epoch)`` gives for a dataset of ``n`` samples, drawn under a seed of (seed, epoch).
+    """What the person's ``order(epoch)`` gives for a dataset of ``n`` samples, drawn under a seed
+    of (seed, epoch).
 
     Raises:
         JobError: it raised, or gave something else than indices that exist.
@@ -126,12 +140,18 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         except Exception as error:
             raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
     if order.dim() != 1 or not len(order):
-        raise JobError(f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected")
+        raise JobError(
+            f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected"
+        )
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-        raise JobError(f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected")
+        raise JobError(
+            f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected"
+        )
     order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
     low, high = (int(v) for v in order.aminmax())
     if low < 0 or high >= n:
         wrong = low if low < 0 else high
-        raise JobError(f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}")
+        raise JobError(
+            f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}"
+        )
     return order

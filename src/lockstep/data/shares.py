@@ -1,7 +1,8 @@
 """Which samples make a global batch, and which of them a process gets.
 
-Global batch k of an epoch is ``order[k*B : (k+1)*B]``, whatever the number of processes. It is cut in micro-batches,
-each of them in shares, always as evenly as can be and the larger first. With B = 10, two micro-batches, three ranks::
+Global batch k of an epoch is ``order[k*B : (k+1)*B]``, whatever the number of processes. It is cut
+in micro-batches, each of them in shares, always as evenly as can be and the larger first. With B =
+10, two micro-batches, three ranks::
 
     order     | 4 9 0 7 2 | 5 1 8 3 6 |
     rank 0    | 4 9       | 5 1       |
@@ -39,20 +40,25 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 
 _AT_ONCE = 256
-"""Batches whose views are made by one operation: enough to hide its cost, few enough to start an epoch at once."""
+"""Batches whose views are made by one operation: enough to hide its cost, few enough to start an
+epoch at once.
+"""
 
 _INDICES_AT_ONCE = 1 << 16
-"""Indices that an order is asked for at once, where one batch has fewer: 4 ms of computing, where it is computed."""
+"""Indices that an order is asked for at once, where one batch has fewer: 4 ms of computing,
+where it is computed.
+"""
 
 TRAINING, EVALUATION, ORDER, COLLATE, MAP = 1, 2, 3, 4, 5
 """Streams of random numbers of one seed, which must not meet."""
 
 
 def absorbed(state: int, number: int) -> int:
-    """A 64-bit state that has taken in one more number (the finaliser of splitmix64 over their sum).
+    """A 64-bit state that has taken in one more number (the finaliser of splitmix64 over their
+    sum).
 
-    Every bit of the number moves every bit of the state, which a linear formula such as ``seed + 1000 * epoch + index``
-    does not: there, two epochs share most of their streams.
+    Every bit of the number moves every bit of the state, which a linear formula such as ``seed +
+    1000 * epoch + index`` does not: there, two epochs share most of their streams.
     """
     z = (state + 0x9E3779B97F4A7C15 * (2 * number + 1)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -91,7 +97,8 @@ class Part:
 class Batch:
     """This process's share of one global batch.
 
-    Where it has one micro-batch, ``inputs, targets = batch`` takes it apart (both None for an empty share).
+    Where it has one micro-batch, ``inputs, targets = batch`` takes it apart (both None for an empty
+    share).
 
     Attributes:
         parts: a share for each micro-batch, in order; some may be empty.
@@ -99,10 +106,10 @@ class Batch:
         index: its number in the epoch, from 0.
         epoch: the number of the epoch, from 0.
         samples: the indices in the dataset of the whole global batch, where they are known.
-        shares: where one process drives several devices, for each its part of each micro-batch; ``parts`` are then
-            sizes only.
-        collate: gives inputs and targets of other samples of the epoch, by their indices, a pair for each list of
-            them; None where nobody can.
+        shares: where one process drives several devices, for each its part of each micro-batch;
+            ``parts`` are then sizes only.
+        collate: gives inputs and targets of other samples of the epoch, by their indices, a pair
+            for each list of them; None where nobody can.
     """
 
     parts: list[Part]
@@ -117,7 +124,8 @@ class Batch:
         full = [part for part in self.parts if part.size]
         if len(full) > 1:
             raise JobError(
-                f"accumulate: this batch has {len(full)} micro-batches: give it whole to the step: step(batch)"
+                f"accumulate: this batch has {len(full)} micro-batches: give it whole to the "
+                "step: step(batch)"
             )
         yield full[0].inputs if full else None
         yield full[0].targets if full else None
@@ -129,7 +137,8 @@ class Cutting:
     Args:
         batch_size: samples of the *global* batch.
         accumulate: micro-batches that each is cut in.
-        rank: of the process whose shares are wanted; None for all shares, where one process drives several devices.
+        rank: of the process whose shares are wanted; None for all shares, where one process drives
+            several devices.
         world_size: among how many each micro-batch is shared out.
 
     Attributes:
@@ -140,7 +149,11 @@ class Cutting:
     """
 
     def __init__(self, batch_size: int, accumulate: int, rank: int | None, world_size: int) -> None:
-        for setting, value in (("batch_size", batch_size), ("accumulate", accumulate), ("world_size", world_size)):
+        for setting, value in (
+            ("batch_size", batch_size),
+            ("accumulate", accumulate),
+            ("world_size", world_size),
+        ):
             if not isinstance(value, int) or value < 1:
                 raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
         if rank is not None and not 0 <= rank < world_size:
@@ -151,10 +164,11 @@ class Cutting:
         self._of_full = self._spans(batch_size)
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
-        """The wanted shares of a global batch of ``size`` samples: (start, end, samples of the micro-batch).
+        """The wanted shares of a global batch of ``size`` samples: (start, end, samples of the
+        micro-batch).
 
-        Rank by rank, and for each of them micro-batch by micro-batch. Micro-batches without samples (where there are
-        fewer samples than micro-batches) are left out.
+        Rank by rank, and for each of them micro-batch by micro-batch. Micro-batches without samples
+        (where there are fewer samples than micro-batches) are left out.
         """
         return self._of_full if size == self.batch_size else self._spans(size)
 
@@ -174,13 +188,17 @@ class Cutting:
         return samples, *(samples[a:b] for a, b, _ in self.spans(len(samples)))
 
     def rows(self, order: Order, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The row of each global batch from number ``start`` on; the order is asked for in blocks of some batches."""
+        """The row of each global batch from number ``start`` on; the order is asked for in
+        blocks of some batches.
+        """
         full = len(order) // self.batch_size
         at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // self.batch_size))
         for first in range(start, full, at_once):
             block = order[first * self.batch_size : min(first + at_once, full) * self.batch_size]
             block = block.view(-1, self.batch_size)
-            yield from zip(block.unbind(), *(block[:, a:b].unbind() for a, b, _ in self._of_full), strict=True)
+            yield from zip(
+                block.unbind(), *(block[:, a:b].unbind() for a, b, _ in self._of_full), strict=True
+            )
         last = order[full * self.batch_size :]
         if len(last) and start <= full:
             yield self.row(last)
@@ -190,7 +208,9 @@ class Cutting:
         each = len(shares) // len(self.ranks)
         return [list(shares[i : i + each]) for i in range(0, len(shares), each)]
 
-    def batch(self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int) -> Batch:
+    def batch(
+        self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int
+    ) -> Batch:
         """The batch of a row, with the inputs and targets of each share that isn't empty."""
         samples, made, parts = row[0], iter(pairs), []
         for share, (a, b, of) in zip(row[1:], self.spans(len(samples)), strict=True):
@@ -204,7 +224,9 @@ class Cutting:
 
 
 def over_ranks(world: World, *numbers: int) -> list[list[int]]:
-    """The whole numbers that each rank has, in rank order; every rank calls it. Quicker than any objects."""
+    """The whole numbers that each rank has, in rank order; every rank calls it. Quicker than any
+    objects.
+    """
     if world.size == 1:
         return [[*numbers]]
     every = torch.zeros(world.size, len(numbers), dtype=torch.int64)
@@ -215,11 +237,13 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
 
 @dataclass
 class SeenBatches:
-    """What earlier batches of a loop have shown of its inputs and targets, by the names of what is in the pair of both.
+    """What earlier batches of a loop have shown of its inputs and targets, by the names of what is
+    in the pair of both.
 
     Attributes:
         lists: whether a list has an item for each sample.
-        shared: tensors without a row for each sample, which all samples share; a later batch may have as many samples.
+        shared: tensors without a row for each sample, which all samples share; a later batch may
+            have as many samples.
         cut: tensors that were cut.
     """
 
@@ -234,7 +258,9 @@ class SeenBatches:
             InputError: a tensor was cut that has no row for each sample.
         """
         for name, tensor in _named(both, samples) if samples > 1 else ():
-            if tensor.shape[:1] == (1,):  # a mask for all samples, say, where a later batch has one for each
+            if tensor.shape[:1] == (
+                1,
+            ):  # a mask for all samples, say, where a later batch has one for each
                 continue
             if not has_rows(tensor, samples):
                 self.shared.add(name)
@@ -242,8 +268,10 @@ class SeenBatches:
                     of, _, rest = name.partition(".")
                     what = ("inputs", "targets")[int(of)] + (f' "{rest}"' if rest else "")
                     raise InputError(
-                        f"{what}: shape {tuple(tensor.shape)} for {samples} samples, and in an earlier batch, of as "
-                        "many samples as this has rows, it was cut: if all samples share it, let the model hold it as "
+                        f"{what}: shape {tuple(tensor.shape)} for {samples} samples, and in an "
+                        "earlier batch, of as "
+                        "many samples as this has rows, it was cut: if all samples share it, let "
+                        "the model hold it as "
                         "a buffer, or give it a first dimension of 1"
                     )
             elif name not in self.shared:
@@ -273,7 +301,8 @@ def batch_of(
         inputs, targets: of this rank's samples; None where it has none.
         accumulate: micro-batches to cut them in.
         world: the ranks.
-        refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a later one has.
+        refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a
+            later one has.
         seen: what earlier batches have shown, which is added to.
 
     Raises:
@@ -289,7 +318,8 @@ def batch_of(
     theirs = list(_rows(targets))
     if cuts and theirs and mine not in theirs:  # sequence-first, say
         raise InputError(
-            f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the first dimension of "
+            f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the "
+            "first dimension of "
             "both has to be the batch (batch_first=True, or transpose inside of the model)"
         )
     both = (inputs, targets)
@@ -299,14 +329,19 @@ def batch_of(
     parts = []
     start = 0
     for size in share_sizes(mine, accumulate):
-        part_inputs, part_targets = both if size == mine else cut(both, start, size, mine, seen.shared)
-        parts.append(Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0))
+        part_inputs, part_targets = (
+            both if size == mine else cut(both, start, size, mine, seen.shared)
+        )
+        parts.append(
+            Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0)
+        )
         start += size
     if world.size > 1:
         every = [share_sizes(s, accumulate) for s in sizes]
         for i, part in enumerate(parts):
             here = [shares[i] > 0 for shares in every]
-            # Fewer than there are ranks says that some have none; these are the last ones wherever it matters.
+            # Fewer than there are ranks says that some have none; these are the last ones wherever
+            # it matters.
             part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
             if not all(here[: sum(here)]):
                 refuse_gaps(here)
@@ -314,19 +349,26 @@ def batch_of(
 
 
 def _refuse_lists_of_samples(inputs: Any, targets: Any, rows: int) -> None:
-    """Refuse a list of other numbers of rows, and as many targets: the images, or boxes, of each sample.
+    """Refuse a list of other numbers of rows, and as many targets: the images, or boxes, of each
+    sample.
 
     Raises:
         InputError: with what to do instead.
     """
-    every = [one for nest in (inputs, targets) for one in ([nest] if type(nest) is list else parts(nest) or ())]
+    every = [
+        one
+        for nest in (inputs, targets)
+        for one in ([nest] if type(nest) is list else parts(nest) or ())
+    ]
     lists = [one for one in every if type(one) is list and len(one) not in (0, 1, rows)]
     counts = [*map(len, lists), *(targets.shape[:1] if isinstance(targets, Tensor) else ())]
     for one in lists:
         if counts.count(len(one)) > 1 and any(t.shape[:1] != (rows,) for t in tensors(one)):
             raise InputError(
-                f"there is a list of {len(one)} things, and as many targets, whose tensors have {rows} rows and "
-                "others: if it has one for each sample, put the samples together in one tensor, padded, or train by a "
+                f"there is a list of {len(one)} things, and as many targets, whose tensors have "
+                f"{rows} rows and "
+                "others: if it has one for each sample, put the samples together in one tensor, "
+                "padded, or train by a "
                 "Job, whose collate may give such lists; several inputs of all samples are a tuple"
             )
 
@@ -346,7 +388,8 @@ def _rows(nest: Any) -> Iterator[int]:
 def own_stream(world: World, seed: int) -> Iterator[None]:
     """Random numbers of this rank's own for a step.
 
-    A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the same.
+    A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the
+    same.
     """
     if world.size == 1:
         yield
@@ -360,7 +403,9 @@ def own_stream(world: World, seed: int) -> Iterator[None]:
 
 
 class Order(Protocol):
-    """The indices of an epoch: a tensor, or what computes them slice by slice (see ``order.py``)."""
+    """The indices of an epoch: a tensor, or what computes them slice by slice (see
+    ``order.py``).
+    """
 
     def __len__(self) -> int: ...
 
@@ -368,9 +413,11 @@ class Order(Protocol):
 
 
 def mixed_share(shares: list[Part]) -> Part:
-    """As many samples as the first share has (two, if it has one), some of it and some of the second one.
+    """As many samples as the first share has (two, if it has one), some of it and some of the
+    second one.
 
-    So they show what is alike within each share only, lengths say. Where shares can't be joined, it is the first one.
+    So they show what is alike within each share only, lengths say. Where shares can't be joined, it
+    is the first one.
     """
     first, *others = shares
     if not others or not others[0].size or not first.size:

@@ -1,6 +1,8 @@
-"""The dataset of a job: given as it is, or by a callable that may have to make it first (a download, say).
+"""The dataset of a job: given as it is, or by a callable that may have to make it first (a
+download, say).
 
-``predict`` takes data by name, too (``eval``, ``eval:NAME``, ``train``, ``FILE.py:NAME``), and samples without targets.
+``predict`` takes data by name, too (``eval``, ``eval:NAME``, ``train``, ``FILE.py:NAME``), and
+samples without targets.
 """
 
 from __future__ import annotations
@@ -24,30 +26,38 @@ from lockstep.launch.world import World
 def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     """The dataset that ``source`` is, or gives when it is called: map-style, or a stream.
 
-    A callable is called on the first rank of each node before the others, so that files are made once. Every rank has
-    to call this; where one's callable raises, every rank raises. A callable that gives an iterator (a generator
-    function) is the stream itself, and is called again for each epoch.
+    A callable is called on the first rank of each node before the others, so that files are made
+    once. Every rank has to call this; where one's callable raises, every rank raises. A callable
+    that gives an iterator (a generator function) is the stream itself, and is called again for each
+    epoch.
 
     Args:
-        source: an object with ``__getitem__`` and ``__len__``, or one with ``__iter__``, or a callable without
-            arguments that gives one.
+        source: an object with ``__getitem__`` and ``__len__``, or one with ``__iter__``, or a
+            callable without arguments that gives one.
         world: who else calls.
         name: the job's field, for messages.
 
     Raises:
-        JobError: it is no dataset, it is empty, or the callable raised (what it says itself, if that is one of ours).
+        JobError: it is no dataset, it is empty, or the callable raised (what it says itself, if
+            that is one of ours).
     """
     source = _given(source, world, name)
     _refuse_loaders(source, name)
     if is_stream(source):
         if isinstance(source, GeneratorType):
-            raise JobError(f"{name}: a generator can be iterated only once: give the function that makes it")
+            raise JobError(
+                f"{name}: a generator can be iterated only once: give the function that makes it"
+            )
         return source
     if not _is_map_style(source):
-        raise JobError(f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or __iter__")
+        raise JobError(
+            f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or "
+            "__iter__"
+        )
     if isinstance(source, Mapping) and source and all(isinstance(key, str) for key in source):
         raise JobError(
-            f"{name}: sets by name are for eval_data; put them together in one with torch.utils.data.ConcatDataset"
+            f"{name}: sets by name are for eval_data; put them together in one with "
+            "torch.utils.data.ConcatDataset"
         )
     try:
         length = len(source)
@@ -89,7 +99,8 @@ def check_name(data: Any) -> None:
         raise InputError(f"{data}: which dataset in it? write {data}:NAME")
     if not colon or not name:
         raise InputError(
-            f'data: there is no dataset "{data}"; {nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])}'
+            f'data: there is no dataset "{data}"; '
+            f"{nearest(data, ['eval', 'eval:NAME', 'train', 'FILE.py:NAME'])}"
         )
     if not Path(file).is_file():
         raise InputError(f"{data}: there is no file {file}")
@@ -103,7 +114,9 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
         return "train_data", job.train_data
     if data == "eval" or data.startswith("eval:"):
         if job.eval_data is None:
-            raise JobError("eval_data: the job has none; predict on train, or name data as file.py:NAME")
+            raise JobError(
+                "eval_data: the job has none; predict on train, or name data as file.py:NAME"
+            )
         return "eval_data", job.eval_data
     file, _, name = data.rpartition(":")
     module = vars(loaded(file))
@@ -111,10 +124,13 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
         known = [
             word
             for word, value in module.items()
-            if not word.startswith("_") and word != "job" and not isinstance(value, type | ModuleType)
+            if not word.startswith("_")
+            and word != "job"
+            and not isinstance(value, type | ModuleType)
         ]
         raise InputError(
-            f'{file}: there is no "{name}" in it; {nearest(name, known or ["nothing that could be data"])}'
+            f'{file}: there is no "{name}" in it; '
+            f"{nearest(name, known or ['nothing that could be data'])}"
         )
     return data, module[name]
 
@@ -129,17 +145,20 @@ def one_of(sets: Mapping[str, Any], wanted: str) -> Any:
         raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
     if not name:
         raise InputError(
-            f"eval: the job has {len(names)} evaluation sets: say which, {' or '.join('eval:' + n for n in names)}"
+            f"eval: the job has {len(names)} evaluation sets: say which, "
+            f"{' or '.join('eval:' + n for n in names)}"
         )
     raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')
 
 
 def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Collate | None]:
-    """For predicting: the dataset, and a collate of samples that may be ``(inputs, targets)`` or inputs alone.
+    """For predicting: the dataset, and a collate of samples that may be ``(inputs, targets)`` or
+    inputs alone.
 
     Args:
         dataset: map-style.
-        collate: the job's, which is given the samples as they are; it gives a pair, or inputs alone.
+        collate: the job's, which is given the samples as they are; it gives a pair, or inputs
+            alone.
         name: what the dataset is called in messages.
 
     Raises:
@@ -147,7 +166,8 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
     """
     if not _is_map_style(dataset):
         raise InputError(
-            f"{name}: a stream has no length, and predicting needs one: give a list of the samples, or a dataset with "
+            f"{name}: a stream has no length, and predicting needs one: give a list of the "
+            "samples, or a dataset with "
             "__getitem__ and __len__"
         )
     base, lookup = base_of(dataset), lookup_of(dataset)
@@ -184,30 +204,44 @@ class Recalled:
 
 def is_stream(source: Any) -> bool:
     """Whether it can only be iterated."""
-    return isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not _is_map_style(source))
+    return isinstance(source, IterableDataset) or (
+        hasattr(source, "__iter__") and not _is_map_style(source)
+    )
 
 
 def _is_map_style(source: Any) -> bool:
-    return hasattr(source, "__getitem__") and hasattr(source, "__len__") and not isinstance(source, IterableDataset)
+    return (
+        hasattr(source, "__getitem__")
+        and hasattr(source, "__len__")
+        and not isinstance(source, IterableDataset)
+    )
 
 
 def _refuse_loaders(source: Any, name: str) -> None:
-    several = isinstance(source, list | tuple) and any(isinstance(part, DataLoader) for part in source[:8])
+    several = isinstance(source, list | tuple) and any(
+        isinstance(part, DataLoader) for part in source[:8]
+    )
     if not several and not isinstance(source, DataLoader):
         return
     what, give = (
-        (f"a {type(source).__name__} of DataLoaders cuts", "their datasets, put together with ConcatDataset,")
+        (
+            f"a {type(source).__name__} of DataLoaders cuts",
+            "their datasets, put together with ConcatDataset,",
+        )
         if several
         else ("a DataLoader cuts", "its dataset")
     )
     raise JobError(
-        f"{name}: {what} batches for one device: give {give} and say batch_size, collate and loader_workers in the job"
+        f"{name}: {what} batches for one device: give {give} and say batch_size, collate and "
+        "loader_workers in the job"
     )
 
 
 def _given(source: Any, world: World, name: str) -> Any:
     """What a callable gives; anything else is the data itself."""
-    if not callable(source) or (not isinstance(source, type) and (_is_map_style(source) or is_stream(source))):
+    if not callable(source) or (
+        not isinstance(source, type) and (_is_map_style(source) or is_stream(source))
+    ):
         return source
     made = _called(source, world, name)
     read_once = isinstance(made, Iterator) and not isinstance(made, IterableDataset)
@@ -225,10 +259,14 @@ def _called(source: Any, world: World, name: str) -> Any:
             except Exception as error:
                 failure = error
         # Also the barrier: the others wait here for the first, and learn whether to go on.
-        own = isinstance(failure, LockstepError)  # then its words are written for the person who reads them
+        own = isinstance(
+            failure, LockstepError
+        )  # then its words are written for the person who reads them
         said = None if failure is None else str(failure) if own else told(failure)
         for rank, (message, is_own) in enumerate(world.gather_objects((said, own))):
             if message is not None:
                 where = f" on rank {rank}" if world.size > 1 else ""
-                raise JobError(message if is_own else f"{name}: calling it{where} raised {message}") from failure
+                raise JobError(
+                    message if is_own else f"{name}: calling it{where} raised {message}"
+                ) from failure
     return made

@@ -1,14 +1,17 @@
-"""Datasets that can only be iterated: every rank reads the one stream, and keeps its share of each global batch.
+"""Datasets that can only be iterated: every rank reads the one stream, and keeps its share of each
+global batch.
 
-Global batch k is samples k*B to (k+1)*B of the stream, and a sample's place in the stream is its number::
+Global batch k is samples k*B to (k+1)*B of the stream, and a sample's place in the stream is its
+number::
 
     stream    | 0 1 2 3 4 5 6 7 | 8 9 10 11 12 13 14 15 | 16
     rank 0    | 0 1 2 3         | 8 9 10 11             | 16
     rank 1    |         4 5 6 7 |           12 13 14 15 |
 
-Each sample is read by every rank (its decoding too), the price of the same batches as on one device; of a map-style
-dataset a rank makes only the samples of its share. The epoch ends where the stream ends. The ranks compare what they
-have read, so that streams that differ are named, and no rank waits for a batch that another one doesn't have.
+Each sample is read by every rank (its decoding too), the price of the same batches as on one
+device; of a map-style dataset a rank makes only the samples of its share. The epoch ends where the
+stream ends. The ranks compare what they have read, so that streams that differ are named, and no
+rank waits for a batch that another one doesn't have.
 """
 
 from __future__ import annotations
@@ -24,12 +27,23 @@ from lockstep.data.dataset_state import load_state, state_of
 from lockstep.data.fetch import Collate, Pair, number_of, together
 from lockstep.data.loader import AnyLoader
 from lockstep.data.loader_workers import without_worker_info
-from lockstep.data.shares import COLLATE, EVALUATION, ORDER, TRAINING, Batch, Cutting, absorbed, over_ranks
+from lockstep.data.shares import (
+    COLLATE,
+    EVALUATION,
+    ORDER,
+    TRAINING,
+    Batch,
+    Cutting,
+    absorbed,
+    over_ranks,
+)
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.tensors.seeding import kept_states, seed_all
 
 Read = tuple[int, int, list[Pair], Any]
-"""Of a global batch: its samples, a number made of some, each share that isn't empty; the stream's state after it."""
+"""Of a global batch: its samples, a number made of some, each share that isn't empty; the
+stream's state after it.
+"""
 
 
 def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
@@ -41,21 +55,24 @@ def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
     """
     if shuffle:
         yield (
-            "train_data is a stream, which can't be shuffled: it comes in its own order, the same on every rank "
+            "train_data is a stream, which can't be shuffled: it comes in its own order, the same "
+            "on every rank "
             "(shuffle=False says so too)"
         )
     if meets:
         yield (
-            "train_data is a stream, of which the ranks compare what they have read before each step: there they wait "
+            "train_data is a stream, of which the ranks compare what they have read before each "
+            "step: there they wait "
             "for one another, as they would not with a dataset that has __getitem__ and __len__"
         )
 
 
 class StreamLoader(AnyLoader):
-    """The loader of a stream. Where there are several ranks they go through it together: each batch is compared.
+    """The loader of a stream. Where there are several ranks they go through it together: each batch
+    is compared.
 
-    If the dataset has ``set_epoch(epoch)``, that is called before it is gone through. ``draws_random = False`` on it
-    says that it draws no random numbers, which saves seeding.
+    If the dataset has ``set_epoch(epoch)``, that is called before it is gone through.
+    ``draws_random = False`` on it says that it draws no random numbers, which saves seeding.
     """
 
     _fetching: Reader
@@ -72,14 +89,22 @@ class StreamLoader(AnyLoader):
 
     def _fetcher(self) -> Reader:
         if self._by_person is not None:
-            raise JobError(f"order: {self._name} is a stream, which comes in its own order: give a map-style dataset")
+            raise JobError(
+                f"order: {self._name} is a stream, which comes in its own order: give a map-style "
+                "dataset"
+            )
         self.samples: int | None = None
-        return Reader(self._dataset, self._cutting, self._seed, self._evaluation, self._collate, self._name)
+        return Reader(
+            self._dataset, self._cutting, self._seed, self._evaluation, self._collate, self._name
+        )
 
     def _count_of_workers(self, wanted: int | None) -> int:
-        if wanted is not None and wanted > 1 and not self._evaluation:  # there, the number was meant for train_data
+        if (
+            wanted is not None and wanted > 1 and not self._evaluation
+        ):  # there, the number was meant for train_data
             raise JobError(
-                f"loader_workers: {wanted}, but {self._name} is a stream, and each of them would read all of it: "
+                f"loader_workers: {wanted}, but {self._name} is a stream, and each of them would "
+                "read all of it: "
                 "1 reads ahead, 0 reads in between"
             )
         return min(1, super()._count_of_workers(wanted))
@@ -96,7 +121,9 @@ class StreamLoader(AnyLoader):
         for index, (size, made, pairs, after) in enumerate(read, start):
             self._compare(index, size, made)
             self._keep(epoch, index + 1, after)
-            if size < self._cutting.batch_size and not callable(getattr(self._dataset, "set_epoch", None)):
+            if size < self._cutting.batch_size and not callable(
+                getattr(self._dataset, "set_epoch", None)
+            ):
                 self._keep(epoch + 1, 0, after)  # it counts the epochs itself
             first = index * self._cutting.batch_size
             if size:
@@ -107,7 +134,9 @@ class StreamLoader(AnyLoader):
                 return
 
     def _compare(self, index: int, size: int, made: int) -> None:
-        """Raise on every rank where they haven't read the same: as many samples, and now and then the same ones."""
+        """Raise on every rank where they haven't read the same: as many samples, and now and
+        then the same ones.
+        """
         if (world := self._world_to_compare()) is None:
             return
         (here, number), *others = over_ranks(world, size, made)
@@ -131,15 +160,22 @@ class StreamLoader(AnyLoader):
 class Reader:
     """Reads a stream batch by batch, and puts together the shares of some ranks.
 
-    Random numbers that the stream draws are seeded by (seed, epoch, place) before each sample, so every rank reads the
-    same, and a skipped sample leaves the stream in the state that a used one would.
+    Random numbers that the stream draws are seeded by (seed, epoch, place) before each sample, so
+    every rank reads the same, and a skipped sample leaves the stream in the state that a used one
+    would.
 
     Attributes:
         dataset: the stream.
     """
 
     def __init__(
-        self, dataset: Any, cutting: Cutting, seed: int, evaluation: bool, collate: Collate | None, name: str
+        self,
+        dataset: Any,
+        cutting: Cutting,
+        seed: int,
+        evaluation: bool,
+        collate: Collate | None,
+        name: str,
     ) -> None:
         self.dataset, self._cutting, self._collate, self._name = dataset, cutting, collate, name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
@@ -151,9 +187,11 @@ class Reader:
         self.sends_state = False
 
     def __call__(self, epoch: int, index: int, begins: bool, kept: Any = None) -> Read:
-        """Batch ``index`` of an epoch, the one after that of the last call, unless the epoch begins here.
+        """Batch ``index`` of an epoch, the one after that of the last call, unless the epoch begins
+        here.
 
-        It has no samples once the stream has come to its end. With a state that was ``kept`` it is begun in that.
+        It has no samples once the stream has come to its end. With a state that was ``kept`` it is
+        begun in that.
         """
         with kept_states() if self._draws else nullcontext(), without_worker_info():
             state = absorbed(self._stream, epoch)
@@ -161,7 +199,9 @@ class Reader:
                 self._begin(epoch, state, index, kept)
             first = self._place
             samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
-            if begins and index == 0 and not samples and kept is not None:  # the state was at the end of an epoch
+            if (
+                begins and index == 0 and not samples and kept is not None
+            ):  # the state was at the end of an epoch
                 self._samples = iter(self.dataset)
                 samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
             if begins and index == 0 and not samples:
@@ -169,7 +209,8 @@ class Reader:
                     raise JobError(f"{self._name}: it is empty")
                 raise RunError(
                     f"{self._name}: the stream has no samples left: it can be iterated only once; "
-                    "give a function that makes it anew (a generator function, say), or train with epochs=1"
+                    "give a function that makes it anew (a generator function, say), or train "
+                    "with epochs=1"
                 )
             pairs = []
             for a, b, _ in self._cutting.spans(len(samples)):
@@ -201,9 +242,12 @@ class Reader:
             return
         for _ in itertools.islice(self._left(state), skipped):
             pass
-        if self._place <= skipped - self._cutting.batch_size:  # a smaller last batch ends before its own end
+        if (
+            self._place <= skipped - self._cutting.batch_size
+        ):  # a smaller last batch ends before its own end
             raise RunError(
-                f"{self._name}: the stream has ended after {self._place} samples, and the run had used {skipped} of "
+                f"{self._name}: the stream has ended after {self._place} samples, and the run had "
+                f"used {skipped} of "
                 "this epoch: does it give the same samples each time?"
             )
 
@@ -218,7 +262,9 @@ class Reader:
                 self._samples = None
                 return
             except Exception as error:
-                raise SampleError(f"{self._name}: sample {self._place} of the stream raised {told(error)}") from error
+                raise SampleError(
+                    f"{self._name}: sample {self._place} of the stream raised {told(error)}"
+                ) from error
             self._place += 1
             self._gave = True
             yield sample

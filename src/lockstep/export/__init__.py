@@ -1,4 +1,6 @@
-"""Export: a run's model as a file that needs neither the job nor Lockstep, compared with the run."""
+"""Export: a run's model as a file that needs neither the job nor Lockstep, compared with the
+run.
+"""
 
 from lockstep.export.export_run import Exported, export
 

@@ -1,4 +1,6 @@
-"""``export``: a run's model as a file, which is loaded again and compared with the run before it gets its name."""
+"""``export``: a run's model as a file, which is loaded again and compared with the run before it
+gets its name.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,13 @@ from lockstep.checkpoint.weights import save_weights, take_weights
 from lockstep.data import Batch, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.errors import InputError, LockstepError, NotEqual, counted, told
 from lockstep.export.exportable import Exportable
-from lockstep.export.file_formats import ENDINGS, check_installed, quantize_linear_layers, read, write
+from lockstep.export.file_formats import (
+    ENDINGS,
+    check_installed,
+    quantize_linear_layers,
+    read,
+    write,
+)
 from lockstep.export.weight_parts import write_parts
 from lockstep.job import Job, convert
 from lockstep.jobfile import JobFile, the_job, with_settings
@@ -38,14 +46,20 @@ from lockstep.tensors.pytree import named_tensors, tensors
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.run import Run, trained_of
 
-_SIZES = [8, 7, 1]  # of the batches that are compared; dimensions that differ between them may have any size
+_SIZES = [
+    8,
+    7,
+    1,
+]  # of the batches that are compared; dimensions that differ between them may have any size
 # What bfloat16 and int8 cost, the metrics say: this finds files that are wrong.
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1, "int8": 0.1}
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file, how far its outputs are from the run's at most, and metrics of both where it computes in less."""
+    """A file, how far its outputs are from the run's at most, and metrics of both where it
+    computes in less.
+    """
 
     path: Path
     difference: float
@@ -71,21 +85,26 @@ def export(
     trust_job: bool = False,
     **settings: Any,
 ) -> Exported:
-    """Write a run's model to a file, load that again, and compare its outputs with the run's on evaluation samples.
+    """Write a run's model to a file, load that again, and compare its outputs with the run's on
+    evaluation samples.
 
     Args:
         run: a Run or the path of its folder.
         out: the file to write; None is ``exported`` in the run's folder.
         format: ``"safetensors"``, ``"torch-export"``, ``"onnx"`` or ``"tensorrt"``.
-        dynamic: ``"batch"``: batches of any size, and any size in dimensions that differ between batches of the job's
-            data, as the length of texts; ``"none"``: the one shape of an evaluation batch (``eval_batch_size``).
-        dtype: ``"bfloat16"`` or ``"float32"``, what the file computes in; what it takes and gives is the run's.
+        dynamic: ``"batch"``: batches of any size, and any size in dimensions that differ between
+            batches of the job's data, as the length of texts; ``"none"``: the one shape of an
+            evaluation batch (``eval_batch_size``).
+        dtype: ``"bfloat16"`` or ``"float32"``, what the file computes in; what it takes and gives
+            is the run's.
         quantize: ``"int8"``: the weights of linear layers, in onnx.
-        tolerance: the largest difference, relative to the largest output; None is 1e-4, 0.1 for bfloat16 and int8.
-        max_shard_size: of ``safetensors``: several files of at most this size (``"5GB"``), with an index named after
-            ``out``, as Hugging Face's models have them. They are copied from the run's file tensor by tensor, for which
-            the model isn't built, and compared with it.
-        best, weights, overwrite, quiet, job_parameters, job, trust_job, settings: as in ``lockstep.predict``.
+        tolerance: the largest difference, relative to the largest output; None is 1e-4, 0.1 for
+            bfloat16 and int8.
+        max_shard_size: of ``safetensors``: several files of at most this size (``"5GB"``), with an
+            index named after ``out``, as Hugging Face's models have them. They are copied from the
+            run's file tensor by tensor, for which the model isn't built, and compared with it.
+        best, weights, overwrite, quiet, job_parameters, job, trust_job, settings: as in
+            ``lockstep.predict``.
 
     Raises:
         InputError: something asked for can't be done; nothing was made.
@@ -96,21 +115,35 @@ def export(
     convert(dtype, Literal["bfloat16", "float32"] | None, "dtype")
     convert(quantize, Literal["int8"] | None, "quantize")
     if quantize is not None and (format != "onnx" or dtype is not None):
-        raise InputError("quantize: int8 is for onnx, without dtype (PyTorch's own for CPUs is to be removed)")
+        raise InputError(
+            "quantize: int8 is for onnx, without dtype (PyTorch's own for CPUs is to be removed)"
+        )
     if format == "onnx" and dtype == "bfloat16":
-        raise InputError("dtype: onnxruntime has no bfloat16 on CPUs, so nothing could be compared: take torch-export")
+        raise InputError(
+            "dtype: onnxruntime has no bfloat16 on CPUs, so nothing could be compared: take "
+            "torch-export"
+        )
     if max_shard_size is not None and format != "safetensors":
         raise InputError(f"max_shard_size: {format} is one file: take safetensors, or leave it out")
     most = None if max_shard_size is None else bytes_of(max_shard_size, "max_shard_size")
     check_installed(format)
-    its, file = trained_of(run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job)
+    its, file = trained_of(
+        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+    )
     the = the_job(with_settings(its, settings))
     # What was trained in half precision has weights in float32, and is compared in that.
     precision = {"bf16": "fp32", "fp16": "fp32"}.get(the.precision or "", the.precision)
-    the = the.replace(precision=precision, compile=False, channels_last=False, activation_checkpointing=None, init=None)
+    the = the.replace(
+        precision=precision,
+        compile=False,
+        channels_last=False,
+        activation_checkpointing=None,
+        init=None,
+    )
     if (is_of_parts := the.loss is None) and format != "safetensors":
         raise InputError(
-            f"{format}: the job's step function calls the parts of its model, which has no forward that could be "
+            f"{format}: the job's step function calls the parts of its model, which has no "
+            "forward that could be "
             "exported: take safetensors, or give the model a forward, and the job a loss"
         )
     less, fixed = quantize or dtype or "", dynamic == "none"
@@ -129,14 +162,20 @@ def export(
             whole = file
             if not the.save_frozen:  # which lacks what the model builds frozen
                 whole = _weights_alone(the, file, folder / "whole.safetensors", None).path
-            index = write_parts(whole, folder / target.name, most, getattr(torch, dtype or "", None))
+            index = write_parts(
+                whole, folder / target.name, most, getattr(torch, dtype or "", None)
+            )
             if whole != file:
                 whole.unlink()
-            display.line(f"weights alone, in {counted(len(list(folder.iterdir())) - 1, 'part')}, as they are in {file}")
+            display.line(
+                f"weights alone, in {counted(len(list(folder.iterdir())) - 1, 'part')}, as they "
+                f"are in {file}"
+            )
             return _moved(Exported(index, 0.0, {}), target.with_name(index.name), display)
         if is_of_parts:
             display.line(
-                "weights alone: a step function calls the parts of the model, so there are no outputs to compare"
+                "weights alone: a step function calls the parts of the model, so there are no "
+                "outputs to compare"
             )
             return _moved(_weights_alone(the, file, folder / target.name, dtype), target, display)
         step = Single().prepare(the, world)
@@ -148,20 +187,34 @@ def export(
         sizes = [batch.size for batch in batches]
         expected = _outputs(step, batches, the.seed)
         examples = [step.placed(batch.parts[0]).inputs for batch in batches]
-        what = Exportable(trained_model(the, file), examples, sizes, getattr(torch, dtype or "", None))
+        what = Exportable(
+            trained_model(the, file), examples, sizes, getattr(torch, dtype or "", None)
+        )
         if format != "safetensors":
             if not fixed and "(batch" not in str(what):
-                raise InputError(f"no dimension of {what} is the size of the batch: add --dynamic none")
+                raise InputError(
+                    f"no dimension of {what} is the size of the batch: add --dynamic none"
+                )
             display.line(f"inputs: {what}")
         run_model, path = step.model, folder / target.name
-        step.model = _written(format, what, path, expected[0], max(largest, *sizes), quantize is not None)
+        step.model = _written(
+            format, what, path, expected[0], max(largest, *sizes), quantize is not None
+        )
         apart = max(map(_difference, expected, _outputs(step, batches, the.seed)))
         kind = "evaluation" if sets else "training"
-        display.line(f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the largest output")
-        own = next((str(p.dtype)[6:] for p in run_model.parameters() if p.is_floating_point()), "float32")
+        display.line(
+            f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the "
+            "largest output"
+        )
+        own = next(
+            (str(p.dtype)[6:] for p in run_model.parameters() if p.is_floating_point()), "float32"
+        )
         bound = _TOLERANCES.get(less or own, 0.1) if tolerance is None else tolerance
         if apart > bound:
-            raise NotEqual(f"not equal: outputs of the file differ by {apart:.1e}, more than --tolerance {bound:g}")
+            raise NotEqual(
+                f"not equal: outputs of the file differ by {apart:.1e}, more than --tolerance "
+                f"{bound:g}"
+            )
         if less and sets and not fixed:
             for name, model in ((own, run_model), (less, step.model)):
                 step.model = model
@@ -173,7 +226,10 @@ def export(
             for name, value in metrics[own].items():
                 display.line(f"{name:20}{number(value):>12}{number(metrics[less][name]):>12}")
         elif less:
-            display.line(f"note: no metrics: {'it takes one shape' if sets else 'no evaluation data'}", note=True)
+            display.line(
+                f"note: no metrics: {'it takes one shape' if sets else 'no evaluation data'}",
+                note=True,
+            )
         return _moved(Exported(path, apart, metrics), target, display)
 
 
@@ -197,7 +253,10 @@ def _weights_alone(job: Job, file: Path, path: Path, dtype: str | None) -> Expor
 
 def _batches(job: Job, world: World, data: Any, sizes: list[int]) -> list[Batch]:
     """Batches of up to so many samples, the first of a random order."""
-    jobs = [job.replace(batch_size=n, accumulate=1, shuffle=True, order=None, loader_workers=0) for n in sizes]
+    jobs = [
+        job.replace(batch_size=n, accumulate=1, shuffle=True, order=None, loader_workers=0)
+        for n in sizes
+    ]
     return [next(iter(job_loader(one, world, data).epoch(0))) for one in jobs]
 
 
@@ -206,9 +265,16 @@ def _outputs(step: Step, batches: list[Batch], seed: int) -> list[Any]:
         return [found[0][1] for _, found in step.over(batches, step.predictions, seed)]
 
 
-def _written(format: str, what: Exportable, path: Path, outputs: Any, most: int, quantize: bool) -> nn.Module:
-    """Write the file, and load it again; what PyTorch and onnxruntime log meanwhile is for their makers."""
-    names = [f"output_{name}" if name.isdigit() else name or "output" for name, _ in named_tensors(outputs)]
+def _written(
+    format: str, what: Exportable, path: Path, outputs: Any, most: int, quantize: bool
+) -> nn.Module:
+    """Write the file, and load it again; what PyTorch and onnxruntime log meanwhile is for their
+    makers.
+    """
+    names = [
+        f"output_{name}" if name.isdigit() else name or "output"
+        for name, _ in named_tensors(outputs)
+    ]
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -229,14 +295,20 @@ def _written(format: str, what: Exportable, path: Path, outputs: Any, most: int,
 
 
 def _difference(run: Any, file: Any) -> float:
-    """The largest difference of outputs, each relative to the largest value in that tensor of the run."""
+    """The largest difference of outputs, each relative to the largest value in that tensor of
+    the run.
+    """
     apart = 0.0
     for ours, theirs in zip(tensors(run), tensors(file), strict=True):
         if ours.shape != theirs.shape:
             return math.inf
         ours, theirs = ours.to(torch.complex128), theirs.to(torch.complex128)
-        same = (ours == theirs) | (ours.isnan() & theirs.isnan())  # infinite ones, where a mask put them
+        same = (ours == theirs) | (
+            ours.isnan() & theirs.isnan()
+        )  # infinite ones, where a mask put them
         if not same.all():
             largest = float(ours.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
-            apart = max(apart, float((ours - theirs).abs()[~same].nan_to_num(math.inf).max()) / largest)
+            apart = max(
+                apart, float((ours - theirs).abs()[~same].nan_to_num(math.inf).max()) / largest
+            )
     return apart

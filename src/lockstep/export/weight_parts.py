@@ -2,7 +2,7 @@
 
 ::
 
-    model.safetensors.index.json          {"metadata": {"total_size": 9876}, "weight_map": {NAME: FILE, ...}}
+    model.safetensors.index.json      {"metadata": {"total_size": 9876}, "weight_map": {NAME: FILE, ...}}
     model-00001-of-00002.safetensors
     model-00002-of-00002.safetensors
 
@@ -31,7 +31,8 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
 
     Args:
         weights: a safetensors file.
-        path: what one file would be called, as ``model.safetensors``; the index and the parts are named after it.
+        path: what one file would be called, as ``model.safetensors``; the index and the parts are
+            named after it.
         most: bytes of a part at most, unless a tensor alone is larger.
         dtype: that of floating point numbers; None is the file's.
 
@@ -69,12 +70,16 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
             places |= dict.fromkeys(names, part.name)
     index = path.with_name(f"{path.name}.index.json")
     total = sum(tensor.nbytes for tensor in shapes.values())
-    index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
+    index.write_text(
+        json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
+    )
     return index
 
 
 def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in groups of at most so many bytes together, in their order; what is larger has a group to itself."""
+    """Names in groups of at most so many bytes together, in their order; what is larger has a
+    group to itself.
+    """
     groups: list[list[str]] = [[]]
     held = 0
     for name, size in sizes.items():

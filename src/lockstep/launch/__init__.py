@@ -1,21 +1,23 @@
 """Run a function on every rank: in this process, as local processes, or under torchrun.
 
-``launch(fn, devices=4)`` calls ``fn(world, *args)`` once per device and gives the results in rank order.
+``launch(fn, devices=4)`` calls ``fn(world, *args)`` once per device and gives the results in rank
+order.
 
-Local ranks are forked from one small process of ours (`lockstep.launch.processes.fork`), not started by
-``multiprocessing`` or by PyTorch's elastic agent, for three reasons. It is the one parent of all ranks, and it hears at
-once when the person's process ends, even by ``kill -9``, so no rank outlives it, not even a stopped one. Nothing
-imports the person's script a second time: functions travel by value, so a script needs no main guard, and a notebook
-cell or standard input will do. And each rank that fails writes a record with the moment of its failure, so the rank
-that failed first is the one that is named, rather than one of those that failed for want of it.
+Local ranks are forked from one small process of ours (`lockstep.launch.processes.fork`), not
+started by ``multiprocessing`` or by PyTorch's elastic agent, for three reasons. It is the one
+parent of all ranks, and it hears at once when the person's process ends, even by ``kill -9``, so no
+rank outlives it, not even a stopped one. Nothing imports the person's script a second time:
+functions travel by value, so a script needs no main guard, and a notebook cell or standard input
+will do. And each rank that fails writes a record with the moment of its failure, so the rank that
+failed first is the one that is named, rather than one of those that failed for want of it.
 
-`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its processes, watched until
-they end), `call` (what they are given), `fork_server` and `fork` (the two ends of the process that forks them), `rank`
-(what a rank does) and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by
-torchrun.
+`processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its
+processes, watched until they end), `call` (what they are given), `fork_server` and `fork` (the two
+ends of the process that forks them), `rank` (what a rank does) and `failure_records` (who failed
+first). `started_ranks` is the other way to become a rank: by torchrun.
 
-This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can start the forking
-process first and import torch beside it.
+This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can
+start the forking process first and import torch beside it.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ def launch(
 ) -> list[T]:
     """Call ``fn(world, *args)`` on every rank and give the results in rank order.
 
-    One device: the call is made in this process. Several: each gets a process of its own on this machine. Under
-    torchrun this process is one of the ranks, with one device, and each of them returns the same list. Wherever it is,
-    it is made in the caller's modes (``no_grad``, ``inference_mode``, ``autocast``).
+    One device: the call is made in this process. Several: each gets a process of its own on this
+    machine. Under torchrun this process is one of the ranks, with one device, and each of them
+    returns the same list. Wherever it is, it is made in the caller's modes (``no_grad``,
+    ``inference_mode``, ``autocast``).
 
     Args:
         fn: any function, lambdas and those of a notebook included; what it refers to goes with it.
@@ -61,12 +64,15 @@ def launch(
         backend: of the process group, instead of the devices' own.
         folder: where the run keeps its files; what rank N > 0 prints goes to ``ranks/N.log`` in it.
         on_event: called in this process with (rank, event) for each ``world.tell(event)``.
-        on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints, instead of printing them.
+        on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints,
+            instead of printing them.
         timeout: seconds after which a collective that waits for a rank gives up.
-        devices_per_rank: how many neighbours of the devices each rank drives, for ``ddp=2xpp=2`` in a loop of your own.
+        devices_per_rank: how many neighbours of the devices each rank drives, for ``ddp=2xpp=2`` in
+            a loop of your own.
 
     Raises:
-        InputError: ``fn`` or an argument can't be sent to other processes, or this is a rank already.
+        InputError: ``fn`` or an argument can't be sent to other processes, or this is a rank
+            already.
         RankFailed: a rank raised or died. The first one is named; ``__cause__`` is what it raised.
         LockstepError: a rank raised one of Lockstep's own: it comes out as itself.
     """
@@ -89,7 +95,9 @@ def launch(
     if devices_per_rank < 1 or len(chosen) % devices_per_rank:
         from lockstep.errors import DeviceError
 
-        raise DeviceError(f"{len(chosen)} devices, and {devices_per_rank} for each rank: give a multiple of that")
+        raise DeviceError(
+            f"{len(chosen)} devices, and {devices_per_rank} for each rank: give a multiple of that"
+        )
     if len(chosen) == devices_per_rank:
         with _world.lone(chosen, folder) as world:
             if on_event is not None:
@@ -112,7 +120,8 @@ def launch(
 
 
 def here(devices: Devices = "auto", devices_per_rank: int = 1) -> World | None:
-    """The world that this process is in; the one it joins when it first asks, where it was started as a rank; or None.
+    """The world that this process is in; the one it joins when it first asks, where it was started
+    as a rank; or None.
 
     Args:
         devices: of which this process takes its own, where it joins.
@@ -139,9 +148,11 @@ _OTHER_STARTERS = {
     "MPI": ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
 }
-"""By what starts processes, the variables of the rank, of that on its node, and of their number (the first set).
+"""By what starts processes, the variables of the rank, of that on its node, and of their number
+(the first set).
 
-What mpirun starts within a SLURM job has SLURM's variables too, of another process; so SLURM is the last.
+What mpirun starts within a SLURM job has SLURM's variables too, of another process; so SLURM is the
+last.
 """
 
 _LOCAL_SIZES = {
@@ -152,12 +163,14 @@ _LOCAL_SIZES = {
 
 
 def started_as_rank() -> bool:
-    """Whether this process was started as a rank: by torchrun, by what speaks like it, or by who made a process group.
+    """Whether this process was started as a rank: by torchrun, by what speaks like it, or by who
+    made a process group.
 
     What SLURM or MPI say is put into torchrun's variables, where there is an address to meet at.
 
     Raises:
-        DeviceError: it was started as one of several which can't find one another, and would each train alone.
+        DeviceError: it was started as one of several which can't find one another, and would each
+            train alone.
     """
     from lockstep.errors import DeviceError
 
@@ -166,8 +179,10 @@ def started_as_rank() -> bool:
     missing = [name for name in _TORCHRUN if name not in os.environ]
     if len({"RANK", "WORLD_SIZE"} & set(missing)) == 0 and int(os.environ["WORLD_SIZE"]) > 1:
         raise DeviceError(
-            f"this process is one of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so that each would train alone: start them with "
+            f"this process is one of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and "
+            f"{' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set, so that each would train alone: "
+            "start them with "
             "torchrun, or set that too; to train in this process alone, unset RANK"
         )
     refused: list[tuple[int, str]] = []
@@ -175,14 +190,20 @@ def started_as_rank() -> bool:
         size = next((name for name in sizes if name in os.environ), None)
         if rank not in os.environ or size is None or int(os.environ[size]) == 1:
             continue
-        missing = [name for name in (local_rank, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        missing = [
+            name for name in (local_rank, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ
+        ]
         if not missing:
             names = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank}
-            os.environ.update({name: os.environ[its] for name, its in names.items()} | _on_nodes(starter))
+            os.environ.update(
+                {name: os.environ[its] for name, its in names.items()} | _on_nodes(starter)
+            )
             return True
         text = (
-            f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), and each would "
-            f"train alone: set {' and '.join(missing)} (docs/clusters.md), or let each node start torchrun; "
+            f"{starter} has started this process as one of {os.environ[size]} ({rank}, {size}), "
+            "and each would "
+            f"train alone: set {' and '.join(missing)} (docs/clusters.md), or let each node start "
+            "torchrun; "
             f"to train in this process alone, unset {rank}"
         )
         refused.append((len(missing), text))
@@ -192,13 +213,19 @@ def started_as_rank() -> bool:
 
 
 def _on_nodes(starter: str) -> dict[str, str]:
-    """Torchrun's variables of how many processes this node has, and which it is of the nodes, as far as it is said."""
+    """Torchrun's variables of how many processes this node has, and which it is of the nodes, as
+    far as it is said.
+    """
     tasks, node = os.environ.get("SLURM_STEP_TASKS_PER_NODE"), os.environ.get("SLURM_NODEID")
     if starter == "SLURM" and tasks is not None and node is not None:
         # "2(x3),1": 2 on each of three nodes, 1 on the fourth
         groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
         counts = [count for count, times in groups for _ in range(int(times or 1))]
-        return {"LOCAL_WORLD_SIZE": counts[int(node)], "GROUP_RANK": node, "GROUP_WORLD_SIZE": str(len(counts))}
+        return {
+            "LOCAL_WORLD_SIZE": counts[int(node)],
+            "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": str(len(counts)),
+        }
     local_size = os.environ.get(_LOCAL_SIZES.get(starter, ""))
     return {} if local_size is None else {"LOCAL_WORLD_SIZE": local_size}
 

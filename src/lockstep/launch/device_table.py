@@ -1,4 +1,6 @@
-"""What this machine has: the table of ``lockstep devices``, and the lines under every number that was taken on it."""
+"""What this machine has: the table of ``lockstep devices``, and the lines under every number
+that was taken on it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lockstep.launch.devices import Device, accelerators, usable_cores
 
 
 def table() -> str:
-    """Name, memory, cores, both numbers (inside ``CUDA_VISIBLE_DEVICES`` and of the machine), and links where known."""
+    """Name, memory, cores, both numbers (inside ``CUDA_VISIBLE_DEVICES`` and of the machine),
+    and links where known.
+    """
     lines = []
     here = accelerators()
     for device in here:
@@ -52,7 +56,11 @@ def _name(device: Device) -> str:
 
 def _physical(index: int) -> str:
     """The device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
-    visible = [word.strip() for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word.strip()]
+    visible = [
+        word.strip()
+        for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        if word.strip()
+    ]
     return visible[index] if index < len(visible) else str(index)
 
 
@@ -66,7 +74,10 @@ def _links(here: tuple[Device, ...]) -> list[str]:
 def _processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
-            return next((line.split(":")[1].strip() for line in file if line.startswith("model name")), "CPU")
+            return next(
+                (line.split(":")[1].strip() for line in file if line.startswith("model name")),
+                "CPU",
+            )
     except OSError:
         return "CPU"
 
@@ -91,7 +102,9 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What numbers were taken on, for a file that keeps them: processor, cores, memory, accelerators, versions."""
+    """What numbers were taken on, for a file that keeps them: processor, cores, memory,
+    accelerators, versions.
+    """
     here = accelerators()
     found: dict[str, Any] = {
         "processor": _processor(),

@@ -1,7 +1,8 @@
 """What is here: the accelerators of this machine, or its cores cut into slots.
 
-A *slot* is one of N CPU "devices": some cores of the machine, with a thread limit of as many threads. Accelerators are
-found through ``torch.accelerator``, so any that PyTorch knows works by its name.
+A *slot* is one of N CPU "devices": some cores of the machine, with a thread limit of as many
+threads. Accelerators are found through ``torch.accelerator``, so any that PyTorch knows works by
+its name.
 
 A person writes devices as
 
@@ -73,11 +74,16 @@ def usable_cores() -> tuple[int, ...]:
 
 
 def slots(count: int, cores: Sequence[int] | None = None) -> tuple[Device, ...]:
-    """Cut the cores in ``count`` slots, as evenly as can be; of more slots than cores neighbours share one."""
+    """Cut the cores in ``count`` slots, as evenly as can be; of more slots than cores neighbours
+    share one.
+    """
     mine = tuple(usable_cores() if cores is None else cores)
     if count >= len(mine):
         return tuple(Device("cpu", i, (mine[i * len(mine) // count],)) for i in range(count))
-    return tuple(Device("cpu", i, mine[i * len(mine) // count : (i + 1) * len(mine) // count]) for i in range(count))
+    return tuple(
+        Device("cpu", i, mine[i * len(mine) // count : (i + 1) * len(mine) // count])
+        for i in range(count)
+    )
 
 
 def accelerators() -> tuple[Device, ...]:
@@ -93,7 +99,8 @@ def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
     """Turn what a person wrote into devices.
 
     Args:
-        wanted: see the table at the top of this module; None means ``auto``; a list is taken item by item.
+        wanted: see the table at the top of this module; None means ``auto``; a list is taken item
+            by item.
 
     Raises:
         DeviceError: the words aren't understood, or there are fewer devices than asked for.
@@ -118,7 +125,9 @@ def parse(wanted: Devices = "auto") -> tuple[Device, ...]:
 
 
 def parse_several(wanted: Devices = "auto") -> tuple[Device, ...]:
-    """As ``parse``, but ``auto`` without an accelerator is a CPU device for each core: one has nothing to share."""
+    """As ``parse``, but ``auto`` without an accelerator is a CPU device for each core: one has
+    nothing to share.
+    """
     chosen = parse(wanted)
     if wanted in ("auto", None) and len(chosen) == 1 and chosen[0].is_slot:
         return slots(len(usable_cores()))
@@ -138,7 +147,9 @@ def _from_list(wanted: Sequence[Device | torch.device | str | int]) -> tuple[Dev
         here = accelerators()
         if int(word) >= len(here):
             slots_too = "" if here else ' (two CPU devices are "2xcpu")'
-            raise DeviceError(f"device {word} doesn't exist: there are {len(here)} accelerators here{slots_too}")
+            raise DeviceError(
+                f"device {word} doesn't exist: there are {len(here)} accelerators here{slots_too}"
+            )
         found.append(here[int(word)])
     return tuple(found)
 
@@ -154,7 +165,10 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
     if here:
         if count > len(here):
             are = "is" if len(here) == 1 else "are"
-            raise DeviceError(f"{count} devices, but there {are} {len(here)} ({here[0].type}): ask for {len(here)}")
+            raise DeviceError(
+                f"{count} devices, but there {are} {len(here)} ({here[0].type}): ask for "
+                f"{len(here)}"
+            )
         return here[:count]
     cores = len(usable_cores())
     if count > cores:
@@ -168,45 +182,63 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
 def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[Device, ...]:
     known = sorted({"cpu", "cuda", "mps", "xpu"} | {d.type for d in here})
     if kind not in known:
-        raise DeviceError(f'there is no device type "{kind}": {nearest("cuda" if kind == "gpu" else kind, known)}')
+        raise DeviceError(
+            f'there is no device type "{kind}": {nearest("cuda" if kind == "gpu" else kind, known)}'
+        )
     if kind == "cpu":
-        raise DeviceError(f'CPU devices have no fixed numbers ("cpu:{indices}"): write 2xcpu for two of them')
+        raise DeviceError(
+            f'CPU devices have no fixed numbers ("cpu:{indices}"): write 2xcpu for two of them'
+        )
     mine = tuple(d for d in here if d.type == kind)
     if not mine:
-        others = f"{len(here)} {here[0].type}" if here else f"{counted(len(usable_cores()), 'core')} and no accelerator"
+        others = (
+            f"{len(here)} {here[0].type}"
+            if here
+            else f"{counted(len(usable_cores()), 'core')} and no accelerator"
+        )
         raise DeviceError(f"no {kind} device here, only {others}: use auto")
     if indices is None:
         return mine
     numbers = [int(i) for i in indices.split(",") if i]
     missing = [i for i in numbers if i >= len(mine)]
     if missing or not numbers:
-        raise DeviceError(f"{kind}:{missing[0] if missing else ''} doesn't exist: there are {len(mine)}, from 0")
+        raise DeviceError(
+            f"{kind}:{missing[0] if missing else ''} doesn't exist: there are {len(mine)}, from 0"
+        )
     if len(set(numbers)) < len(numbers):
         raise DeviceError(f'"{kind}:{indices}" names a device twice')
     return tuple(mine[i] for i in numbers)
 
 
 def limit_threads(device: Device) -> None:
-    """Give the calling thread as many computing threads as the device has cores, or as ``OMP_NUM_THREADS`` allows.
+    """Give the calling thread as many computing threads as the device has cores, or as
+    ``OMP_NUM_THREADS`` allows.
 
     OpenMP's limit belongs to the thread that sets it, so each computing thread calls this itself.
     """
     if device.is_slot:
-        torch.get_num_threads()  # a thread's first question gives it the process's limit, over one set before
+        # a thread's first question gives it the process's limit, over one set before
+        torch.get_num_threads()
         torch.set_num_threads(min(device.threads, _own_limit() or device.threads))
 
 
 def settle(device: Device) -> None:
-    """Compute on a device from now on, in the calling thread: its thread limit, or its being the current one."""
+    """Compute on a device from now on, in the calling thread: its thread limit, or its being the
+    current one.
+    """
     limit_threads(device)
-    if device.type == "cuda":  # with a context, which a new thread hasn't got where its device is the first one anyway
+    if (
+        device.type == "cuda"
+    ):  # with a context, which a new thread hasn't got where its device is the first one anyway
         torch.cuda.set_device(device.index)
     elif not device.is_slot:
         torch.accelerator.set_device_index(device.index)
 
 
 def _own_limit() -> int | None:
-    """``OMP_NUM_THREADS``, unless it may be torchrun's own default, which is 1 however many cores a process has."""
+    """``OMP_NUM_THREADS``, unless it may be torchrun's own default, which is 1 however many
+    cores a process has.
+    """
     word = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     own = int(word) if word.isdigit() and int(word) else None
     return None if own == 1 and "TORCHELASTIC_RUN_ID" in os.environ else own
@@ -216,17 +248,28 @@ def note_on_threads(device: Device) -> str | None:
     """What the person has to know of ``OMP_NUM_THREADS``."""
     own = _own_limit()
     if device.is_slot and own is not None and own < device.threads:
-        return f"each device has {device.threads} cores, and computes with {own}, as OMP_NUM_THREADS says"
-    if device.is_slot and own is None and device.threads > 1 and os.environ.get("OMP_NUM_THREADS") == "1":
-        return f"each rank computes with its {device.threads} cores: OMP_NUM_THREADS=1 may be torchrun's own default"
+        return (
+            f"each device has {device.threads} cores, and computes with {own}, as "
+            "OMP_NUM_THREADS says"
+        )
+    if (
+        device.is_slot
+        and own is None
+        and device.threads > 1
+        and os.environ.get("OMP_NUM_THREADS") == "1"
+    ):
+        return (
+            f"each rank computes with its {device.threads} cores: OMP_NUM_THREADS=1 may be "
+            "torchrun's own default"
+        )
     return None
 
 
 def pin(device: Device) -> None:
     """Keep the calling thread on the cores of its slot.
 
-    Call it after the process group exists: threads that gloo makes later would inherit the pinning, and an all-reduce
-    then takes twice as long.
+    Call it after the process group exists: threads that gloo makes later would inherit the pinning,
+    and an all-reduce then takes twice as long.
     """
     if device.is_slot and device.cores and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
@@ -237,7 +280,9 @@ _SYSTEM = Path("/sys")
 
 
 def bound_by_launcher(cores: Sequence[int]) -> bool:
-    """Whether what started this process gave it only these of its own cores: they are this process's alone."""
+    """Whether what started this process gave it only these of its own cores: they are this
+    process's alone.
+    """
     try:
         return set(cores) < os.sched_getaffinity(os.getppid())
     except (AttributeError, OSError):  # not on this system, or it has ended
@@ -245,12 +290,16 @@ def bound_by_launcher(cores: Sequence[int]) -> bool:
 
 
 def near(device: Device) -> tuple[int, ...]:
-    """Those of this thread's cores that are on the NUMA node of an accelerator; all where none is, or none is known."""
+    """Those of this thread's cores that are on the NUMA node of an accelerator; all where none
+    is, or none is known.
+    """
     mine = usable_cores()
     try:
         facts = torch.get_device_module(device.torch).get_device_properties(device.index)
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        listed = (_SYSTEM / "bus/pci/devices" / address / "local_cpulist").read_text()  # as 0-7,32-39
+        listed = (
+            _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
+        ).read_text()  # as 0-7,32-39
         ends = [part.split("-") for part in listed.strip().split(",")]
         its = {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
     except (AttributeError, RuntimeError, OSError, ValueError):
@@ -259,10 +308,12 @@ def near(device: Device) -> tuple[int, ...]:
 
 
 def bind(devices: Sequence[Device], ranks: int) -> None:
-    """Keep a rank's threads on its accelerators' NUMA nodes, as many of OpenMP's as are its part of the cores.
+    """Keep a rank's threads on its accelerators' NUMA nodes, as many of OpenMP's as are its part of
+    the cores.
 
-    Linux gives a thread memory of the node it runs on, so buffers that are filled or pinned here come to lie there,
-    too. What the launcher has bound is left as it is. To be called when the process group exists, as ``pin``.
+    Linux gives a thread memory of the node it runs on, so buffers that are filled or pinned here
+    come to lie there, too. What the launcher has bound is left as it is. To be called when the
+    process group exists, as ``pin``.
 
     Args:
         devices: the rank's; CPU devices have cores of their own (``pin``).
@@ -272,7 +323,9 @@ def bind(devices: Sequence[Device], ranks: int) -> None:
         return
     cores = usable_cores()
     is_bound = bound_by_launcher(cores)
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cores) // (1 if is_bound else ranks))))
+    torch.set_num_threads(
+        max(1, min(torch.get_num_threads(), len(cores) // (1 if is_bound else ranks)))
+    )
     if not is_bound and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {core for device in devices for core in near(device)})
@@ -280,7 +333,9 @@ def bind(devices: Sequence[Device], ranks: int) -> None:
 
 @contextlib.contextmanager
 def occupied(device: Device) -> Iterator[None]:
-    """Compute on a device for a while: its thread limit, or its being the current one; as before afterwards."""
+    """Compute on a device for a while: its thread limit, or its being the current one; as before
+    afterwards.
+    """
     if device.is_slot:
         before = torch.get_num_threads()
         limit_threads(device)

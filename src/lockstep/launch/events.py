@@ -1,4 +1,6 @@
-"""What a training tells while it runs: to the person's own ``on_event`` functions, and to the display."""
+"""What a training tells while it runs: to the person's own ``on_event`` functions, and to the
+display.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ class Event:
     """Something that happened in a training, told on rank 0.
 
     Attributes:
-        kind: ``"started"``, ``"logged"`` (by ``log_every``, within an epoch), ``"epoch"`` (its training is done),
-            ``"evaluated"``, ``"saved"`` or ``"finished"``.
+        kind: ``"started"``, ``"logged"`` (by ``log_every``, within an epoch), ``"epoch"`` (its
+            training is done), ``"evaluated"``, ``"saved"`` or ``"finished"``.
         epoch: the epoch, from 1 (0 at the start).
         step: updates so far.
-        metrics: what is known of the epoch: ``train_loss``, ``eval_loss``, each metric, ``lr``, ``samples_per_second``;
-            within it what was logged, or evaluated.
+        metrics: what is known of the epoch: ``train_loss``, ``eval_loss``, each metric, ``lr``,
+            ``samples_per_second``; within it what was logged, or evaluated.
         folder: the run's folder.
     """
 
@@ -33,7 +35,8 @@ class Caveat:
     """Why results differ from single-device training, or may.
 
     Attributes:
-        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is in docs/verify.md).
+        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is
+            in docs/verify.md).
         text: what it is, with what was seen.
         fix: the setting or the change that avoids it; "" where there is none.
     """
@@ -52,8 +55,8 @@ class Line:
 
     Attributes:
         text: the line.
-        kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this training; a log comes
-            within an epoch, and may be left out where lines are kept.
+        kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this
+            training; a log comes within an epoch, and may be left out where lines are kept.
         caveat: what a note is of, where it is of the results.
     """
 

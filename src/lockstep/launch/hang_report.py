@@ -1,14 +1,16 @@
 """A training that stands still: which rank, or thread, the others wait for, and where it is.
 
-Each process has a thread that looks once a second whether its step, its collectives or its beats (`World.beat`) have
-moved. That costs the training nothing: what a process is doing is read from its stack, when it stands still::
+Each process has a thread that looks once a second whether its step, its collectives or its beats
+(`World.beat`) have moved. That costs the training nothing: what a process is doing is read from its
+stack, when it stands still::
 
     30 s, or ten usual steps, without progress ──> each rank leaves its account in the store of the process group,
                                                    the first of them puts all together: a headline, and each stack
     ``timeout`` without progress               ──> the run ends, as it does at once where ranks gather different
                                                    blocks, which they never come out of
 
-The seconds are those in which this thread was awake, so that a training that was suspended and goes on is left alone.
+The seconds are those in which this thread was awake, so that a training that was suspended and goes
+on is left alone.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ _PHASES = {
 }
 """What a process is doing that has a frame of these files of ours, the first that fits."""
 
-_FUNCTIONS = {"_run_backward": "backward", "forward_loss": "forward", "_optimize": "optimizer", "gradients": "forward"}
+_FUNCTIONS = {
+    "_run_backward": "backward",
+    "forward_loss": "forward",
+    "_optimize": "optimizer",
+    "gradients": "forward",
+}
 """What it is doing that is in these functions, the innermost first."""
 
 _ORDER = ("loading", "forward", "backward", "reduce", "optimizer", "evaluation", "saving")
@@ -92,7 +99,10 @@ class Account:
         """All of it but the stacks."""
         waits = f", waits for {self.named}" if self.collective else ""
         step = f"step {self.step}" if self.step else "before the first step"
-        return f"rank {self.rank}: {step}, {self.phase}{waits}, for {self.seconds:.0f} s, at {self.where}"
+        return (
+            f"rank {self.rank}: {step}, {self.phase}{waits}, for {self.seconds:.0f} s, at "
+            f"{self.where}"
+        )
 
 
 def account(world: World, seconds: float) -> Account:
@@ -107,17 +117,23 @@ def account(world: World, seconds: float) -> Account:
         stacks[name] = "".join(traceback.format_stack(frame))
     progress = world.step, world.collectives, world.beats
     trail = [name for step, name in world.trail if step == world.step]
-    return Account(world.rank, world.step, phase, collective, seconds, where, stacks, progress, trail)
+    return Account(
+        world.rank, world.step, phase, collective, seconds, where, stacks, progress, trail
+    )
 
 
 def _threads() -> list[tuple[threading.Thread, FrameType]]:
     """Those of this process but for the calling one, with their innermost frames."""
     frames = sys._current_frames()
     here = threading.current_thread()
-    return [(t, frames[t.ident]) for t in threading.enumerate() if t is not here and t.ident in frames]
+    return [
+        (t, frames[t.ident]) for t in threading.enumerate() if t is not here and t.ident in frames
+    ]
 
 
-def _busy(threads: list[tuple[threading.Thread, FrameType]]) -> list[tuple[threading.Thread, FrameType]]:
+def _busy(
+    threads: list[tuple[threading.Thread, FrameType]],
+) -> list[tuple[threading.Thread, FrameType]]:
     """Threads of replicas and stages that neither are idle nor wait for another one."""
     return [(t, f) for t, f in threads if t.name.startswith("lockstep ") and not _waits(f)]
 
@@ -154,8 +170,15 @@ def _doing(frame: FrameType | None, world: World) -> tuple[str, list[Any] | None
 def _where(frame: FrameType | None) -> str:
     """The innermost line of the person's own, or else the innermost one."""
     frames = list(_stack(frame))
-    own = next((one for one in frames if is_own_code(one.f_code.co_filename)), frames[0] if frames else None)
-    return "?" if own is None else f"{Path(own.f_code.co_filename).name}, line {own.f_lineno}, in {own.f_code.co_name}"
+    own = next(
+        (one for one in frames if is_own_code(one.f_code.co_filename)),
+        frames[0] if frames else None,
+    )
+    return (
+        "?"
+        if own is None
+        else f"{Path(own.f_code.co_filename).name}, line {own.f_lineno}, in {own.f_code.co_name}"
+    )
 
 
 def _waits(frame: FrameType) -> bool:
@@ -179,7 +202,9 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
     others = [one for one in accounts.values() if one.collective is None]
     if len(accounts) == 1:
         (only,) = accounts.values()
-        busy = [n for n, s in only.stacks.items() if n.startswith("lockstep ") and not _is_waiting(s)]
+        busy = [
+            n for n, s in only.stacks.items() if n.startswith("lockstep ") and not _is_waiting(s)
+        ]
         who = f"the thread of {busy[0].split()[1]}" if busy else "this process"
         return f"{who} has not come further for {only.seconds:.0f} s: {_at(only)}"
     if not others and len({tuple(one.collective or ()) for one in waiting}) > 1:
@@ -191,7 +216,9 @@ def headline(accounts: Mapping[int, Account], missing: Mapping[int, str]) -> str
 
 
 def parting(trails: Mapping[int, Sequence[str]]) -> str:
-    """Where ranks come to different blocks (``World.trail``), which; nothing where one is only behind another."""
+    """Where ranks come to different blocks (``World.trail``), which; nothing where one is only
+    behind another.
+    """
     for each in zip(*trails.values(), strict=False):
         if len(set(each)) > 1:
             comes = (f"to {name} on rank {rank}" for rank, name in zip(trails, each, strict=True))
@@ -200,7 +227,9 @@ def parting(trails: Mapping[int, Sequence[str]]) -> str:
 
 
 def other_blocks(what: str) -> StrategyError:
-    """The refusal of a model in which ranks gather different blocks: they wait for one another for ever."""
+    """The refusal of a model in which ranks gather different blocks: they wait for one another
+    for ever.
+    """
     return StrategyError(
         f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
         fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
@@ -232,7 +261,8 @@ class Watch:
 
     Args:
         world: this process's.
-        timeout: seconds without progress after which the run is ended, by ``world.fail``; 0 is never.
+        timeout: seconds without progress after which the run is ended, by ``world.fail``; 0 is
+            never.
         folder: where ``hang.txt`` is written; None writes none.
         always: say it also where no rank waits for another one (not in a loop of a person's own).
     """
@@ -259,7 +289,9 @@ class Watch:
             store = dist.distributed_c10d._get_default_store()
             # One that another thread waits in can't be asked meanwhile.
             self._store = store.clone() if hasattr(store, "clone") else store
-            self._store.set(f"lockstep/process/{world.rank}", f"{socket.gethostname()} {os.getpid()}")
+            self._store.set(
+                f"lockstep/process/{world.rank}", f"{socket.gethostname()} {os.getpid()}"
+            )
         threading.Thread(target=self._look, name="hang report", daemon=True).start()
         return self
 
@@ -282,7 +314,11 @@ class Watch:
                     first = awake, world.step
             else:
                 idle += _LOOK
-            pace = (awake - idle - first[0]) / (world.step - first[1]) if first and world.step > first[1] else 0.0
+            pace = (
+                (awake - idle - first[0]) / (world.step - first[1])
+                if first and world.step > first[1]
+                else 0.0
+            )
             after = max(report_after(), 10 * pace)
             ends = 0 < self._timeout <= idle
             try:
@@ -294,7 +330,9 @@ class Watch:
                 if said and ends:
                     return
             except Exception as error:  # a report that fails must not end what it reports on
-                os.write(2, f"lockstep: no report of a training that stands still: {error!r}\n".encode())
+                os.write(
+                    2, f"lockstep: no report of a training that stands still: {error!r}\n".encode()
+                )
                 return
 
     def _progress(self) -> tuple[int, int, int]:
@@ -313,7 +351,9 @@ class Watch:
         return mine
 
     def _ask(self, idle: float, after: float, *, shows: bool, ends: bool) -> bool:
-        """Have all ranks leave their accounts, and say them on the first that stands still; whether that's done."""
+        """Have all ranks leave their accounts, and say them on the first that stands still;
+        whether that's done.
+        """
         world, number = self._world, self._asked
         if self._store is not None:
             self._store.set(f"lockstep/hang/{number}", "")
@@ -330,16 +370,26 @@ class Watch:
                     missing[rank] = self._state_of(rank)
         standing = [one for one in accounts.values() if one.seconds >= min(after, idle) / 2]
         apart = _apart(accounts)
-        waits = apart or any(one.collective is not None or one.phase == "backward" for one in accounts.values())
-        if self._progress() != mine.progress or len(standing) < len(accounts) or not (waits or self._always):
+        waits = apart or any(
+            one.collective is not None or one.phase == "backward" for one in accounts.values()
+        )
+        if (
+            self._progress() != mine.progress
+            or len(standing) < len(accounts)
+            or not (waits or self._always)
+        ):
             return False  # it comes further
         if min(accounts) == world.rank:
             line = headline(accounts, missing)
             quiet = [f"rank {rank}: {why}" for rank, why in sorted(missing.items())]
             if shows:
-                self._tell([line, *(one.line() for _, one in sorted(accounts.items())), *quiet], accounts)
+                self._tell(
+                    [line, *(one.line() for _, one in sorted(accounts.items())), *quiet], accounts
+                )
             if ends:
-                world.fail(Lost(f"no progress for {mine.seconds:.0f} s, which is --timeout: {line}"))
+                world.fail(
+                    Lost(f"no progress for {mine.seconds:.0f} s, which is --timeout: {line}")
+                )
             elif apart:
                 world.fail(other_blocks(apart))
         return True
@@ -347,7 +397,9 @@ class Watch:
     def _state_of(self, rank: int) -> str:
         """What the system knows of a rank's process that says nothing."""
         key = f"lockstep/process/{rank}"
-        host, pid = self._store.get(key).decode().split() if self._store.check([key]) else ("?", "0")
+        host, pid = (
+            self._store.get(key).decode().split() if self._store.check([key]) else ("?", "0")
+        )
         who = f"process {pid} on {host}"
         if host != socket.gethostname():
             return f"{who} gives no account of itself"
@@ -357,7 +409,10 @@ class Watch:
             return f"{who} is gone"
         if state in "Tt":
             return f"{who} was stopped, by SIGSTOP or Ctrl-Z: kill -CONT {pid} lets it go on"
-        return f"{who} gives no account of itself: compiled code holds Python's lock, or it comes further"
+        return (
+            f"{who} gives no account of itself: compiled code holds Python's lock, or it comes "
+            "further"
+        )
 
     def _tell(self, lines: list[str], accounts: Mapping[int, Account]) -> None:
         """Show the lines, and write them with the stacks."""
@@ -388,5 +443,11 @@ def is_watched() -> bool:
 def threads_line(seconds: float) -> str:
     """What to say of threads of this process that others wait for, where no training is watched."""
     busy = _busy([*_threads(), (threading.current_thread(), sys._getframe())])
-    each = "; ".join(f"that of {thread.name.removeprefix('lockstep ')} is at {_where(frame)}" for thread, frame in busy)
-    return f"{counted(len(busy), 'thread')} of replicas have not come to an end for {seconds:.0f} s: {each}"
+    each = "; ".join(
+        f"that of {thread.name.removeprefix('lockstep ')} is at {_where(frame)}"
+        for thread, frame in busy
+    )
+    return (
+        f"{counted(len(busy), 'thread')} of replicas have not come to an end for {seconds:.0f} "
+        f"s: {each}"
+    )

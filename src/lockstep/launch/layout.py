@@ -13,9 +13,9 @@ class Layout:
     """Named axes of devices, as `torch.distributed.device_mesh.init_device_mesh` takes them.
 
     Attributes:
-        axes: the size of each. Devices next to one another differ in the last axis first. Those of the axes ``"data"``
-            and ``"shard"`` are given a local batch each, those of ``"shard"`` a shard of the model each, those of
-            ``"stage"`` some layers each.
+        axes: the size of each. Devices next to one another differ in the last axis first. Those of
+            the axes ``"data"`` and ``"shard"`` are given a local batch each, those of ``"shard"`` a
+            shard of the model each, those of ``"stage"`` some layers each.
         devices_per_process: neighbours.
         together: whether the processes meet in each update.
     """
@@ -42,7 +42,9 @@ class Layout:
     def read_by(self, process: int) -> DataShare:
         """What a process reads of each batch, by the number of the process."""
         readers = min(self.processes, self.local_batches)
-        return DataShare(process * readers // self.processes, readers, self.local_batches // readers)
+        return DataShare(
+            process * readers // self.processes, readers, self.local_batches // readers
+        )
 
     def drawn(self, devices: Sequence[str], each: int = 1) -> list[str]:
         """Who holds what and who reads what, with a line for each process.
@@ -63,7 +65,11 @@ class Layout:
                 held.append(f"{devices[number]} {', '.join(reversed(words)) or 'the whole model'}")
             share, size, each_reads = self.read_by(process)
             which = f"batch {share + 1}" if each_reads == 1 else f"batches 1 to {each_reads}"
-            reads = f"local {which} of {self.local_batches}" if self.local_batches > 1 else "the whole batch"
+            reads = (
+                f"local {which} of {self.local_batches}"
+                if self.local_batches > 1
+                else "the whole batch"
+            )
             lines.append(f"rank {process}: {', '.join(held)}; {reads}")
         return lines
 

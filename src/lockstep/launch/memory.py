@@ -20,7 +20,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def peak_memory(world: World) -> list[int]:
-    """Per process, since it began; on accelerators per device, since the last ``reset_peak_memory``."""
+    """Per process, since it began; on accelerators per device, since the last
+    ``reset_peak_memory``.
+    """
     if not world.device.is_slot:
         return [torch.accelerator.max_memory_allocated(d.torch) for d in world.devices]
     return [max(_highest[0], _most_resident())]
@@ -37,7 +39,9 @@ def begin_step_peak(world: World) -> None:
 
 
 def step_peak(world: World) -> int | None:
-    """The most bytes since ``begin_step_peak``: of this process, or of its accelerators; None where nothing says so."""
+    """The most bytes since ``begin_step_peak``: of this process, or of its accelerators; None
+    where nothing says so.
+    """
     if not world.device.is_slot:
         return sum(peak_memory(world))
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
@@ -51,11 +55,15 @@ _highest = [0]
 
 
 def _most_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 def reset_peak_memory(world: World) -> None:
-    """Count peaks of accelerators from here on: planning and building take memory that the training doesn't."""
+    """Count peaks of accelerators from here on: planning and building take memory that the
+    training doesn't.
+    """
     if torch.accelerator.is_available():
         for device in world.devices:
             if not device.is_slot:
@@ -70,8 +78,12 @@ def memory_now(world: World) -> tuple[tuple[str, int], ...]:
 
 
 def free_memory(device: Device) -> int:
-    """Bytes of an accelerator that tensors may still take: the system's, and what this process's allocator has kept."""
-    kept = torch.accelerator.memory_reserved(device.torch) - torch.accelerator.memory_allocated(device.torch)
+    """Bytes of an accelerator that tensors may still take: the system's, and what this process's
+    allocator has kept.
+    """
+    kept = torch.accelerator.memory_reserved(device.torch) - torch.accelerator.memory_allocated(
+        device.torch
+    )
     return torch.accelerator.get_memory_info(device.torch)[0] + kept
 
 

@@ -1,7 +1,8 @@
-"""Observer: what happens in the updates of a step, and between its ranks, for whoever wants to know.
+"""Observer: what happens in the updates of a step, and between its ranks, for whoever wants to
+know.
 
-A profile, ``verify`` and the first step's shapes are observers. `World.observers` is the list of them. Nearly always it
-is empty, and costs nothing then.
+A profile, ``verify`` and the first step's shapes are observers. `World.observers` is the list of
+them. Nearly always it is empty, and costs nothing then.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Observer:
-    """Looks at updates. Each method does nothing here; threads of replicas and stages call them at the same time."""
+    """Looks at updates. Each method does nothing here; threads of replicas and stages call them
+    at the same time.
+    """
 
     def phase(self, kind: Kind, words: str) -> _Context:
         """Around a part of an update, which ``words`` name."""
@@ -55,15 +58,20 @@ class Observer:
         """
 
     def backward(self, total: Any, *, sums: bool) -> _Context:
-        """Around backward from ``total``; ``sums`` where PyTorch's reducer sums gradients over the ranks meanwhile."""
+        """Around backward from ``total``; ``sums`` where PyTorch's reducer sums gradients over
+        the ranks meanwhile.
+        """
         return _NOTHING
 
     def gradients_ready(self) -> None:
-        """Each ``parameter.grad`` is that of the global batch; clipping and the optimizer come next."""
+        """Each ``parameter.grad`` is that of the global batch; clipping and the optimizer come
+        next.
+        """
 
 
 def observed(around: Callable[..., _Context]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a method of an object that has ``observers``: it runs in the context that each of them gives.
+    """Mark a method of an object that has ``observers``: it runs in the context that each of them
+    gives.
 
     Args:
         around: called with an observer and the arguments of the method (``self`` first).

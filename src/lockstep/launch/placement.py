@@ -1,4 +1,6 @@
-"""A function on every rank that a strategy wants, on the devices that were chosen: for train, evaluate and predict."""
+"""A function on every rank that a strategy wants, on the devices that were chosen: for train,
+evaluate and predict.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ T = TypeVar("T")
 
 
 def check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
-    """Refuse a backend of the process group that this torch hasn't got, or that isn't for these devices."""
+    """Refuse a backend of the process group that this torch hasn't got, or that isn't for these
+    devices.
+    """
     if backend is None:
         return
     if not dist.is_backend_available(backend):
-        raise DeviceError(f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo')
+        raise DeviceError(
+            f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo'
+        )
     if backend == "nccl" and devices[0].type != "cuda":
-        raise DeviceError(f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo")
+        raise DeviceError(
+            f"backend nccl is for CUDA devices, not {devices[0]}: leave --backend out, or take gloo"
+        )
 
 
 def on_devices(
@@ -37,7 +45,8 @@ def on_devices(
     display: Display,
     timeout: float = 1800.0,
 ) -> T:
-    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's result.
+    """Call ``function(world, argument)`` on every rank that the strategy wants; gives rank 0's
+    result.
 
     Raises:
         InputError: this process is a rank already.
@@ -63,13 +72,17 @@ def on_devices(
 
 
 def needs_one_process(strategy: Any, devices: tuple[Device, ...]) -> bool:
-    """Whether the calling process alone drives these devices under a strategy (a ``Strategy``, which lies above)."""
+    """Whether the calling process alone drives these devices under a strategy (a ``Strategy``,
+    which lies above).
+    """
     processes: int = strategy.layout(len(devices)).processes
     return processes == 1
 
 
 @contextlib.contextmanager
 def alone(devices: tuple[Device, ...]) -> Iterator[World]:
-    """One process that drives all these devices, for a while; its generators of random numbers go on as before."""
+    """One process that drives all these devices, for a while; its generators of random numbers
+    go on as before.
+    """
     with lone(devices) as world, kept_states():
         yield world

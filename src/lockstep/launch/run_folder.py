@@ -61,7 +61,9 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.failure = path / "failure.json"
         self.profile = path / "profile"
-        self._last: tuple[dict[str, Any], int] | None = None  # the last record of this process, and where it begins
+        self._last: tuple[dict[str, Any], int] | None = (
+            None  # the last record of this process, and where it begins
+        )
 
     @property
     def is_resumable(self) -> bool:
@@ -85,14 +87,17 @@ class RunFolder:
         """
         path = self.path / ".lock"
         with contextlib.ExitStack() as stack:
-            # A file system without locks has none; a full disk is told of when something is written.
+            # A file system without locks has none; a full disk is told of when something is
+            # written.
             with contextlib.suppress(OSError):
                 file = stack.enter_context(open(path, "a+", opener=not_followed))
                 end = time.monotonic() + 10.0
                 while not _locked(file):
                     file.seek(0)
                     holder = file.read()
-                    if _is_ending(holder) and time.monotonic() < end:  # killed: what it had started still goes
+                    if (
+                        _is_ending(holder) and time.monotonic() < end
+                    ):  # killed: what it had started still goes
                         time.sleep(0.05)
                         continue
                     who = f"process {holder} is training in this folder"
@@ -111,17 +116,22 @@ class RunFolder:
         """
         stamp = time.strftime("%Y%m%d-%H%M%S")
         for attempt in itertools.count(1):
-            path = Path(parent) / (f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}")
+            path = Path(parent) / (
+                f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}"
+            )
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir(mode=0o700)
                 break
             except FileExistsError:
                 if not path.parent.is_dir():
-                    raise FolderError(f"{path.parent}: not a folder, so no run can be kept there") from None
+                    raise FolderError(
+                        f"{path.parent}: not a folder, so no run can be kept there"
+                    ) from None
             except OSError as error:
                 raise FolderError(
-                    f"{path}: the run's folder can't be made: {error.strerror}; choose another with --folder"
+                    f"{path}: the run's folder can't be made: {error.strerror}; choose another "
+                    "with --folder"
                 ) from error
         return cls(path)
 
@@ -168,13 +178,18 @@ class RunFolder:
             raise FolderError(f"{path}: it isn't a JSON object: {other}")
         if path == self.config:
             value = {"sources": {}, "given": {}, **value}  # earlier versions had none
-            wrong = [n for n, kind in _CONFIG.items() if n not in value or not isinstance(value[n], kind)]
+            wrong = [
+                n for n, kind in _CONFIG.items() if n not in value or not isinstance(value[n], kind)
+            ]
             if wrong or not all(isinstance(one, str) for one in value["devices"] or [None]):
-                raise FolderError(f'{path}: "{[*wrong, "devices"][0]}" is missing or of a wrong type: {other}')
+                raise FolderError(
+                    f'{path}: "{[*wrong, "devices"][0]}" is missing or of a wrong type: {other}'
+                )
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
-        """Append a record of a step; one of the same step as the last is put together with that, and wins.
+        """Append a record of a step; one of the same step as the last is put together with that,
+        and wins.
 
         Raises:
             SaveError: it can't be written.
@@ -188,7 +203,11 @@ class RunFolder:
                 file.write(json.dumps(record, default=str) + "\n")
             self._last = record, start
         except OSError as error:
-            why = "the disk is full" if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+            why = (
+                "the disk is full"
+                if error.errno in (errno.ENOSPC, errno.EDQUOT)
+                else error.strerror
+            )
             raise SaveError(
                 f"{self.metrics}: could not be written: {why}; the checkpoints of before are kept"
             ) from error
@@ -200,7 +219,11 @@ class RunFolder:
             FolderError: another line isn't a JSON object with its step, or the file can't be read.
         """
         try:
-            lines = self.metrics.read_text(errors="replace").splitlines() if self.metrics.is_file() else []
+            lines = (
+                self.metrics.read_text(errors="replace").splitlines()
+                if self.metrics.is_file()
+                else []
+            )
         except OSError as error:
             raise FolderError(f"{self.metrics}: can't be read ({error})") from error
         records: list[dict[str, Any]] = []
@@ -212,7 +235,9 @@ class RunFolder:
                 records.append(record)
             except (ValueError, RecursionError) as error:
                 if number < len(lines):
-                    raise FolderError(f"{self.metrics}: line {number} isn't JSON ({error}): take it out") from None
+                    raise FolderError(
+                        f"{self.metrics}: line {number} isn't JSON ({error}): take it out"
+                    ) from None
         return records
 
     def keep_metrics(self, step: int, last: dict[str, Any] | None) -> int:
@@ -246,7 +271,9 @@ def _remove(path: Path) -> None:
 
 
 def _locked(file: IO[str]) -> bool:
-    """Take the lock of an open file, which the system frees however its holder ends; whether it was free."""
+    """Take the lock of an open file, which the system frees however its holder ends; whether it
+    was free.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

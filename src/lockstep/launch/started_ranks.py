@@ -1,7 +1,8 @@
-"""A launch where others have started the processes: this one is a rank already, and joins the others.
+"""A launch where others have started the processes: this one is a rank already, and joins the
+others.
 
-That is torchrun, what sets the same environment variables, SLURM or MPI whose variables are read as these, or a
-person's own code that has made a process group.
+That is torchrun, what sets the same environment variables, SLURM or MPI whose variables are read as
+these, or a person's own code that has made a process group.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ T = TypeVar("T")
 def place() -> World:
     """This process's place among those that were started; its device isn't known yet.
 
-    It is as torchrun's environment variables tell it, or else the process group. What starts ranks without torchrun may
-    leave out all variables but the first three. Where there is only a group, every rank has to call this.
+    It is as torchrun's environment variables tell it, or else the process group. What starts ranks
+    without torchrun may leave out all variables but the first three. Where there is only a group,
+    every rank has to call this.
     """
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")):
         return _place_in_group()
-    rank, size, local_rank = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    rank, size, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     node = int(os.environ.get("GROUP_RANK", rank // local_size))
     nodes = int(os.environ.get("GROUP_WORLD_SIZE", size // local_size))
@@ -66,20 +70,23 @@ def _place_in_group() -> World:
 
 
 def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Device, ...]:
-    """The devices of this process. It is known how many processes a node has: slots are cut to that number.
+    """The devices of this process. It is known how many processes a node has: slots are cut to that
+    number.
 
     Args:
         chosen: those of this node.
         each: how many a process drives.
 
     Raises:
-        DeviceError: there are fewer than the processes need, or others than several for each were named for.
+        DeviceError: there are fewer than the processes need, or others than several for each were
+            named for.
     """
     here = place()
     wanted, named = here.local_size * each, counted(len(chosen), "device")
     if each > 1 and chosen[0].is_slot and len(chosen) not in (1, wanted):
         raise DeviceError(
-            f"{here.local_size} processes with {each} devices each were started for {named} here: give --devices "
+            f"{here.local_size} processes with {each} devices each were started for {named} here: "
+            "give --devices "
             f"{wanted}xcpu, those of this node's processes together"
         )
     if chosen[0].is_slot:
@@ -89,13 +96,19 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             return chosen[:1]
         of = f" with {each} devices each" if each > 1 else ""
         most = len(chosen) // each
-        start = f"start {most} (torchrun --nproc-per-node {most})" if most else f"name {each} devices at least"
+        start = (
+            f"start {most} (torchrun --nproc-per-node {most})"
+            if most
+            else f"name {each} devices at least"
+        )
         raise DeviceError(f"{here.local_size} processes{of} were started for {named} here: {start}")
     return chosen[here.local_rank * each : (here.local_rank + 1) * each]
 
 
 def read_by_first(read: Callable[[], T]) -> T:
-    """What rank 0 reads, on every rank: another node may not see the disk. What it raises, all raise."""
+    """What rank 0 reads, on every rank: another node may not see the disk. What it raises, all
+    raise.
+    """
     here = place()
     if here.size == 1:
         return read()
@@ -117,7 +130,11 @@ def read_by_first(read: Callable[[], T]) -> T:
         value = pickle.loads(store.get("read"))
         end = time.monotonic() + 10
         # The store may be this process's: it ends only when all have heard why.
-        while store.add("heard", int(here.rank > 0)) < here.size - 1 and here.rank == 0 and time.monotonic() < end:
+        while (
+            store.add("heard", int(here.rank > 0)) < here.size - 1
+            and here.rank == 0
+            and time.monotonic() < end
+        ):
             time.sleep(1e-3)
     if isinstance(value, LockstepError):
         raise value
@@ -149,7 +166,9 @@ def run(
     on_event: Callable[[int, Any], None] | None,
     timeout: float,
 ) -> list[T]:
-    """Call ``fn(world, *args)`` in this process, and give every rank's result; see `lockstep.launch.launch`."""
+    """Call ``fn(world, *args)`` in this process, and give every rank's result; see
+    `lockstep.launch.launch`.
+    """
     world = replace(place(), devices=devices, folder=folder)
     if on_event is not None:
         world.tell = lambda event: on_event(world.rank, event)
@@ -160,9 +179,12 @@ def run(
         # By value, so that results may be of classes that only the script knows.
         results = [pickle.loads(one) for one in world.gather_objects(cloudpickle.dumps(result))]
     except Exception as error:
-        # torchrun prints the processes' tracebacks in no order: this line says whose it is. The group is left as it
-        # is, since leaving it would wait for ranks that may be gone.
-        head = f"rank {world.rank} ({', '.join(map(str, devices))}) failed {failure_records.when(world.step)}"
+        # torchrun prints the processes' tracebacks in no order: this line says whose it is. The
+        # group is left as it is, since leaving it would wait for ranks that may be gone.
+        head = (
+            f"rank {world.rank} ({', '.join(map(str, devices))}) failed "
+            f"{failure_records.when(world.step)}"
+        )
         print(f"{head}: {failure_records.reason(error)}", file=sys.stderr, flush=True)
         raise
     if world.own_group:
@@ -173,7 +195,9 @@ def run(
 
 
 def stay(devices: tuple[Device, ...]) -> World:
-    """Make this process a rank for the rest of its life, for a loop of a person's own without a launch around it."""
+    """Make this process a rank for the rest of its life, for a loop of a person's own without a
+    launch around it.
+    """
     world = replace(place(), devices=devices)
     _join(world)
     if world.own_group:
@@ -191,17 +215,26 @@ def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) 
 
 
 def _choose_interface(nodes: int) -> None:
-    """Let gloo and NCCL of several nodes use the interface on the route to the rendezvous address (Linux).
+    """Let gloo and NCCL of several nodes use the interface on the route to the rendezvous address
+    (Linux).
 
-    By itself gloo takes the address of the host's own name. Many systems resolve that to 127.0.1.1, and then each rank
-    waits for others that it can't reach. What a person has set is kept.
+    By itself gloo takes the address of the host's own name. Many systems resolve that to 127.0.1.1,
+    and then each rank waits for others that it can't reach. What a person has set is kept.
 
     Raises:
         DeviceError: the rendezvous address is a loopback address, which no other node reaches.
     """
-    names = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}  # "=": NCCL would take any that begins so
+    names = {
+        "GLOO_SOCKET_IFNAME": "",
+        "NCCL_SOCKET_IFNAME": "=",
+    }  # "=": NCCL would take any that begins so
     master = os.environ.get("MASTER_ADDR")
-    if nodes == 1 or master is None or sys.platform != "linux" or any(name in os.environ for name in names):
+    if (
+        nodes == 1
+        or master is None
+        or sys.platform != "linux"
+        or any(name in os.environ for name in names)
+    ):
         return
     try:
         own = _address_towards(master)
@@ -209,8 +242,10 @@ def _choose_interface(nodes: int) -> None:
         return
     if ipaddress.ip_address(own).is_loopback:
         raise DeviceError(
-            f"MASTER_ADDR {master} is a loopback address here, which the other {nodes - 1} of {nodes} nodes can't "
-            "reach: give the first node's address in their network (torchrun --master-addr, or --local-addr on each "
+            f"MASTER_ADDR {master} is a loopback address here, which the other {nodes - 1} of "
+            f"{nodes} nodes can't "
+            "reach: give the first node's address in their network (torchrun --master-addr, or "
+            "--local-addr on each "
             "node), or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface there"
         )
     interface = _interfaces().get(own)
@@ -219,7 +254,9 @@ def _choose_interface(nodes: int) -> None:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the route to another; on that host itself, the very address. Nothing is sent."""
+    """This host's address on the route to another; on that host itself, the very address.
+    Nothing is sent.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         address: str = probe.getsockname()[0]
@@ -247,8 +284,8 @@ _stores = itertools.count(1)
 def _met(address: str, port: str) -> Store:
     """The connection to the store at this address, one for the process's life.
 
-    Without torchrun rank 0 serves it. One that ended and began again between two uses would cut off the ranks that came
-    to the second use early.
+    Without torchrun rank 0 serves it. One that ended and began again between two uses would cut off
+    the ranks that came to the second use early.
     """
     store: Store
     store, _, _ = next(rendezvous("env://"))
@@ -258,8 +295,8 @@ def _met(address: str, port: str) -> Store:
 def _store(timeout: float) -> Store:
     """The store where all processes meet, under keys of this use's own.
 
-    It outlives a process group, and a second group would find the addresses of the first in it; torchrun's agent keeps
-    one even when it starts its ranks again.
+    It outlives a process group, and a second group would find the addresses of the first in it;
+    torchrun's agent keeps one even when it starts its ranks again.
     """
     store = _met(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
     store.set_timeout(datetime.timedelta(seconds=timeout))
@@ -271,8 +308,9 @@ def _store(timeout: float) -> Store:
 def _leave(world: World) -> None:
     """Leave the group, and let gloo's threads come to rest.
 
-    They drop the tensors of the last collective, for which they need Python's lock. Where Python goes away meanwhile,
-    that aborts the process ("terminate called without an active exception", torch 2.13).
+    They drop the tensors of the last collective, for which they need Python's lock. Where Python
+    goes away meanwhile, that aborts the process ("terminate called without an active exception",
+    torch 2.13).
     """
     _world.leave(world)
     gc.collect()

@@ -1,12 +1,13 @@
-"""Ctrl-C, SIGTERM and SIGUSR1 while a training runs: it is saved at the end of its step, and can be resumed.
+"""Ctrl-C, SIGTERM and SIGUSR1 while a training runs: it is saved at the end of its step, and can be
+resumed.
 
 ::
 
     signal ──> StopRequest ──> this process, or the board of the ranks ──> world.asked_to_stop() ──> all ranks agree
                                                                            (in the step's sum)       and save
 
-A second signal, or some time in which the step doesn't end (``grace``), stops at once. So does the first one before the
-first step, when there is nothing to save.
+A second signal, or some time in which the step doesn't end (``grace``), stops at once. So does the
+first one before the first step, when there is nothing to save.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def asked() -> bool:
 
 @contextlib.contextmanager
 def reaching(ranks: memoryview) -> Iterator[None]:
-    """Pass a signal on to ranks of ours for a while, by their board, where this process listens for one."""
+    """Pass a signal on to ranks of ours for a while, by their board, where this process listens
+    for one.
+    """
     request = _current
     if request is not None:
         request.ranks = ranks
@@ -56,19 +59,27 @@ class _Raised(BaseException):
 
 
 def fail(error: Exception) -> None:
-    """Raise an error in the training of this process, from another thread, where it runs in the main one."""
+    """Raise an error in the training of this process, from another thread, where it runs in the
+    main one.
+    """
     if _current is not None and _current.hears:
         _current.error = error
-        signal.pthread_kill(cast("int", threading.main_thread().ident), signal.SIGUSR1)  # ends a wait, too
+        signal.pthread_kill(
+            cast("int", threading.main_thread().ident), signal.SIGUSR1
+        )  # ends a wait, too
 
 
 @contextlib.contextmanager
 def left_to_the_launcher() -> Iterator[None]:
-    """In a rank of ours, hear nothing of a signal that came to all processes: the launching one tells the ranks.
+    """In a rank of ours, hear nothing of a signal that came to all processes: the launching one
+    tells the ranks.
 
     (Not by ignoring it, which programs that are started here would inherit.)
     """
-    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    before = {
+        number: signal.signal(number, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    }
     try:
         yield
     finally:
@@ -77,7 +88,8 @@ def left_to_the_launcher() -> Iterator[None]:
 
 
 class StopRequest:
-    """Listens for Ctrl-C, SIGTERM and SIGUSR1, in a ``with``, in the main thread of the process that a person started.
+    """Listens for Ctrl-C, SIGTERM and SIGUSR1, in a ``with``, in the main thread of the process
+    that a person started.
 
     Args:
         began: whether there is something to save; until then a signal does what it did before.
@@ -86,7 +98,8 @@ class StopRequest:
     Attributes:
         number: of the signal that came, or None.
         error: what is to be raised in the main thread.
-        ranks: the board on which ranks of ours look (see ``launch.call``); None where there are none.
+        ranks: the board on which ranks of ours look (see ``launch.call``); None where there are
+            none.
     """
 
     def __init__(self, began: Callable[[], bool], grace: float = GRACE) -> None:
@@ -135,7 +148,9 @@ class StopRequest:
             raise SystemExit(_CODES[signal.Signals(self.number)])
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a loader worker, which is ended before it has handlers of its own
+        if (
+            os.getpid() != self._process
+        ):  # a loader worker, which is ended before it has handlers of its own
             os._exit(128 + number)
         if self.error is not None:
             error, self.error = self.error, None

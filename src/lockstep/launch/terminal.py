@@ -1,4 +1,6 @@
-"""What a person sees of a training: lines as epochs end, and in between a live line, or one now and then in a file."""
+"""What a person sees of a training: lines as epochs end, and in between a live line, or one now
+and then in a file.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,10 @@ _APART = 10.0
 class Display:
     """Takes what the training tells, and prints it.
 
-    On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory per device; in a
-    notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only whole lines are printed, within an
-    epoch one in ten seconds at most: the last log, or else where the training is.
+    On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory
+    per device; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
+    whole lines are printed, within an epoch one in ten seconds at most: the last log, or else where
+    the training is.
 
     Args:
         quiet: print nothing.
@@ -89,7 +92,9 @@ class Display:
                 from rich.text import Text
 
                 # One row, however narrow: what doesn't fit is left out at its end.
-                self._live.update(Text(_status(event, self._memory), no_wrap=True, overflow="ellipsis"))
+                self._live.update(
+                    Text(_status(event, self._memory), no_wrap=True, overflow="ellipsis")
+                )
             elif self._clock() - max(self._printed, self._within) >= _APART:
                 self._line_within(self._log or _status(event, {}))
         elif isinstance(event, Event) and event.kind == "evaluated":
@@ -137,7 +142,9 @@ def print_above(console: Console, text: str) -> None:
 
 
 def to_own_streams(text: str, stream: str) -> None:
-    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a notebook's, say)."""
+    """Print what rank 0 printed, on whatever ``sys.stdout`` or ``sys.stderr`` is now (a
+    notebook's, say).
+    """
     target = sys.stdout if stream == "stdout" else sys.stderr
     if target is not None:
         target.write(text)
@@ -157,11 +164,15 @@ def epoch_line(event: Event) -> str:
 
 
 def words_of(record: Mapping[str, float]) -> list[str]:
-    """``train loss 0.1234``, ... for each loss and metric; under sets by name, the first's loss isn't said twice."""
+    """``train loss 0.1234``, ... for each loss and metric; under sets by name, the first's loss
+    isn't said twice.
+    """
     left_out = {"lr", "seconds", "samples_per_second"}
     if any(name.endswith("/loss") for name in record):
         left_out.add("eval_loss")
-    return [f"{n.replace('_', ' ')} {number(value)}" for n, value in record.items() if n not in left_out]
+    return [
+        f"{n.replace('_', ' ')} {number(value)}" for n, value in record.items() if n not in left_out
+    ]
 
 
 def number(value: float) -> str:

@@ -1,7 +1,8 @@
-"""World: which rank this process is, of how many, with which devices; and what ranks say to one another.
+"""World: which rank this process is, of how many, with which devices; and what ranks say to one
+another.
 
-This is the only place that makes process groups. One process that drives all its devices is a world of size 1 and has
-no group: every collective below is then the identity.
+This is the only place that makes process groups. One process that drives all its devices is a world
+of size 1 and has no group: every collective below is then the identity.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ COLLECTIVES: set[str] = set()
 def _collective(function: Callable[P, T]) -> Callable[P, T]:
     """Mark a method of World in which ranks wait for one another."""
 
-    def around(observer: Observer, world: World, *args: Any, **named: Any) -> contextlib.AbstractContextManager[None]:
+    def around(
+        observer: Observer, world: World, *args: Any, **named: Any
+    ) -> contextlib.AbstractContextManager[None]:
         group = named.get("group")
         parties = world.size if group is None else dist.get_world_size(group)
         return observer.collective(function.__name__, parties)
@@ -62,8 +65,10 @@ _FEW = 4
 """Ranks up to which sending everything to everybody beats a ring, for small tensors."""
 
 _PATIENCE = 1e-3
-"""Seconds to wait awake. Beyond that another process wants the core: newer Linux schedulers may then leave a yielding
-thread in front of gloo's own for a whole time slice (4 ms), where a sleeping one is out of the way."""
+"""Seconds to wait awake. Beyond that another process wants the core: newer Linux schedulers may
+then leave a yielding thread in front of gloo's own for a whole time slice (4 ms), where a sleeping
+one is out of the way.
+"""
 
 
 def _to_stderr(text: str) -> None:
@@ -82,8 +87,8 @@ class World:
     Attributes:
         rank: the number of this process, from 0.
         size: how many processes there are.
-        devices: the devices that this process drives: one per rank, the stages of its replica, or all of them where
-            ``size`` is 1.
+        devices: the devices that this process drives: one per rank, the stages of its replica, or
+            all of them where ``size`` is 1.
         local_rank: the number of this process on its node.
         local_size: how many processes this node has.
         node: the number of this machine, from 0.
@@ -94,14 +99,18 @@ class World:
         own_group: whether Lockstep made the process group, and leaves it.
         tell: sends an event to the process that launched the ranks (does nothing elsewhere).
         say: shows a text at once, from any rank.
-        fail: ends this process's part of the training with an error, from another thread than the training's.
+        fail: ends this process's part of the training with an error, from another thread than the
+            training's.
         thread: that in which the training runs.
-        collectives, beats: how many there were so far; a training in which neither they nor its step move stands still.
-        trail: which blocks were gathered one after the other, and where forward ended, each with the step it was in.
+        collectives, beats: how many there were so far; a training in which neither they nor its
+            step move stands still.
+        trail: which blocks were gathered one after the other, and where forward ended, each with
+            the step it was in.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         at_end: what is undone when the work in this world is done.
-        observers: look at the updates that are made in this world, and at what its ranks do together.
+        observers: look at the updates that are made in this world, and at what its ranks do
+            together.
     """
 
     rank: int = 0
@@ -124,11 +133,15 @@ class World:
     trail: list[tuple[int, str]] = field(default_factory=list, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
-    at_end: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False, compare=False)
+    at_end: contextlib.ExitStack = field(
+        default_factory=contextlib.ExitStack, init=False, repr=False, compare=False
+    )
     observers: list[Observer] = field(default_factory=list, init=False, repr=False)
     _meetings: int = field(default=0, init=False, repr=False)
     _board = cast("memoryview | None", None)
-    """Where the ranks of one launch keep their steps for all to see (see ``processes.call``); no field of the class."""
+    """Where the ranks of one launch keep their steps for all to see (see ``processes.call``); no
+    field of the class.
+    """
 
     def __post_init__(self) -> None:
         self.layout = Layout({"data": self.size * len(self.devices)}, max(1, len(self.devices)))
@@ -139,7 +152,9 @@ class World:
             self.announce(value)
 
     def beat(self) -> None:
-        """Note that the training comes further, where neither its step nor its collectives show that."""
+        """Note that the training comes further, where neither its step nor its collectives show
+        that.
+        """
         self.beats += 1
 
     @property
@@ -158,11 +173,13 @@ class World:
         return self.rank == 0
 
     @_collective
-    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    def all_reduce(
+        self, tensor: torch.Tensor, group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
         """Sum ``tensor`` over the ranks, in place, and give it back.
 
-        A small sum on CPU takes as long as its wake-ups. So few ranks send each other everything in one exchange
-        (gloo's own sum takes two) and add it up in rank order, and the core is yielded
+        A small sum on CPU takes as long as its wake-ups. So few ranks send each other everything in
+        one exchange (gloo's own sum takes two) and add it up in rank order, and the core is yielded
         for a while before going to sleep.
         """
         if self.size == 1:
@@ -213,7 +230,9 @@ class World:
 
     @property
     def is_local_rank(self) -> bool:
-        """Whether this process is one of several that a process of this machine has launched, and watches."""
+        """Whether this process is one of several that a process of this machine has launched,
+        and watches.
+        """
         return self._board is not None
 
     def asked_to_stop(self) -> bool:
@@ -221,7 +240,9 @@ class World:
         return stop_request.asked() if self._board is None else bool(self._board[self.size])
 
     def announce(self, step: int) -> None:
-        """Let the other ranks see that this one is about to enter a step, where they can (``step_of``)."""
+        """Let the other ranks see that this one is about to enter a step, where they can
+        (``step_of``).
+        """
         if self._board is not None:
             self._board[self.rank] = step
 
@@ -232,8 +253,8 @@ class World:
     def meet(self, what: str, *, waits: float = 30.0, together: bool = True) -> None:
         """Wait until every rank has called this with the same words.
 
-        It is for what a person calls, perhaps on one rank only: a collective that some ranks don't come to would end
-        the process, or be taken for another one.
+        It is for what a person calls, perhaps on one rank only: a collective that some ranks don't
+        come to would end the process, or be taken for another one.
 
         Args:
             what: the ranks agree on.
@@ -256,7 +277,9 @@ class World:
 
         while late := missing(range(self.size)):
             # (Asked again, since it may have come, and gone on, meanwhile.)
-            gone = missing(r for r in late if together and self.step_of(r) > self.step_of(self.rank))
+            gone = missing(
+                r for r in late if together and self.step_of(r) > self.step_of(self.rank)
+            )
             if gone or time.monotonic() > end:
                 named = f"rank{'s' * (len(gone or late) > 1)} {', '.join(map(str, gone or late))}"
                 raise InputError(f"{what} has to be on every rank, and {named} went on without it")
@@ -269,7 +292,9 @@ class World:
 
     @property
     def exchange_device(self) -> torch.device:
-        """Where a few numbers or an object's bytes are put that the ranks exchange: on the CPU, if the group can."""
+        """Where a few numbers or an object's bytes are put that the ranks exchange: on the CPU,
+        if the group can.
+        """
         on_cpu = self.backend is None or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if on_cpu else self.device.torch
 
@@ -279,7 +304,9 @@ END_OF_CALLBACKS = "the end of callbacks"
 
 
 def wait_awake(work: dist.Work | None) -> None:
-    """Wait for a collective without going to sleep at once: give the core away between looks for a while."""
+    """Wait for a collective without going to sleep at once: give the core away between looks for
+    a while.
+    """
     assert work is not None
     end = time.perf_counter() + _PATIENCE
     while not work.is_completed() and time.perf_counter() < end:
@@ -331,7 +358,8 @@ def not_within_a_rank() -> None:
     """
     if _current is not None and _current.size > 1:
         raise InputError(
-            f"this is rank {_current.rank} of {_current.size} already: start a training or a launch before the ranks, "
+            f"this is rank {_current.rank} of {_current.size} already: start a training or a "
+            "launch before the ranks, "
             'once; in a job file or a script, below if __name__ == "__main__":'
         )
 
@@ -343,10 +371,13 @@ def default_backend(device: Device) -> str:
     return str(dist.get_default_backend_for_device(device.torch))
 
 
-def join(world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0) -> None:
+def join(
+    world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0
+) -> None:
     """Join the process group of ``world`` and make it the current world.
 
-    The computing thread gets its device's thread limit at once, and is pinned only when the group exists.
+    The computing thread gets its device's thread limit at once, and is pinned only when the group
+    exists.
     """
     device, place = world.device, place_of(world.devices)
     _devices.settle(place)
@@ -354,7 +385,8 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
     patience = datetime.timedelta(seconds=timeout)
     store.set_timeout(patience)
     is_whole = device.type == "cpu" or world.backend == "gloo" or ":" in world.backend
-    dist.init_process_group(  # what the host waits for goes over the CPU: NCCL's collectives don't hold the host
+    # what the host waits for goes over the CPU: NCCL's collectives don't hold the host
+    dist.init_process_group(
         world.backend if is_whole else f"cpu:gloo,{device.type}:{world.backend}",
         store=store,
         rank=world.rank,
@@ -369,7 +401,9 @@ def join(world: World, store: Store, *, backend: str | None = None, timeout: flo
 
 
 def adopt(world: World) -> None:
-    """Make ``world`` the current one in a process group that somebody else has made, and will leave."""
+    """Make ``world`` the current one in a process group that somebody else has made, and will
+    leave.
+    """
     _devices.settle(place_of(world.devices))
     backend = str(dist.get_backend())
     world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend

@@ -1,10 +1,11 @@
 """``map``: a function over processes, or a module over devices, item by item, in order.
 
-In reading order: this file (what a person calls), `process_map` and `map_worker` (the two ends of a function's map),
-`shared_values` (what goes between them), `module_map` (a module's map).
+In reading order: this file (what a person calls), `process_map` and `map_worker` (the two ends of a
+function's map), `shared_values` (what goes between them), `module_map` (a module's map).
 
-``multiprocessing.Pool.imap`` refuses lambdas, draws a generator of any length into memory, waits for ever where a
-process was killed, and pickles tensors; a pool of torch.multiprocessing holds a file open for each tensor.
+``multiprocessing.Pool.imap`` refuses lambdas, draws a generator of any length into memory, waits
+for ever where a process was killed, and pickles tensors; a pool of torch.multiprocessing holds a
+file open for each tensor.
 """
 
 from __future__ import annotations
@@ -72,47 +73,54 @@ def map(
         for logits in lockstep.map(model, images, devices="cuda", batch_size=64): ...
         total = lockstep.map(len, lines, reduce=lambda a, b: a + b)
 
-    Nothing happens before the first result is asked for. Then items are drawn a little ahead (they may be a generator
-    without an end), and results wait for those before them, a bounded number of each. Closing the iterator, leaving
-    the loop or an exception ends the processes.
+    Nothing happens before the first result is asked for. Then items are drawn a little ahead (they
+    may be a generator without an end), and results wait for those before them, a bounded number of
+    each. Closing the iterator, leaving the loop or an exception ends the processes.
 
-    *A function* runs in a process per device; with one device, in this one. It may be a lambda or local, and comes with
-    what it refers to. Items are handed out several at a time where they are quick. Tensors and arrays in items and
-    results, in any nesting, go through shared memory, as copies, without their graph, on the CPU. The function computes
-    in the modes (``no_grad``, ``inference_mode``, ``autocast``) in which the first result is asked for.
+    *A function* runs in a process per device; with one device, in this one. It may be a lambda or
+    local, and comes with what it refers to. Items are handed out several at a time where they are
+    quick. Tensors and arrays in items and results, in any nesting, go through shared memory, as
+    copies, without their graph, on the CPU. The function computes in the modes (``no_grad``,
+    ``inference_mode``, ``autocast``) in which the first result is asked for.
 
-    *A module* runs in a thread per device, as a replica in evaluation mode, without gradients. An item is called as the
-    inputs of a Job are (a tuple as ``module(*item)``, a dict as ``module(**item)``); outputs come back on the CPU.
+    *A module* runs in a thread per device, as a replica in evaluation mode, without gradients. An
+    item is called as the inputs of a Job are (a tuple as ``module(*item)``, a dict as
+    ``module(**item)``); outputs come back on the CPU.
 
-    What is drawn from the global generators of torch, ``random`` and numpy follows ``seed`` and the index of the item,
-    so that results don't depend on the devices. (In a module: from torch's.)
+    What is drawn from the global generators of torch, ``random`` and numpy follows ``seed`` and the
+    index of the item, so that results don't depend on the devices. (In a module: from torch's.)
 
     Args:
         fn: the function or the ``torch.nn.Module``.
         items: anything that can be gone through.
-        devices: as in `lockstep.launch.devices`. ``"auto"`` is every accelerator; without one, a function gets
-            a process for each core, a module one CPU device of all cores. Inside a rank or another map there is
-            only its own device.
-        batch_size: a function is called with a list of so many items (the last may be shorter), and gives a list of as
-            many results. A module gets so many items put together as a batch, and its outputs are taken apart into
-            rows. None: one item for each call, for a module whatever it takes.
-        reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an iterator: in the order of
-            the items, here, so that it is the same each time. A pair is such a function and the value to start with.
+        devices: as in `lockstep.launch.devices`. ``"auto"`` is every accelerator; without one, a
+            function gets a process for each core, a module one CPU device of all cores. Inside a
+            rank or another map there is only its own device.
+        batch_size: a function is called with a list of so many items (the last may be shorter), and
+            gives a list of as many results. A module gets so many items put together as a batch,
+            and its outputs are taken apart into rows. None: one item for each call, for a module
+            whatever it takes.
+        reduce: ``reduce(reduce(first, second), third)`` and so on is returned instead of an
+            iterator: in the order of the items, here, so that it is the same each time. A pair is
+                such a function and the value to start with.
         collate: puts a module's items together; None is PyTorch's default.
-        seed: None leaves the generators alone, which saves a function 7 us an item; processes begin theirs by chance.
+        seed: None leaves the generators alone, which saves a function 7 us an item; processes begin
+            theirs by chance.
         progress: show a bar where this is a terminal.
 
     Raises:
-        InputError: what was asked for can't be done, the function or an item can't be sent (the item's index and type
-            are named), or the items to reduce are none.
-        ItemFailed: the function raised for an item (``index``; ``__cause__`` is what it raised), after the results
-            before it were given; or its process died, at once.
+        InputError: what was asked for can't be done, the function or an item can't be sent (the
+            item's index and type are named), or the items to reduce are none.
+        ItemFailed: the function raised for an item (``index``; ``__cause__`` is what it raised),
+            after the results before it were given; or its process died, at once.
     """
     from torch import nn
 
     if not callable(fn):
         raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
-    if batch_size is not None and (not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1):
+    if batch_size is not None and (
+        not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
+    ):
         raise InputError(f"batch_size: {batch_size!r}, a whole number of at least 1 is expected")
     try:
         drawn = iter(items)
@@ -133,7 +141,9 @@ def map(
         from lockstep.map.map_worker import Call
 
         if collate is not None:
-            raise InputError("collate: it is for a module; a function with a batch_size gets a list of items")
+            raise InputError(
+                "collate: it is for a module; a function with a batch_size gets a list of items"
+            )
         call = Call(fn, batch_size, seed)
         if len(places) == 1:
             results = process_map.in_this_one(call, drawn, places[0])
@@ -143,7 +153,9 @@ def map(
             on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
             results = process_map.ProcessMap(call, drawn, places, total, on_output).results()
     if bar is not None:
-        results = _counted(results, bar, getattr(fn, "__name__", type(fn).__name__).strip("<>"), total)
+        results = _counted(
+            results, bar, getattr(fn, "__name__", type(fn).__name__).strip("<>"), total
+        )
     return results if reduce is None else _reduced(results, reduce)
 
 
@@ -165,7 +177,9 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
         own = here.device if here is not None else world.device  # type: ignore[union-attr]
         if not is_auto and len(_devices.parse(wanted)) > 1:
             what = f"at item {here.item} of a map" if here is not None else f"rank {world.rank}"  # type: ignore[union-attr]
-            raise InputError(f"devices: this process is {what} already, and has {own} only: leave devices out")
+            raise InputError(
+                f"devices: this process is {what} already, and has {own} only: leave devices out"
+            )
         return (own,)
     if started_as_rank() and started_ranks.place().size > 1:
         return started_ranks.devices_of_this_rank(_devices.parse(wanted))
@@ -182,11 +196,16 @@ def _reduced(results: Iterator[Any], reduce: Any) -> Any:
     """
     function, *start = reduce if isinstance(reduce, tuple) else (reduce,)
     if not callable(function) or len(start) > 1:
-        raise InputError("reduce: a function of two results, or a pair of one and the value to start with, is expected")
+        raise InputError(
+            "reduce: a function of two results, or a pair of one and the value to start with, is "
+            "expected"
+        )
     if not start:
         start = list(itertools.islice(results, 1))
     if not start:
-        raise InputError("reduce: there are no items; give a value to start with: reduce=(function, value)")
+        raise InputError(
+            "reduce: there are no items; give a value to start with: reduce=(function, value)"
+        )
     return functools.reduce(function, results, start[0])
 
 
@@ -197,9 +216,20 @@ def _a(value: object) -> str:
 
 def _bar() -> Progress:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     return Progress(*columns, console=Console(highlight=False), transient=True)
 
 

@@ -1,4 +1,6 @@
-"""What a worker of a map does: the function of each item of a chunk, under random numbers that belong to the item."""
+"""What a worker of a map does: the function of each item of a chunk, under random numbers that
+belong to the item.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ class Task(NamedTuple):
 
     Attributes:
         first: the index of its first item, by which it is known.
-        slot: of the worker's blocks, the one that holds a list of the items (or of lists of them, where ``batch`` isn't
-            None), and is to hold a list of the results up to the first failure.
+        slot: of the worker's blocks, the one that holds a list of the items (or of lists of them,
+            where ``batch`` isn't None), and is to hold a list of the results up to the first
+            failure.
     """
 
     first: int
@@ -53,7 +56,8 @@ class Call:
     Args:
         fn: the person's.
         batch: items that it takes as a list, and gives a list of results of; None: one, by itself.
-        seed: of the random numbers, which follow the index of the (first) item; None leaves the generators alone.
+        seed: of the random numbers, which follow the index of the (first) item; None leaves the
+            generators alone.
     """
 
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
@@ -78,9 +82,13 @@ class Call:
                 result = list(result)
             except TypeError:
                 what = type(result).__name__
-                raise InputError(f"with batch_size the function should give a list, and gave: {what}") from None
+                raise InputError(
+                    f"with batch_size the function should give a list, and gave: {what}"
+                ) from None
             if len(result) != len(unit):
-                raise InputError(f"with batch_size the function gave {len(result)} results for {len(unit)} items")
+                raise InputError(
+                    f"with batch_size the function gave {len(result)} results for {len(unit)} items"
+                )
         return result
 
 
@@ -123,7 +131,9 @@ def _record(error: BaseException, worker: WorkerContext) -> Record:
     return Record.of(error, time.monotonic(), worker.number, worker.item)
 
 
-def _sendable(results: list[Any], task: Task, worker: WorkerContext, fn: Call) -> tuple[int, Record]:
+def _sendable(
+    results: list[Any], task: Task, worker: WorkerContext, fn: Call
+) -> tuple[int, Record]:
     """The results before the first that can't be sent, and what is wrong with that."""
     block = worker.blocks[task.slot]
     place, error = first_that_cant_be_packed(results, block)

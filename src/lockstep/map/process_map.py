@@ -1,4 +1,5 @@
-"""A function over processes: chunks of items out, results back, in order, with a bounded number of them under way.
+"""A function over processes: chunks of items out, results back, in order, with a bounded number of
+them under way.
 
 ::
 
@@ -6,13 +7,13 @@
               | chunk 5 | chunk 4 | ... done, or not yet: kept until all before have been given
               | chunk 3 |  ──> results
 
-The caller's thread does it all, when it asks for a result: nothing runs in its process meanwhile, items are drawn from
-a generator where they are used, and Ctrl-C ends it as it ends any loop. Each worker has two blocks, one for each chunk
-it may have: the items lie in it, then the results. A new chunk comes only when its block was read, so nobody waits for
-memory.
+The caller's thread does it all, when it asks for a result: nothing runs in its process meanwhile,
+items are drawn from a generator where they are used, and Ctrl-C ends it as it ends any loop. Each
+worker has two blocks, one for each chunk it may have: the items lie in it, then the results. A new
+chunk comes only when its block was read, so nobody waits for memory.
 
-The size of a chunk follows what the last ones took, to some hundredths of a second and some megabytes: the hand-over of
-a chunk costs a fraction of a millisecond.
+The size of a chunk follows what the last ones took, to some hundredths of a second and some
+megabytes: the hand-over of a chunk costs a fraction of a millisecond.
 """
 
 from __future__ import annotations
@@ -36,7 +37,14 @@ from lockstep.launch.processes.call import Modes, Setup
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
-from lockstep.map.shared_values import copied, first_that_cant_be_packed, kept, new_block, pack, unpack
+from lockstep.map.shared_values import (
+    copied,
+    first_that_cant_be_packed,
+    kept,
+    new_block,
+    pack,
+    unpack,
+)
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import kept_states
 
@@ -87,11 +95,16 @@ class _Pace:
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """The results, computed in the caller's process; its random generators stay where they are if there is a seed."""
+    """The results, computed in the caller's process; its random generators stay where they are
+    if there is a seed.
+    """
     index = 0
     for unit in items if call.batch is None else _batched(items, call.batch, copied):
         try:
-            with occupied(device), contextlib.nullcontext() if call.stream is None else kept_states():
+            with (
+                occupied(device),
+                contextlib.nullcontext() if call.stream is None else kept_states(),
+            ):
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
             message = f"item {index} failed on {device}: {failure_records.reason(error)}"
@@ -132,7 +145,8 @@ class ProcessMap:
             self._packed = cloudpickle.dumps(call)
         except Exception as error:
             raise InputError(
-                f"the function can't be sent to a process: {told(error)}: make what it holds inside of it"
+                f"the function can't be sent to a process: {told(error)}: make what it holds "
+                "inside of it"
             ) from None
         self._on_output = on_output
         self._batch = call.batch
@@ -204,7 +218,7 @@ class ProcessMap:
         if chunk.failure is not None:
             raise failed(chunk.failure, self._devices[chunk.worker])
 
-    # ---- sending ----------------------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------
 
     def _may_send(self) -> bool:
         if self._is_drawn or not any(self._free):
@@ -227,7 +241,9 @@ class ProcessMap:
         size = 0
         with contextlib.suppress(Exception):
             size = pack(units, block)
-        if not size:  # outside of the handler: how pickling went wrong inside tells a person nothing
+        if (
+            not size
+        ):  # outside of the handler: how pickling went wrong inside tells a person nothing
             units = self._sendable(units, block)
             size = pack(units, block)
         if not units:
@@ -257,19 +273,22 @@ class ProcessMap:
         return units
 
     def _sendable(self, units: list[Any], block: int) -> list[Any]:
-        """Those before the first that can't be sent, which ends the map when they have been given."""
+        """Those before the first that can't be sent, which ends the map when they have been
+        given.
+        """
         self._is_drawn = True
         good, _ = first_that_cant_be_packed(units, block)
         items = [units[good]] if self._batch is None else units[good]
         place, error = first_that_cant_be_packed(items, block)
         index = (self._sent + good) * (self._batch or 1) + place
         self._ending = InputError(
-            f"item {index} (a {type(items[place]).__qualname__}) can't be sent to a process: {told(error)}: "
+            f"item {index} (a {type(items[place]).__qualname__}) can't be sent to a process: "
+            f"{told(error)}: "
             "send what it is made of, and make it in the function"
         )
         return units[:good]
 
-    # ---- hearing ----------------------------------------------------------------------------------------------------
+    # ---- hearing ---------------------------------------------------------------------------------
 
     def _turn(self, seconds: float | None) -> None:
         self._workers.turn(seconds)
@@ -282,7 +301,9 @@ class ProcessMap:
             results = unpack(chunk.block)
         except Exception as error:
             items = named(chunk.first, chunk.units * (self._batch or 1))
-            raise ItemFailed(f"{items}: the results can't be read here: {error}", chunk.first) from error
+            raise ItemFailed(
+                f"{items}: the results can't be read here: {error}", chunk.first
+            ) from error
         self._free[worker].append(chunk.slot)
         self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.bytes))
         chunk.bytes = reply.bytes
@@ -295,11 +316,13 @@ class ProcessMap:
         device = self._devices[failure.rank]
         if isinstance(failure, Record):
             return failure_records.caused(
-                RunError(f"a process of the map ({device}) could not begin: {failure.reason}"), failure
+                RunError(f"a process of the map ({device}) could not begin: {failure.reason}"),
+                failure,
             )
         if failure.step == 0:
             return ItemFailed(
-                f"a process of the map ({device}) {failure_records.ending(failure.code, 'between two items')}"
+                f"a process of the map ({device}) "
+                f"{failure_records.ending(failure.code, 'between two items')}"
             )
         index = failure.step - 1
         how = failure_records.ending(failure.code, f"at item {index}")

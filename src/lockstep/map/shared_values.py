@@ -1,12 +1,14 @@
-"""Values on their way to another process: tensors and arrays go as they lie in memory, the rest is pickled.
+"""Values on their way to another process: tensors and arrays go as they lie in memory, the rest is
+pickled.
 
 ::
 
     {"loss": 0.1, "logits": tensor}  ──>  a block:  | sizes | the pickle | bytes of the tensor | ...
 
-They are found in any nesting, also inside of a person's own objects, since it is the pickler that meets them. A block
-is a file in memory without a name that both processes have open: nothing can be left behind, and it is written over by
-the next value, so that its size is that of the largest. What is read out of it is a copy of the reader's own.
+They are found in any nesting, also inside of a person's own objects, since it is the pickler that
+meets them. A block is a file in memory without a name that both processes have open: nothing can be
+left behind, and it is written over by the next value, so that its size is that of the largest. What
+is read out of it is a copy of the reader's own.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ _CONSTANT = (int, float, complex, bool, str, bytes, type(None))
 
 
 def kept(value: Any) -> Any:
-    """A value as it is now, to be packed later: a generator may write its next item into the same memory.
+    """A value as it is now, to be packed later: a generator may write its next item into the same
+    memory.
 
     What can't be pickled comes back as it is: packing it will say so.
     """
@@ -65,9 +68,15 @@ class _Kept:
 
 
 def copied(value: Any) -> Any:
-    """The same for a value that stays in this process: new tensors and arrays, in new lists, tuples and dicts."""
+    """The same for a value that stays in this process: new tensors and arrays, in new lists,
+    tuples and dicts.
+    """
     if isinstance(value, torch.Tensor):
-        return value.detach().clone().requires_grad_(value.requires_grad) if type(value) is torch.Tensor else value
+        return (
+            value.detach().clone().requires_grad_(value.requires_grad)
+            if type(value) is torch.Tensor
+            else value
+        )
     if type(value).__module__ == "numpy" and hasattr(value, "copy"):
         return value.copy()
     if type(value) in (list, tuple):
@@ -78,8 +87,12 @@ def copied(value: Any) -> Any:
 
 
 def new_block(stack: contextlib.ExitStack) -> int:
-    """A file without a name, in memory where the system can do that, of no size yet; open until the stack ends."""
-    if hasattr(os, "memfd_create"):  # not bound by the size of /dev/shm, which is small in containers
+    """A file without a name, in memory where the system can do that, of no size yet; open until
+    the stack ends.
+    """
+    if hasattr(
+        os, "memfd_create"
+    ):  # not bound by the size of /dev/shm, which is small in containers
         number = os.memfd_create("lockstep")
     else:
         with tempfile.TemporaryFile() as file:
@@ -89,7 +102,8 @@ def new_block(stack: contextlib.ExitStack) -> int:
 
 
 def pack(value: Any, block: int) -> int:
-    """Write a value for another process, which ``unpack``s it; gives its bytes. A tensor goes without its graph.
+    """Write a value for another process, which ``unpack``s it; gives its bytes. A tensor goes
+    without its graph.
 
     Args:
         value: anything that cloudpickle can send.
@@ -125,7 +139,9 @@ def unpack(block: int) -> Any:
 
 
 def first_that_cant_be_packed(values: list[Any], block: int) -> tuple[int, Exception]:
-    """Of values that can't be packed together, the place of the first that is to blame, and what it raises."""
+    """Of values that can't be packed together, the place of the first that is to blame, and what
+    it raises.
+    """
     for place, value in enumerate(values):
         try:
             pack(value, block)
@@ -168,11 +184,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         self._held.append(flat)
         size = flat.numel() * flat.element_size()
         data = (ctypes.c_ubyte * size).from_address(flat.data_ptr()) if size else bytearray()
-        return _rebuilt, (pickle.PickleBuffer(data), flat.dtype, tuple(flat.shape), flat.stride(), kind, learns)
+        return _rebuilt, (
+            pickle.PickleBuffer(data),
+            flat.dtype,
+            tuple(flat.shape),
+            flat.stride(),
+            kind,
+            learns,
+        )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its numbers in memory are all there is to it; any other goes as PyTorch pickles it."""
+    """Whether its numbers in memory are all there is to it; any other goes as PyTorch pickles
+    it.
+    """
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.layout == torch.strided
@@ -184,7 +209,12 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _rebuilt(
-    data: Any, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], kind: type, learns: bool
+    data: Any,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    kind: type,
+    learns: bool,
 ) -> torch.Tensor:
     if 0 in shape:
         made = torch.empty_strided(shape, stride, dtype=dtype)

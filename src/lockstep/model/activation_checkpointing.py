@@ -1,13 +1,15 @@
-"""Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in backward.
+"""Activation checkpointing: blocks of a model keep only their inputs, and compute the rest again in
+backward.
 
-PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers, and attributes that are
-numbers or tensors: in the second run they have the values that they had in the first, and afterwards those that they
-had before, so that running statistics and counters move once.
-A block stays the same object of the same class, only its ``forward`` is another one, so parameters keep their names.
-Objects that a block is given and writes to (a cache of keys and values): its second run has copies, as they were.
-Random numbers are drawn again the same, Python's and numpy's too; in the threads of ``dp``
-`lockstep.threads.recompute` sees to those of torch, and a model that draws others is refused.
-A block that changes anything else in its second run (a dictionary, a global variable) is refused.
+PyTorch's ``checkpoint`` (without reentrance) does it, with some things added here. Buffers, and
+attributes that are numbers or tensors: in the second run they have the values that they had in the
+first, and afterwards those that they had before, so that running statistics and counters move once.
+A block stays the same object of the same class, only its ``forward`` is another one, so parameters
+keep their names. Objects that a block is given and writes to (a cache of keys and values): its
+second run has copies, as they were. Random numbers are drawn again the same, Python's and numpy's
+too; in the threads of ``dp`` `lockstep.threads.recompute` sees to those of torch, and a model that
+draws others is refused. A block that changes anything else in its second run (a dictionary, a
+global variable) is refused.
 """
 
 from __future__ import annotations
@@ -41,24 +43,32 @@ def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) 
 
     Args:
         model: is changed in place.
-        wanted: ``"auto"``, or names with commas between: of a block, or of a list of blocks, of which each is one.
-        compiled: the model will be compiled. The compiler can't follow a checkpoint that puts buffers back: it leaves
-            the checkpoint as it is, and compiles what is inside.
+        wanted: ``"auto"``, or names with commas between: of a block, or of a list of blocks, of
+            which each is one.
+        compiled: the model will be compiled. The compiler can't follow a checkpoint that puts
+            buffers back: it leaves the checkpoint as it is, and compiles what is inside.
 
     Raises:
-        JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of blocks.
+        JobError: there is no such module (the nearest is offered), or ``auto`` finds no list of
+            blocks.
     """
     blocks = (
-        found_blocks(model) if wanted == "auto" else named_blocks(model, wanted, "activation_checkpointing", JobError)
+        found_blocks(model)
+        if wanted == "auto"
+        else named_blocks(model, wanted, "activation_checkpointing", JobError)
     )
     if not blocks:
         raise JobError(
-            "activation_checkpointing: auto finds no list of like blocks in the model: name blocks, "
+            "activation_checkpointing: auto finds no list of like blocks in the model: name "
+            "blocks, "
             'as "encoder.layers" or "stem,body.3"'
         )
     for name, block in blocks.items():
         if "forward" in vars(block):
-            raise JobError(f'activation_checkpointing: "{name}" has had its forward replaced: name blocks inside of it')
+            raise JobError(
+                f'activation_checkpointing: "{name}" has had its forward replaced: name blocks '
+                "inside of it"
+            )
     for block, name in {block: name for name, block in blocks.items()}.items():
         forward = _checkpointed(name)
         if compiled:
@@ -68,10 +78,11 @@ def checkpoint_blocks(model: nn.Module, wanted: str, *, compiled: bool = False) 
 
 
 def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The model's blocks: in each outermost list of modules, those of one class that are made of several layers.
+    """The model's blocks: in each outermost list of modules, those of one class that are made of
+    several layers.
 
-    A list counts where it has at least two of them. So the layers of a transformer, of an encoder and of a decoder, the
-    residual blocks of every stage of a ResNet.
+    A list counts where it has at least two of them. So the layers of a transformer, of an encoder
+    and of a decoder, the residual blocks of every stage of a ResNet.
     """
     found: dict[str, nn.Module] = {}
 
@@ -96,7 +107,9 @@ def _is_composite(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.Sequential) and any(map(_is_composite, module)):
         return False
-    return sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None) > 1
+    return (
+        sum(1 for m in module.modules() if next(m.parameters(recurse=False), None) is not None) > 1
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -104,8 +117,11 @@ def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def named_blocks(model: nn.Module, wanted: str, setting: str, error: type[LockstepError]) -> dict[str, nn.Module]:
-    """The modules that a person named, with commas between; of a list or a dict of modules its members.
+def named_blocks(
+    model: nn.Module, wanted: str, setting: str, error: type[LockstepError]
+) -> dict[str, nn.Module]:
+    """The modules that a person named, with commas between; of a list or a dict of modules its
+    members.
 
     Args:
         model: that has them.
@@ -145,12 +161,20 @@ def without_checkpoints() -> Iterator[None]:
 
 
 def not_checkpointable(error: Exception) -> StrategyError | None:
-    """What an error of PyTorch's means where blocks are checkpointed; None where it may be another's."""
-    words = ("saved tensor hooks", "functorch", "forward AD level", "modified by an inplace operation")
+    """What an error of PyTorch's means where blocks are checkpointed; None where it may be
+    another's.
+    """
+    words = (
+        "saved tensor hooks",
+        "functorch",
+        "forward AD level",
+        "modified by an inplace operation",
+    )
     if not isinstance(error, CheckpointError) and not any(word in str(error) for word in words):
         return None
     return StrategyError(
-        "activation_checkpointing: a block can't be computed a second time as backward needs it (does it call "
+        "activation_checkpointing: a block can't be computed a second time as backward needs it "
+        "(does it call "
         f"torch.func, write its input in place, or take other branches then?): {first_line(error)}",
         fix="name other blocks, or leave activation_checkpointing out",
     )
@@ -171,9 +195,13 @@ def _checkpointed(name: str) -> Callable[..., Any]:
     return forward
 
 
-def _giving_copies(run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+def _giving_copies(
+    run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Callable[..., Any]:
     """``run``, which is given copies of objects, as they were, from its second call on."""
-    objects = {key: value for key, value in (*enumerate(args), *kwargs.items()) if not _is_constant(value)}
+    objects = {
+        key: value for key, value in (*enumerate(args), *kwargs.items()) if not _is_constant(value)
+    }
     if not objects:
         return run
     try:
@@ -235,7 +263,9 @@ class _Reader(pickle.Unpickler):
 
 
 class _Start:
-    """What a block began its first run with: buffers, attributes, and states of Python's and numpy's random numbers."""
+    """What a block began its first run with: buffers, attributes, and states of Python's and
+    numpy's random numbers.
+    """
 
     def __init__(self, block: nn.Module, name: str, runs: Iterator[int]) -> None:
         """Args:
@@ -246,7 +276,9 @@ class _Start:
         self._block, self._name, self._runs = block, name, runs
         modules = [*block.modules(), *_bound_by_hooks(block)]
         self._attributes = [(vars(module), plain_attributes(module)) for module in modules]
-        self._places = [(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
+        self._places = [
+            (m, name) for m in modules for name, b in m._buffers.items() if b is not None
+        ]
         self._then = [self._value(place).clone() for place in self._places]
         self._drawn = other_states()
 
@@ -258,16 +290,23 @@ class _Start:
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """The block has them again for a while; what is written to them meanwhile is forgotten."""
-        attributes = [(held, {name: held[name] for name in then if name in held}) for held, then in self._attributes]
+        attributes = [
+            (held, {name: held[name] for name in then if name in held})
+            for held, then in self._attributes
+        ]
         for held, then in self._attributes:
             held.update(then)
         now = [self._value(place) for place in self._places]
         drawn = other_states()
         set_other_states(self._drawn)
         for (module, name), value in zip(self._places, self._then, strict=True):
-            module._buffers[name] = value.clone()  # (which is written to, and there may be another run)
+            module._buffers[name] = (
+                value.clone()
+            )  # (which is written to, and there may be another run)
         run = next(self._runs)
-        others = _Others(self._block, self._name) if run < _LOOKED_AT or not run & (run - 1) else None
+        others = (
+            _Others(self._block, self._name) if run < _LOOKED_AT or not run & (run - 1) else None
+        )
         try:
             yield
         finally:
@@ -276,12 +315,16 @@ class _Start:
                 held.update(its)
             for (module, name), value in zip(self._places, now, strict=True):
                 module._buffers[name] = value
-            if others is not None:  # (PyTorch ends the run by an exception, once it has what it wants.)
+            if (
+                others is not None
+            ):  # (PyTorch ends the run by an exception, once it has what it wants.)
                 others.refuse_changes()
 
 
 class _Again(contextlib.AbstractContextManager[None]):
-    """``_Start.again``, each time that backward computes a block: twice where it goes through the graph twice."""
+    """``_Start.again``, each time that backward computes a block: twice where it goes through
+    the graph twice.
+    """
 
     def __init__(self, start: _Start) -> None:
         self._start, self._entered = start, list[contextlib.AbstractContextManager[None]]()
@@ -309,8 +352,13 @@ class _Others:
             for name, module in self._block.named_modules()
             for key in plain_attributes(module)
         }
-        attributes = {name: its for name, its in attribute_prints(self._block).items() if name not in plain}
-        return {**{f"{self._name}.{name}": its for name, its in attributes.items()}, **self._outside.prints()}
+        attributes = {
+            name: its for name, its in attribute_prints(self._block).items() if name not in plain
+        }
+        return {
+            **{f"{self._name}.{name}": its for name, its in attributes.items()},
+            **self._outside.prints(),
+        }
 
     def refuse_changes(self) -> None:
         """Refuse a block whose second run has changed something.
@@ -321,8 +369,10 @@ class _Others:
         for name, its in self._prints().items():
             if self._before.get(name, its) != its:
                 raise JobError(
-                    f'activation_checkpointing: "{self._name}" changes "{name}" again as backward computes it a '
-                    "second time: make that a buffer, or a number of the module's own, or name other blocks"
+                    f'activation_checkpointing: "{self._name}" changes "{name}" again as backward '
+                    "computes it a "
+                    "second time: make that a buffer, or a number of the module's own, or name "
+                    "other blocks"
                 ) from None
 
 

@@ -32,7 +32,8 @@ from lockstep.tensors.seeding import seeded
 
 
 def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
-    """Build the job's model under its seed, on this process's first device, and make sure that all ranks have the same.
+    """Build the job's model under its seed, on this process's first device, and make sure that all
+    ranks have the same.
 
     It begins with the job's ``init``, where it has one.
 
@@ -42,8 +43,8 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         place: False leaves it on the CPU, where it is built: it may be too large for one device.
 
     Raises:
-        JobError: it can't be built, isn't a module, has nothing to train, or differs between two ranks (the first
-            differing name is given).
+        JobError: it can't be built, isn't a module, has nothing to train, or differs between two
+            ranks (the first differing name is given).
     """
     with seeded(job.seed):
         try:
@@ -52,20 +53,30 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
             raise
         except Exception as error:
             needs_group = "process group has not been initialized" in str(error)
-            fix = "Lockstep distributes the model: leave DistributedDataParallel out" if needs_group else ""
+            fix = (
+                "Lockstep distributes the model: leave DistributedDataParallel out"
+                if needs_group
+                else ""
+            )
             raise JobError(f"model: building it raised {told(error)}", fix=fix) from error
     model = as_module(model)
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     _refuse_wrapped(model)
-    elsewhere = next(((n, t) for n, t in tensors_of(model) if t.device.type not in ("cpu", world.device.type)), None)
+    elsewhere = next(
+        ((n, t) for n, t in tensors_of(model) if t.device.type not in ("cpu", world.device.type)),
+        None,
+    )
     if elsewhere is not None and not elsewhere[1].is_meta:
         raise JobError(
-            f'model: "{elsewhere[0]}" was put on {elsewhere[1].device}, and it is to train on {world.device}: build it '
+            f'model: "{elsewhere[0]}" was put on {elsewhere[1].device}, and it is to train on '
+            f"{world.device}: build it "
             "on the CPU, without .cuda() and .to(...); Lockstep moves it"
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise JobError("model: it has no parameter that requires a gradient, so there is nothing to train")
+        raise JobError(
+            "model: it has no parameter that requires a gradient, so there is nothing to train"
+        )
     _make_lazy_parameters(model, job, world)
     _expand_buffers(model)
     convert_model(model, job.precision)  # before the weights of init, which may be float64 too
@@ -88,7 +99,9 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
 
 def as_module(model: Any) -> Any:
     """What a job's ``model`` gave; a dict of modules by name as an ``nn.ModuleDict``."""
-    is_dict = isinstance(model, dict) and all(isinstance(part, nn.Module) for part in model.values())
+    is_dict = isinstance(model, dict) and all(
+        isinstance(part, nn.Module) for part in model.values()
+    )
     return nn.ModuleDict(model) if is_dict else model
 
 
@@ -98,13 +111,15 @@ def _refuse_wrapped(model: nn.Module) -> None:
         if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
             what = f'"{name}"' if name else "it"
             raise JobError(
-                f"model: {what} is wrapped in {type(module).__name__} already: give its .module, since "
+                f"model: {what} is wrapped in {type(module).__name__} already: give its .module, "
+                "since "
                 "Lockstep distributes the model"
             )
 
 
 def _begin_training(model: nn.Module) -> None:
-    """Put the model in training mode, as a loop written by hand would: a ``train`` of its own is called.
+    """Put the model in training mode, as a loop written by hand would: a ``train`` of its own is
+    called.
 
     A part that was put in eval mode by itself stays there.
     """
@@ -112,23 +127,32 @@ def _begin_training(model: nn.Module) -> None:
         model.train()
         return
     for module in list(model.modules()):
-        if module.training and type(module).train is not nn.Module.train:  # it keeps a part of itself in eval mode
+        if (
+            module.training and type(module).train is not nn.Module.train
+        ):  # it keeps a part of itself in eval mode
             module.train()
 
 
 def _expand_buffers(model: nn.Module) -> None:
-    """Give a buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, to be written to."""
+    """Give a buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, to
+    be written to.
+    """
     dense: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided or is_lazy(buffer):
                 continue
-            if any(size > 1 and not stride for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+            if any(
+                size > 1 and not stride
+                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
+            ):
                 module._buffers[name] = dense.setdefault(id(buffer), buffer.contiguous())
 
 
 def _lay_out(model: nn.Module) -> None:
-    """Give the weights of convolutions over images the layout; those over volumes stay, on which Module.to raises."""
+    """Give the weights of convolutions over images the layout; those over volumes stay, on which
+    Module.to raises.
+    """
     for _, tensor in tensors_of(model):
         if tensor.dim() == 4:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
@@ -142,9 +166,13 @@ def trained_model(job: Job, weights: Path) -> nn.Module:
     """
     with seeded(job.seed):
         model: nn.Module = as_module(job.model())
-    if not in_common_memory(tensors_of(model)):  # (copies of such parameters would have memory of their own)
+    if not in_common_memory(
+        tensors_of(model)
+    ):  # (copies of such parameters would have memory of their own)
         with contextlib.suppress(Exception):  # it holds what can't be copied
-            model = copy.deepcopy(model)  # the function may give the same module, or parts of it, each time
+            model = copy.deepcopy(
+                model
+            )  # the function may give the same module, or parts of it, each time
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model
@@ -155,7 +183,8 @@ _trained: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakV
 
 
 def refuse_given_twice(model: nn.Module) -> None:
-    """Refuse a model that has parameters of an earlier one of this process: it would begin with their trained values.
+    """Refuse a model that has parameters of an earlier one of this process: it would begin with
+    their trained values.
 
     Raises:
         JobError: there is such a parameter.
@@ -167,7 +196,8 @@ def refuse_given_twice(model: nn.Module) -> None:
     }
     if twice := [name for name, storage in trained.items() if id(storage) in _trained]:
         raise JobError(
-            f'model: the function gave the same "{twice[0]}" twice: build it in the function, as lambda: Net(), or '
+            f'model: the function gave the same "{twice[0]}" twice: build it in the function, as '
+            "lambda: Net(), or "
             "clone the tensor that it is made of"
         )
     _trained.update((id(storage), storage) for storage in trained.values())
@@ -184,7 +214,14 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
         return
     data = resolve(job.train_data, world)
     loader = batches(
-        data, batch_size=2, shuffle=False, collate=job.collate, seed=job.seed, rank=0, world_size=1, workers=0
+        data,
+        batch_size=2,
+        shuffle=False,
+        collate=job.collate,
+        seed=job.seed,
+        rank=0,
+        world_size=1,
+        workers=0,
     )
     inputs, _ = next(loader.epoch(0))
     inputs = to_device(inputs, torch.device("cpu"), torch.get_default_dtype())
@@ -192,25 +229,34 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
         with in_evaluation_mode(model), seeded(job.seed + 1), torch.no_grad():
             call(model, inputs)
     except Exception as error:
-        raise JobError(f"model: it has lazy layers, and with the first samples it raised {told(error)}") from error
+        raise JobError(
+            f"model: it has lazy layers, and with the first samples it raised {told(error)}"
+        ) from error
     left = [name for name, p in tensors_of(model) if is_lazy(p)]
     if left:
-        raise JobError(f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape')
+        raise JobError(
+            f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape'
+        )
 
 
 def _checkpoint(model: nn.Module, job: Job, synchronised: bool) -> None:
     """Checkpoint the activations of blocks.
 
     Raises:
-        JobError: there are no such blocks, or they hold batch norms that replicas would synchronise in backward again.
+        JobError: there are no such blocks, or they hold batch norms that replicas would synchronise
+            in backward again.
     """
     assert job.activation_checkpointing is not None
     modules = dict(model.named_modules())
     for name in checkpoint_blocks(model, job.activation_checkpointing, compiled=bool(job.compile)):
-        if synchronised and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()):
+        if synchronised and any(
+            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()
+        ):
             raise JobError(
-                f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm the replicas would '
-                "have to meet in them again, each in its backward: choose blocks without, or one of the two settings"
+                f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm '
+                "the replicas would "
+                "have to meet in them again, each in its backward: choose blocks without, or one "
+                "of the two settings"
             )
 
 
@@ -231,19 +277,22 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
         for ours, other in zip(every[0], theirs, strict=False):
             if ours[0] != other[0]:
                 raise JobError(
-                    f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank {rank}',
+                    f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank '
+                    f"{rank}",
                     kind="unseeded model",
                 )
             if ours[1:3] != other[1:3]:
                 raise JobError(
-                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, {other[1]} on rank {rank}',
+                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, '
+                    f"{other[1]} on rank {rank}",
                     kind="unseeded model",
                 )
             if ours != other:
                 raise JobError(
                     f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}',
                     kind="unseeded model",
-                    fix="draw initial values from torch, random or numpy's global generator, which are seeded",
+                    fix="draw initial values from torch, random or numpy's global generator, "
+                    "which are seeded",
                 )
         if len(every[0]) != len(theirs):
             extra = max(every[0], theirs, key=len)[min(len(every[0]), len(theirs))][0]
@@ -254,16 +303,25 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
 
 
 def _say_what_differs(model: nn.Module, world: World) -> None:
-    """Say which attribute that is a tensor, or an array, has other values on some rank. (It may be a workspace.)"""
+    """Say which attribute that is a tensor, or an array, has other values on some rank. (It may
+    be a workspace.)
+    """
     name = differing_tensors(attribute_tensors(model.named_modules()), world)
     if name is not None and world.is_first:
-        text = f'attribute "{name}" of the model has other values on another rank, and so has what forward makes of it'
-        fix = "draw it from torch, random or numpy's global generator, which are seeded, or make it a buffer"
+        text = (
+            f'attribute "{name}" of the model has other values on another rank, and so has '
+            "what forward makes of it"
+        )
+        fix = (
+            "draw it from torch, random or numpy's global generator, which are seeded, or make "
+            "it a buffer"
+        )
         world.tell(Line.note(Caveat("state", text, fix)))
 
 
 def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
-    """The first name whose values differ between ranks, the same answer on every rank; None where all agree.
+    """The first name whose values differ between ranks, the same answer on every rank; None where
+    all agree.
 
     One that a rank doesn't have is left out.
     """
@@ -271,9 +329,17 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
     if len(set(world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return None
     first, *others = world.gather_objects(mine)
-    return next((name for name, its in first.items() if any(of.get(name, its) != its for of in others)), None)
+    return next(
+        (name for name, its in first.items() if any(of.get(name, its) != its for of in others)),
+        None,
+    )
 
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Where each buffer of the model is kept: its module and its name there."""
-    return [(module, name) for module in model.modules() for name, b in module._buffers.items() if b is not None]
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, b in module._buffers.items()
+        if b is not None
+    ]

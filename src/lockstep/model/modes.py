@@ -9,9 +9,11 @@ from torch import nn
 
 
 def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Set the mode of modules of which some may have a ``train`` of their own, which does more: it merges weights, say.
+    """Set the mode of modules of which some may have a ``train`` of their own, which does more: it
+    merges weights, say.
 
-    What such a ``train`` leaves in evaluation mode stays so: it may have been told meanwhile to freeze a batch norm.
+    What such a ``train`` leaves in evaluation mode stays so: it may have been told meanwhile to
+    freeze a batch norm.
 
     Args:
         modes: each module, before those within it, and whether it is in training.

@@ -65,7 +65,9 @@ def plain_attributes_of(model: nn.Module) -> dict[str, str]:
 
 
 def set_flags(model: nn.Module, described: Mapping[str, str]) -> None:
-    """Freeze and train parameters, and set the modes of modules, as ``plain_attributes_of`` described them."""
+    """Freeze and train parameters, and set the modes of modules, as ``plain_attributes_of``
+    described them.
+    """
     for name, p in model.named_parameters():
         flag = described.get(f"{name}.requires_grad")
         if flag is not None:

@@ -62,7 +62,13 @@ def note_on_precision(name: PrecisionName | None, device_type: str) -> str | Non
 def full_products() -> Iterator[None]:
     """Compute products of float32 in float32 for a while: TF32 rounds each way of computing one otherwise."""
     backends: Any = torch.backends
-    flags = backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul, backends.mkldnn.conv
+    flags = (
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.cudnn.rnn,
+        backends.mkldnn.matmul,
+        backends.mkldnn.conv,
+    )
     before = [flag.fp32_precision for flag in flags]
     try:
         for flag in flags:
@@ -118,9 +124,14 @@ class Precision:
                 found = (one @ one).dtype
         except (RuntimeError, Warning) as error:
             reason = first_line(error)
-            raise JobError(f"precision: {name} doesn't work on {self._device_type} here: {reason}") from error
+            raise JobError(
+                f"precision: {name} doesn't work on {self._device_type} here: {reason}"
+            ) from error
         if found is not self._mixed:
-            raise JobError(f"precision: {name} doesn't work on {self._device_type} here, which computed in {found}")
+            raise JobError(
+                f"precision: {name} doesn't work on {self._device_type} here, which computed in "
+                f"{found}"
+            )
 
 
 def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
@@ -129,8 +140,13 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
     Raises:
         JobError: fp16 with complex parameters, whose gradients PyTorch can't scale.
     """
-    if name == "fp16" and (found := next((n for n, p in model.named_parameters() if p.is_complex()), None)):
-        raise JobError(f"precision: \"{found}\" is complex, which fp16's scaled loss can't be used with: take bf16")
+    if name == "fp16" and (
+        found := next((n for n, p in model.named_parameters() if p.is_complex()), None)
+    ):
+        raise JobError(
+            f"precision: \"{found}\" is complex, which fp16's scaled loss can't be used with: "
+            "take bf16"
+        )
     with common_memory_kept(model):
         if name == "fp64":
             model.double()

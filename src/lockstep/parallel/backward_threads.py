@@ -1,17 +1,18 @@
 """Backward of several replicas at the same time, each in the thread of its slot.
 
-Autograd runs what was computed on a CPU in the thread that calls ``backward``, and only there: replicas whose graphs
-hang together would go through backward one after the other. So each replica has a graph of its own, whose leaves stand
-in for the module's parameters, and one node of the caller's graph stands for all of them::
+Autograd runs what was computed on a CPU in the thread that calls ``backward``, and only there:
+replicas whose graphs hang together would go through backward one after the other. So each replica
+has a graph of its own, whose leaves stand in for the module's parameters, and one node of the
+caller's graph stands for all of them::
 
-    caller    parameters ─────────────▶ [ _Joined ] ─────▶ outputs ──▶ loss
-                                           │   ▲
-    cpu:0     stand-ins ──▶ forward ──▶ outputs│gradients      backward hands each thread the gradients of its outputs,
-    cpu:1     stand-ins ──▶ forward ──▶ outputs│gradients      and adds up what comes to its stand-ins
+    caller  parameters ─────────────▶ [ _Joined ] ─────▶ outputs ──▶ loss
+                                         │   ▲
+    cpu:0   stand-ins ──▶ forward ──▶ outputs│gradients      backward hands each thread the gradients of its outputs,
+    cpu:1   stand-ins ──▶ forward ──▶ outputs│gradients      and adds up what comes to its stand-ins
 
-A stand-in shares memory and version with what it stands for, so that autograd notices weights that are written between
-forward and backward, as it would without replicas. Where backward is itself to be differentiated, the gradients'
-graphs are joined in the same way, to any order.
+A stand-in shares memory and version with what it stands for, so that autograd notices weights that
+are written between forward and backward, as it would without replicas. Where backward is itself to
+be differentiated, the gradients' graphs are joined in the same way, to any order.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _here = threading.local()
 def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     """A leaf in the place of ``tensor``, which shares its memory and version.
 
-    Where somebody runs backward through a replica's graph by another way than its outputs (from what a hook has kept,
-    say), gradients go on to ``tensor`` from there.
+    Where somebody runs backward through a replica's graph by another way than its outputs (from
+    what a hook has kept, say), gradients go on to ``tensor`` from there.
     """
     leaf = tensor.detach().requires_grad_()
     leaf.register_post_accumulate_grad_hook(functools.partial(_send_on, tensor))  # type: ignore[no-untyped-call]
@@ -60,7 +61,9 @@ def _goes_everywhere() -> bool:
 
 
 class Aside(torch.autograd.Function):
-    """The same memory with a version of its own, not a leaf: a replica may change its share in place."""
+    """The same memory with a version of its own, not a leaf: a replica may change its share in
+    place.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -81,13 +84,15 @@ def joined(
     *,
     overlaps: bool = False,
 ) -> list[Any]:
-    """The outputs of replicas with graphs of their own, as outputs of the tensors that their leaves stand for.
+    """The outputs of replicas with graphs of their own, as outputs of the tensors that their leaves
+    stand for.
 
     Args:
         outputs: of each replica, of any nesting.
         devices: where each was computed; its backward runs there too.
         shared: the tensors that gradients go to.
-        leaves: for each replica its leaves, by the number in ``shared`` of the tensor that they stand for.
+        leaves: for each replica its leaves, by the number in ``shared`` of the tensor that they
+            stand for.
         overlaps: the graphs go on into others, which backward will run through by themselves.
 
     Returns:
@@ -100,34 +105,47 @@ def joined(
     # Not the outputs themselves: once they are gathered, their memory needn't be held.
     edges = [[get_gradient_edge(root) for root in found] for found in roots]
     made = iter(_Joined.apply(devices, leaves, edges, overlaps, flat, *shared))  # type: ignore[no-untyped-call]
-    return [pytree.each(lambda t: next(made) if t.requires_grad else t, output) for output in outputs]
+    return [
+        pytree.each(lambda t: next(made) if t.requires_grad else t, output) for output in outputs
+    ]
 
 
 class _Joined(torch.autograd.Function):
-    """All replicas as one node: ``(devices, leaves, edges, overlaps, outputs, *shared) -> outputs``."""
+    """All replicas as one node: ``(devices, leaves, edges, overlaps, outputs, *shared) ->
+    outputs``.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, devices: Any, leaves: Any, edges: Any, overlaps: bool, roots: list[torch.Tensor], *shared: Any
+        ctx: Any,
+        devices: Any,
+        leaves: Any,
+        edges: Any,
+        overlaps: bool,
+        roots: list[torch.Tensor],
+        *shared: Any,
     ) -> tuple[torch.Tensor, ...]:
         ctx.graphs = devices, leaves, edges
         ctx.overlaps = overlaps  # the first to run must leave the others what they need
         ctx.save_for_backward(*shared)
         ctx.set_materialize_grads(False)
-        return tuple(root.detach() for root in roots)  # with its version: autograd sees what is changed in place
+        return tuple(
+            root.detach() for root in roots
+        )  # with its version: autograd sees what is changed in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """The gradients of the shared tensors, summed in the order of the replicas.
 
-        Where they are to be differentiated themselves, they have a graph to these tensors, in which the gradients of
-        the outputs are tensors to differentiate by, too.
+        Where they are to be differentiated themselves, they have a graph to these tensors, in which
+        the gradients of the outputs are tensors to differentiate by, too.
         """
         devices, leaves, edges = ctx.graphs
         differentiable = torch.is_grad_enabled()
         ctx.overlaps = ctx.overlaps or differentiable
         keep, everything = ctx.overlaps or _keeps_graph(), _goes_everywhere()
-        # Asking for saved tensors refuses those that were written since, which only a second derivative would need.
+        # Asking for saved tensors refuses those that were written since, which only a second
+        # derivative would need.
         sources = list(ctx.saved_tensors) if differentiable else []
         again, given = [dict(mine) for mine in leaves], list(grads)
         if differentiable:
@@ -139,9 +157,15 @@ class _Joined(torch.autograd.Function):
         tasks: list[Callable[[], dict[int, torch.Tensor | None]] | None] = []
         start = 0
         for mine, its in zip(leaves, edges, strict=True):
-            used = [(edge, grad) for edge, grad in zip(its, given[start:], strict=False) if grad is not None]
+            used = [
+                (edge, grad)
+                for edge, grad in zip(its, given[start:], strict=False)
+                if grad is not None
+            ]
             start += len(its)
-            work = functools.partial(_collected, mine, used, everything, create_graph=differentiable, retain_graph=keep)
+            work = functools.partial(
+                _collected, mine, used, everything, create_graph=differentiable, retain_graph=keep
+            )
             tasks.append(work if used else None)
         with borrowed(devices) as team:
             found = [theirs or {} for theirs in team.run(tasks)]
@@ -153,7 +177,11 @@ class _Joined(torch.autograd.Function):
                 so_far = sums[number]
                 if so_far is None or grad is None:
                     sums[number] = so_far if grad is None else grad
-                elif everything and not differentiable and so_far.layout is grad.layout is torch.strided:
+                elif (
+                    everything
+                    and not differentiable
+                    and so_far.layout is grad.layout is torch.strided
+                ):
                     so_far.add_(grad)
                 else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
                     sums[number] = so_far + grad
@@ -161,16 +189,22 @@ class _Joined(torch.autograd.Function):
 
 
 def _collected(
-    leaves: dict[int, torch.Tensor], used: list[tuple[GradientEdge, torch.Tensor]], everything: bool, **settings: Any
+    leaves: dict[int, torch.Tensor],
+    used: list[tuple[GradientEdge, torch.Tensor]],
+    everything: bool,
+    **settings: Any,
 ) -> dict[int, torch.Tensor | None]:
-    """Backward of one replica from the outputs that have a gradient, in its thread: the gradients of its leaves.
+    """Backward of one replica from the outputs that have a gradient, in its thread: the gradients
+    of its leaves.
 
-    With ``everything`` the caller's backward goes to all leaves, those that the module has closed over too; PyTorch's
-    reentrant checkpoints want that.
+    With ``everything`` the caller's backward goes to all leaves, those that the module has closed
+    over too; PyTorch's reentrant checkpoints want that.
     """
     edges, given = zip(*used, strict=True)
     if not everything:
-        found = torch.autograd.grad(edges, list(leaves.values()), given, allow_unused=True, **settings)
+        found = torch.autograd.grad(
+            edges, list(leaves.values()), given, allow_unused=True, **settings
+        )
         return dict(zip(leaves, found, strict=True))
     for leaf in leaves.values():
         leaf.grad = None

@@ -1,12 +1,14 @@
 r"""DataParallel: a module whose batch is worked on by all devices at the same time.
 
-With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one module with the weights :math:`w`,
+With the shares :math:`x = [x_1, \dots, x_n]` of a batch, and replicas of one module with the
+weights :math:`w`,
 
 .. math:: y = [f(x_1, w), \dots, f(x_n, w)] \qquad
-          \frac{\partial l}{\partial w} = \sum_i \frac{\partial l}{\partial y_i} \frac{\partial f(x_i, w)}{\partial w}
+          \frac{\partial l}{\partial w} = \sum_i \frac{\partial l}{\partial y_i} \frac{\partial
+          f(x_i, w)}{\partial w}
 
-``torch.nn.DataParallel`` does that on GPUs. Here it works on slots of a CPU as well, forward and backward
-(`lockstep.parallel.backward_threads`).
+``torch.nn.DataParallel`` does that on GPUs. Here it works on slots of a CPU as well, forward and
+backward (`lockstep.parallel.backward_threads`).
 """
 
 from __future__ import annotations
@@ -44,9 +46,11 @@ _CALL = 6
 
 @dataclass(frozen=True)
 class Balanced:
-    """What ``DataParallel(..., balanced=True)`` gives: an output per replica that ran, in the order of the batch.
+    """What ``DataParallel(..., balanced=True)`` gives: an output per replica that ran, in the order
+    of the batch.
 
-    Nothing was gathered, so no device holds more than its share. It has a length, can be indexed and gone through.
+    Nothing was gathered, so no device holds more than its share. It has a length, can be indexed
+    and gone through.
 
     Attributes:
         outputs: what each replica gave, with its gradient history; of any nesting.
@@ -69,27 +73,30 @@ class Balanced:
 class DataParallel(nn.Module, Generic[M]):
     """``module``, computed by a replica on each device, each with a share of the batch.
 
-    In the place of ``torch.nn.DataParallel``: the sizes of the shares are those of ``torch.chunk``; whatever isn't a
-    tensor is shared by all replicas; hooks run in each replica; what a replica sets on itself is lost, but what the
-    first one writes into a buffer stays; a 0-dimensional output becomes a vector with an entry for each replica.
-    Gradients are summed on ``module``. With one device, ``module`` itself is called.
+    In the place of ``torch.nn.DataParallel``: the sizes of the shares are those of ``torch.chunk``;
+    whatever isn't a tensor is shared by all replicas; hooks run in each replica; what a replica
+    sets on itself is lost, but what the first one writes into a buffer stays; a 0-dimensional
+    output becomes a vector with an entry for each replica. Gradients are summed on ``module``. With
+    one device, ``module`` itself is called.
 
-    On slots each replica's forward and backward run in a thread of its own, on the slot's cores. There, beyond what
-    PyTorch's does: replicas draw random numbers (dropout) from streams of their own, which follow from the caller's
-    seed; a parameter that was not used has no gradient instead of zeros; replicas that write a parameter are refused
-    (written by its ``.data``, it is written by every replica: that isn't seen).
+    On slots each replica's forward and backward run in a thread of its own, on the slot's cores.
+    There, beyond what PyTorch's does: replicas draw random numbers (dropout) from streams of their
+    own, which follow from the caller's seed; a parameter that was not used has no gradient instead
+    of zeros; replicas that write a parameter are refused (written by its ``.data``, it is written
+    by every replica: that isn't seen).
 
-    A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say) has them after
-    ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
+    A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say)
+    has them after ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
 
     Args:
         module: has its parameters and buffers on the first device.
-        device_ids: numbers of accelerators, or whatever ``lockstep.launch.devices.parse`` reads: ``"2xcpu"``,
-            ``"cuda:0,1"``, a list of devices. One accelerator may occur several times. None means all accelerators, or
-            one CPU device.
+        device_ids: numbers of accelerators, or whatever ``lockstep.launch.devices.parse`` reads:
+            ``"2xcpu"``, ``"cuda:0,1"``, a list of devices. One accelerator may occur several times.
+            None means all accelerators, or one CPU device.
         output_device: where outputs are gathered; the first device by default.
         dim: the dimension of the batch.
-        balanced: gather nothing: the result is a ``Balanced``, with each replica's outputs on its device.
+        balanced: gather nothing: the result is a ``Balanced``, with each replica's outputs on its
+            device.
 
     Attributes:
         module: the original.
@@ -98,8 +105,9 @@ class DataParallel(nn.Module, Generic[M]):
         sizes: the share of each replica in the last forward; empty where nothing was cut.
 
     Raises:
-        InputError: no module, or both ``output_device`` and ``balanced``; in forward, a batch of 0, tensors that can't
-            be cut together, a module that can't be replicated, outputs that don't go together.
+        InputError: no module, or both ``output_device`` and ``balanced``; in forward, a batch of 0,
+            tensors that can't be cut together, a module that can't be replicated, outputs that
+            don't go together.
         DeviceError: devices that don't exist.
 
     Example::
@@ -123,15 +131,20 @@ class DataParallel(nn.Module, Generic[M]):
     ) -> None:
         super().__init__()
         if not isinstance(module, nn.Module):
-            raise InputError(f"DataParallel takes a module, not {type(module).__name__}: wrap a function in one")
+            raise InputError(
+                f"DataParallel takes a module, not {type(module).__name__}: wrap a function in one"
+            )
         if balanced and output_device is not None:
             raise InputError(
-                "balanced=True leaves outputs on their devices, so output_device has no meaning: give one of the two"
+                "balanced=True leaves outputs on their devices, so output_device has no meaning: "
+                "give one of the two"
             )
         self.module = module
         self.devices = target_devices.many(device_ids)
         self.device_ids = [device.index for device in self.devices]
-        self.output_device = self.devices[0].torch if output_device is None else target_devices.one(output_device)
+        self.output_device = (
+            self.devices[0].torch if output_device is None else target_devices.one(output_device)
+        )
         self.dim = dim
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
@@ -154,7 +167,9 @@ class DataParallel(nn.Module, Generic[M]):
         with torch.autograd.profiler.record_function("DataParallel.forward"):
             args, named = self.scatter(inputs, kwargs, self.devices)
             shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
-            self.sizes = sizes = _sizes(shares, self.dim)  # another thread's forward may write its own there
+            self.sizes = sizes = _sizes(
+                shares, self.dim
+            )  # another thread's forward may write its own there
             devices = self.devices[: len(shares)]
             if len(self.devices) == 1:
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
@@ -173,22 +188,33 @@ class DataParallel(nn.Module, Generic[M]):
             trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
-    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]) -> list[Any]:
+    def _outputs(
+        self, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]
+    ) -> list[Any]:
         followed, own = tensors_of(self.module)
         _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
-        is_overridden = (kind.replicate, kind.parallel_apply) != (DataParallel.replicate, DataParallel.parallel_apply)
+        is_overridden = (kind.replicate, kind.parallel_apply) != (
+            DataParallel.replicate,
+            DataParallel.parallel_apply,
+        )
         if all(device.is_slot for device in self.devices) and not is_overridden:
             return _on_slots(self.module, followed, own, shares, devices, watched)
         watched.extend(_versions(shares))
         replicas = self.replicate(self.module, devices)
-        return self.parallel_apply(replicas, [args for args, _ in shares], [named for _, named in shares])
+        return self.parallel_apply(
+            replicas, [args for args, _ in shares], [named for _, named in shares]
+        )
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[Any]:
-        """Make replicas. To be called or overridden; on slots forward makes its own where it isn't."""
+        """Make replicas. To be called or overridden; on slots forward makes its own where it
+        isn't.
+        """
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
-    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any] | None) -> list[Any]:
+    def parallel_apply(
+        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any] | None
+    ) -> list[Any]:
         """Call replicas at the same time. To be called or overridden, as ``replicate``."""
         return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
 
@@ -199,7 +225,9 @@ class DataParallel(nn.Module, Generic[M]):
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
 
     def gather(self, outputs: Sequence[Any], output_device: torch.device) -> Any:
-        """Put the outputs together. To be overridden where they are to be put together in another way."""
+        """Put the outputs together. To be overridden where they are to be put together in
+        another way.
+        """
         scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs))
         is_new, self._said = scalars and not self._said, self._said or scalars
         return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
@@ -210,26 +238,34 @@ class DataParallel(nn.Module, Generic[M]):
         if any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
             self._warned = True
             warnings.warn(
-                f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they are means, their "
-                "mean() is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
+                f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they "
+                "are means, their "
+                "mean() is not that of the batch. Write (losses * "
+                "losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
                 "with this DataParallel as net, or return a value for each sample",
                 stacklevel=_CALL,
             )
 
     def _warn_of_other_dimensions(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Say once where the samples seem to lie in another dimension than the one that is joined."""
+        """Say once where the samples seem to lie in another dimension than the one that is
+        joined.
+        """
         if self._compared or self.dim != 0 or len(sizes) != len(outputs):
             return
         self._compared = True
         for column in zip(*map(pytree.tensors, outputs), strict=False):
             shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
-            if len(shapes) < len(column) or any(size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)):
+            if len(shapes) < len(column) or any(
+                size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)
+            ):
                 continue
             for dim in range(1, min(map(len, shapes))):
                 if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True)):
                     warnings.warn(
-                        f"replicas gave tensors {shapes[0]}, whose samples seem to lie in dimension {dim}, and they "
-                        "are joined along dimension 0: transpose them in forward, or override gather",
+                        f"replicas gave tensors {shapes[0]}, whose samples seem to lie in "
+                        f"dimension {dim}, and they "
+                        "are joined along dimension 0: transpose them in forward, or override "
+                        "gather",
                         stacklevel=_CALL,
                     )
                     return
@@ -269,21 +305,29 @@ def data_parallel(
 
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     """What each share has along ``dim``, by its first tensor that is cut."""
-    firsts = [next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None) for share in shares]
+    firsts = [
+        next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None)
+        for share in shares
+    ]
     return tuple(first.shape[dim] for first in firsts if first is not None)
 
 
-def _refuse_elsewhere(module: nn.Module, tensors: Sequence[torch.Tensor], place: torch.device) -> None:
+def _refuse_elsewhere(
+    module: nn.Module, tensors: Sequence[torch.Tensor], place: torch.device
+) -> None:
     for tensor in tensors:
         if tensor.device != place:
             raise InputError(
-                f"module must have its parameters and buffers on device {place} (device_ids[0]) but "
+                f"module must have its parameters and buffers on device {place} (device_ids[0]) "
+                "but "
                 f'"{_name_of(tensor, module)}" is on {tensor.device}: call .to("{place}") first'
             )
 
 
 def _name_of(tensor: torch.Tensor, module: nn.Module) -> str:
-    return next(name for name, t in (*module.named_parameters(), *module.named_buffers()) if t is tensor)
+    return next(
+        name for name, t in (*module.named_parameters(), *module.named_buffers()) if t is tensor
+    )
 
 
 def _on_slots(
@@ -294,7 +338,9 @@ def _on_slots(
     devices: Sequence[Device],
     watched: list[tuple[torch.Tensor, int]],
 ) -> list[Any]:
-    """Each replica in a thread of its slot, with a graph of its own that is joined to the caller's."""
+    """Each replica in a thread of its slot, with a graph of its own that is joined to the
+    caller's.
+    """
     shared = [tensor for tensor in followed if tensor.requires_grad and torch.is_grad_enabled()]
     leaves: list[dict[int, torch.Tensor]] = []
     copies = []
@@ -314,13 +360,17 @@ def _on_slots(
     for tensor, version in before:
         if tensor._version != version:
             raise InputError(
-                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every replica, and they share its '
-                "memory: make it a buffer (the first replica's is kept), or change it outside of forward"
+                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every '
+                "replica, and they share its "
+                "memory: make it a buffer (the first replica's is kept), or change it outside of "
+                "forward"
             )
     return backward_threads.joined(outputs, devices, shared, leaves)
 
 
-def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+def _of_its_own(
+    shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor
+) -> torch.Tensor:
     """A share that a replica may differentiate by, and change in place."""
     if not tensor.requires_grad or not torch.is_grad_enabled():
         return tensor
@@ -333,34 +383,44 @@ def _of_its_own(shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], ten
 
 def _versions(nest: Any) -> list[tuple[torch.Tensor, int]]:
     """The tensors of a nest, each with what autograd counts its changes by."""
-    return [(tensor, tensor._version) for tensor in pytree.tensors(nest) if not tensor.is_inference()]
+    return [
+        (tensor, tensor._version) for tensor in pytree.tensors(nest) if not tensor.is_inference()
+    ]
 
 
 @contextlib.contextmanager
 def _changes_told(whole: Arguments) -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """Tell autograd which of the caller's tensors replicas have changed in place: shares have versions of their own.
+    """Tell autograd which of the caller's tensors replicas have changed in place: shares have
+    versions of their own.
 
-    Else what had saved such a tensor for its backward would go on with other values, without a word. Gives a list, for
-    the shares and their versions.
+    Else what had saved such a tensor for its backward would go on with other values, without a
+    word. Gives a list, for the shares and their versions.
     """
     shares: list[tuple[torch.Tensor, int]] = []
     try:
         yield shares
     finally:
         changed = {t.untyped_storage().data_ptr() for t, version in shares if t._version != version}
-        touched = [t for t, _ in _versions(whole) if t.untyped_storage().data_ptr() in changed] if changed else []
+        touched = (
+            [t for t, _ in _versions(whole) if t.untyped_storage().data_ptr() in changed]
+            if changed
+            else []
+        )
         if touched:
             increment_version(touched)
 
 
 def _compile_with(callback: Any) -> Any:
-    """Let ``torch.compile`` compile nothing more in this thread (None), or what it did before; gives what it did.
+    """Let ``torch.compile`` compile nothing more in this thread (None), or what it did before;
+    gives what it did.
 
-    Of a ``DataParallel`` in a compiled function it would compile pieces of what is here, and gradients of inputs come
-    out wrong, without a word (torch 2.13). What a replica calls may be compiled: each thread has its own compiler.
+    Of a ``DataParallel`` in a compiled function it would compile pieces of what is here, and
+    gradients of inputs come out wrong, without a word (torch 2.13). What a replica calls may be
+    compiled: each thread has its own compiler.
     """
     return torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
-# As of torch.compiler.disable, which would import the compiler, for 0.8 s: it calls this function as it is.
+# As of torch.compiler.disable, which would import the compiler, for 0.8 s: it calls this function
+# as it is.
 vars(_compile_with)["_torchdynamo_disable"] = True

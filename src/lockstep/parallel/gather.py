@@ -1,6 +1,7 @@
 """Gather: put the outputs of several devices together again, in order.
 
-``torch.nn.parallel.gather`` refuses CPU tensors and fails somewhere inside where the outputs differ in structure.
+``torch.nn.parallel.gather`` refuses CPU tensors and fails somewhere inside where the outputs differ
+in structure.
 """
 
 from __future__ import annotations
@@ -17,20 +18,25 @@ from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 
 
-def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0) -> Any:
+def gather(
+    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0
+) -> Any:
     """Put ``outputs``, one nest per device, together in one nest on ``target_device``.
 
     Gradients go back to where each output came from.
 
     Args:
-        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; what can be gone through and
-            has tensors inside (a cache of transformers', say) is made anew, as ``type(output)(parts)``; anything else
-            must be the same in all of them, and is given once.
+        outputs: nests of one structure: tensors are joined along ``dim``; None stays None; what can
+            be gone through and has tensors inside (a cache of transformers', say) is made anew, as
+            ``type(output)(parts)``; anything else must be the same in all of them, and is given
+            once.
         target_device: where the whole comes to lie; -1 and ``"cpu"`` are the memory of the CPU.
-        dim: the dimension to join along. Tensors of 0 dimensions become a vector, with PyTorch's warning.
+        dim: the dimension to join along. Tensors of 0 dimensions become a vector, with PyTorch's
+            warning.
 
     Raises:
-        InputError: structures, shapes or values that don't go together (both are shown), or no outputs at all.
+        InputError: structures, shapes or values that don't go together (both are shown), or no
+            outputs at all.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -38,9 +44,15 @@ def gather(outputs: Sequence[Any], target_device: Device | torch.device | str | 
 
 
 def gathered(
-    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0, *, says: int
+    outputs: Sequence[Any],
+    target_device: Device | torch.device | str | int,
+    dim: int = 0,
+    *,
+    says: int,
 ) -> Any:
-    """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for no warning."""
+    """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for
+    no warning.
+    """
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
     whole = _joined(list(outputs), target_devices.one(target_device), dim, list(outputs))
@@ -60,7 +72,8 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
     for number, other in enumerate(column):
         if not pytree.same_kind(first, other):
             raise InputError(
-                f"outputs of different structure can't be gathered: device 0 gave {pytree.described(outputs[0])}, "
+                "outputs of different structure can't be gathered: device 0 gave "
+                f"{pytree.described(outputs[0])}, "
                 f"device {number} {pytree.described(outputs[number])}"
             )
     inside = [pytree.parts(item) for item in column]
@@ -70,8 +83,12 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
             return _agreed(column)
         if len(set(map(len, through))) > 1:
             found = ", ".join(str(len(parts)) for parts in through)
-            raise InputError(f"{type(first).__name__}s of {found} parts can't be joined: give as many everywhere")
-        return type(first)([_joined(list(part), place, dim, outputs) for part in zip(*through, strict=True)])
+            raise InputError(
+                f"{type(first).__name__}s of {found} parts can't be joined: give as many everywhere"
+            )
+        return type(first)(
+            [_joined(list(part), place, dim, outputs) for part in zip(*through, strict=True)]
+        )
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
     columns = zip(*(part or [] for part in inside), strict=True)
@@ -92,21 +109,31 @@ def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
     """Why these tensors can't be joined along ``dim``, and what to do."""
     if any(tensor.is_nested for tensor in tensors):
         return "nested tensors can't be joined: return padded ones"
-    said = f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)} can't be joined along dimension {dim}"
+    said = (
+        f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)} can't be joined "
+        f"along dimension {dim}"
+    )
     dims = tensors[0].dim()
     if any(tensor.dim() != dims for tensor in tensors) or not -dims <= dim < dims:
         return said
-    other = [d for d in range(dims) if d != dim % dims and len({tensor.shape[d] for tensor in tensors}) > 1]
+    other = [
+        d
+        for d in range(dims)
+        if d != dim % dims and len({tensor.shape[d] for tensor in tensors}) > 1
+    ]
     if not other:
         return said
     return (
-        f"{said}: they also differ in dimension {other[0]}; where each replica pads its share, let it pad to one "
+        f"{said}: they also differ in dimension {other[0]}; where each replica pads its share, "
+        "let it pad to one "
         "length (give total_length to pad_packed_sequence)"
     )
 
 
 def _gone_through(item: Any) -> list[Any]:
-    """The parts of an object that has tensors inside, as PyTorch's gather goes through it; else none."""
+    """The parts of an object that has tensors inside, as PyTorch's gather goes through it; else
+    none.
+    """
     if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):
         return []
     parts = list(item)
@@ -122,7 +149,8 @@ def _agreed(column: list[Any]) -> Any:
             same = False
         if not same:
             raise InputError(
-                f"device 0 gave {first!r} and device {number} {other!r}, which aren't tensors and can't be joined: "
+                f"device 0 gave {first!r} and device {number} {other!r}, which aren't tensors and "
+                "can't be joined: "
                 "return tensors, or the same value everywhere"
             )
     return first

@@ -1,7 +1,8 @@
 """Parallel apply: several modules or functions at the same time, each on its device.
 
-``torch.nn.parallel.parallel_apply`` needs an accelerator, makes new threads for each call, and turns what was raised
-into another exception. On slots, a thread without a limit of its own would also take every core.
+``torch.nn.parallel.parallel_apply`` needs an accelerator, makes new threads for each call, and
+turns what was raised into another exception. On slots, a thread without a limit of its own would
+also take every core.
 """
 
 from __future__ import annotations
@@ -31,23 +32,27 @@ def parallel_apply(
 ) -> list[Any]:
     """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` for every i, all at the same time.
 
-    Each runs in a thread of its device that stays for later calls, with the caller's grad mode, autocast, default
-    device and context variables. Random numbers on the CPU come from one generator for all threads, in whatever order
-    they ask: ``lockstep.threads.random_streams`` gives each its own.
+    Each runs in a thread of its device that stays for later calls, with the caller's grad mode,
+    autocast, default device and context variables. Random numbers on the CPU come from one
+    generator for all threads, in whatever order they ask: ``lockstep.threads.random_streams`` gives
+    each its own.
 
     Args:
         modules: modules, or any callables.
-        inputs: for each a list or tuple of its positional arguments; anything else is its only argument.
+        inputs: for each a list or tuple of its positional arguments; anything else is its only
+            argument.
         kwargs_tup: for each its keyword arguments.
-        devices: where each computes; the arguments must be there already. None (also inside a list) is the accelerator
-            that its first tensor is on, or else a slot: the machine's cores are cut in as many as there are modules.
+        devices: where each computes; the arguments must be there already. None (also inside a list)
+            is the accelerator that its first tensor is on, or else a slot: the machine's cores are
+            cut in as many as there are modules.
 
     Returns:
         What each returned, in order.
 
     Raises:
         InputError: lists of different lengths.
-        Exception: the first that one of them raised, with a note that names it: ``replica 1 on cpu:1``.
+        Exception: the first that one of them raised, with a note that names it: ``replica 1 on
+            cpu:1``.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -60,7 +65,9 @@ def parallel_apply(
     places = _places(devices, inputs, named)
     _same_length(count, len(places), "devices")
     calls = [
-        functools.partial(module, *(given if isinstance(given, (list, tuple)) else (given,)), **(kwargs or {}))
+        functools.partial(
+            module, *(given if isinstance(given, (list, tuple)) else (given,)), **(kwargs or {})
+        )
         for module, given, kwargs in zip(modules, inputs, named, strict=True)
     ]
     if not places[0].is_slot and len(set(places)) == 1:
@@ -78,11 +85,16 @@ def in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
 def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
     """The same calls, each of which draws from a stream of its own, seeded by the caller's."""
     streams = random_streams.Streams()
-    return [functools.partial(in_stream, functools.partial(streams.generator, i), call) for i, call in enumerate(calls)]
+    return [
+        functools.partial(in_stream, functools.partial(streams.generator, i), call)
+        for i, call in enumerate(calls)
+    ]
 
 
 def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:
-    """All on one accelerator: it has one queue of work, and threads would wait for each other's interpreter lock."""
+    """All on one accelerator: it has one queue of work, and threads would wait for each other's
+    interpreter lock.
+    """
     found = []
     with occupied(device):
         for i, call in enumerate(calls):
@@ -105,7 +117,9 @@ def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[
         return target_devices.many(wanted)
     slots = _devices.slots(len(inputs))
     if len(wanted) != len(inputs):
-        return tuple(slots[0] for _ in wanted)  # their number is wrong, which is all that will be said
+        return tuple(
+            slots[0] for _ in wanted
+        )  # their number is wrong, which is all that will be said
     return tuple(
         _found((given, kwargs), slot) if place is None else target_devices.many([place])[0]
         for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True)

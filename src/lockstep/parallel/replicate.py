@@ -1,8 +1,9 @@
 """Replicate: one module per device, whose gradients come back to the original.
 
-``torch.nn.parallel.replicate`` needs GPUs, copies the parameters even where the device already holds them, and gives
-replicas without ``parameters()``. Here slots share the memory of the parameters: nothing is copied. Replicas are made
-anew for each forward, so that whatever was changed in the module is seen; an ordinary module of a replica costs the
+``torch.nn.parallel.replicate`` needs GPUs, copies the parameters even where the device already
+holds them, and gives replicas without ``parameters()``. Here slots share the memory of the
+parameters: nothing is copied. Replicas are made anew for each forward, so that whatever was changed
+    in the module is seen; an ordinary module of a replica costs the
 copy of a few dictionaries.
 """
 
@@ -32,12 +33,13 @@ _DEPTH = 4
 def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     """Make a replica of ``network`` for each device.
 
-    The parameters of a replica are no leaves: they share the original's memory where the device already holds it
-    (slots always do), are copies elsewhere, and their gradients are summed into the original's. Buffers of replica 0
-    are the original's, if those are on its device, so that what it updates stays; the other replicas have copies.
-    Modules and parameters that occur in several places do so in the replicas too. Hooks, and attributes that are
-    neither modules nor tensors of the module, are shared. Attributes that hold parts of the module (a list of layers,
-    a method, a function or a partial) hold those of the replica.
+    The parameters of a replica are no leaves: they share the original's memory where the device
+    already holds it (slots always do), are copies elsewhere, and their gradients are summed into
+    the original's. Buffers of replica 0 are the original's, if those are on its device, so that
+    what it updates stays; the other replicas have copies. Modules and parameters that occur in
+    several places do so in the replicas too. Hooks, and attributes that are neither modules nor
+    tensors of the module, are shared. Attributes that hold parts of the module (a list of layers, a
+    method, a function or a partial) hold those of the replica.
 
     Args:
         network: the original.
@@ -55,7 +57,9 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
 
 
 def tensors_of(network: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What is the same in all replicas (parameters, and buffers that want gradients), and other buffers."""
+    """What is the same in all replicas (parameters, and buffers that want gradients), and other
+    buffers.
+    """
     followed: dict[torch.Tensor | None, None] = {}
     own: dict[torch.Tensor | None, None] = {}
     for name, module in network.named_modules():
@@ -73,14 +77,17 @@ def replicas_of(
     copies: Sequence[Sequence[Any]],
     own: Sequence[torch.Tensor],
 ) -> list[M]:
-    """A replica for each place, with its ``copies`` where the original has the tensors ``followed``.
+    """A replica for each place, with its ``copies`` where the original has the tensors
+    ``followed``.
 
     Of the other buffers, ``own``, the first has the original's, and the others have copies.
     """
     modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
     replicas = []
     for number, (place, mine) in enumerate(zip(places, copies, strict=True)):
-        known: dict[int, Any] = {id(tensor): copy for tensor, copy in zip(followed, mine, strict=True)}
+        known: dict[int, Any] = {
+            id(tensor): copy for tensor, copy in zip(followed, mine, strict=True)
+        }
         for buffer in own:
             at_home = number == 0 and buffer.device == place
             known[id(buffer)] = buffer if at_home else buffer.detach().to(place, copy=True)
@@ -91,7 +98,9 @@ def replicas_of(
             inside = vars(replica)
             for kind in ("_parameters", "_buffers", "_modules"):
                 parts = vars(module)[kind]
-                inside[kind] = {key: None if part is None else known[id(part)] for key, part in parts.items()}
+                inside[kind] = {
+                    key: None if part is None else known[id(part)] for key, part in parts.items()
+                }
             inside.update((key, _of_replica(value, known)) for key, value in attributes)
             cache_apart(replica, module)
         replicas.append(known[id(network)])
@@ -101,18 +110,28 @@ def replicas_of(
 def _refuse_special(module: nn.Module, name: str) -> None:
     called = name or type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        raise InputError(f"{called} was compiled by torch.jit, and can't be replicated: give the module it was made of")
-    if "_orig_mod" in module._modules:
-        raise InputError(f"{called} was compiled by torch.compile: replicate the module itself, and compile replicas")
-    if vars(module).get("_compiled_call_impl") is not None:  # it would compute with the original's tensors
         raise InputError(
-            f"{called} was compiled in place, by its compile(), for itself alone: leave that out, and compile "
+            f"{called} was compiled by torch.jit, and can't be replicated: give the module it was "
+            "made of"
+        )
+    if "_orig_mod" in module._modules:
+        raise InputError(
+            f"{called} was compiled by torch.compile: replicate the module itself, and compile "
+            "replicas"
+        )
+    if (
+        vars(module).get("_compiled_call_impl") is not None
+    ):  # it would compute with the original's tensors
+        raise InputError(
+            f"{called} was compiled in place, by its compile(), for itself alone: leave that out, "
+            "and compile "
             "functions that its forward calls"
         )
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             raise InputError(
-                f"{called} ({type(module).__name__}) has uninitialized parameters, and can't be replicated: run the "
+                f"{called} ({type(module).__name__}) has uninitialized parameters, and can't be "
+                "replicated: run the "
                 "module once before"
             )
 
@@ -127,14 +146,18 @@ def _shell(module: nn.Module, name: str) -> Any:
     try:
         return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     except Exception as error:
-        raise InputError(f"{name or kind.__name__} ({kind.__name__}) can't be replicated: {error}") from error
+        raise InputError(
+            f"{name or kind.__name__} ({kind.__name__}) can't be replicated: {error}"
+        ) from error
 
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Those that may hold a part of the module: neither numbers nor words, nor what every module has.
+    """Those that may hold a part of the module: neither numbers nor words, nor what every module
+    has.
 
-    With ``self.forward = self.forward_impl``, ``self.blocks = [self.a, self.b]`` or ``self.f = lambda x: self.norm(x)``
-    a replica would compute with the original's layers, in all threads at once, and write into their buffers.
+    With ``self.forward = self.forward_impl``, ``self.blocks = [self.a, self.b]`` or ``self.f =
+    lambda x: self.norm(x)`` a replica would compute with the original's layers, in all threads at
+    once, and write into their buffers.
     """
     found = []
     for key, value in vars(module).items():
@@ -145,7 +168,8 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
-    """An attribute with the replica's parts in the place of the original's; the same object where there are none.
+    """An attribute with the replica's parts in the place of the original's; the same object where
+    there are none.
 
     ``known`` has the replica's modules and tensors by the id of the original's.
     """
@@ -178,7 +202,10 @@ def _function(function: types.FunctionType, known: Mapping[int, Any]) -> types.F
     inside = [known.get(id(_content(cell))) for cell in cells]
     if not any(part is not None for part in inside):
         return function
-    closure = tuple(cell if part is None else types.CellType(part) for cell, part in zip(cells, inside, strict=True))
+    closure = tuple(
+        cell if part is None else types.CellType(part)
+        for cell, part in zip(cells, inside, strict=True)
+    )
     made = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
     )
@@ -194,14 +221,20 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _spread(tensors: list[torch.Tensor], places: list[torch.device], detach: bool) -> list[Sequence[torch.Tensor]]:
-    """For each place the tensors as its replica has them; gradients are summed, unless they are cut off."""
+def _spread(
+    tensors: list[torch.Tensor], places: list[torch.device], detach: bool
+) -> list[Sequence[torch.Tensor]]:
+    """For each place the tensors as its replica has them; gradients are summed, unless they are
+    cut off.
+    """
     if not tensors:
         return [() for _ in places]
     several = len(set(places)) == len(places) and all(place.type == "cuda" for place in places)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
         if several and all(tensor.device == places[0] for tensor in tensors):
-            from torch.nn.parallel._functions import Broadcast  # few large copies instead of many small ones
+            from torch.nn.parallel._functions import (
+                Broadcast,
+            )  # few large copies instead of many small ones
 
             flat = Broadcast.apply([place.index for place in places], *tensors)  # type: ignore[no-untyped-call]
         else:
@@ -212,24 +245,37 @@ def _spread(tensors: list[torch.Tensor], places: list[torch.device], detach: boo
 class _Spread(torch.autograd.Function):
     """Tensors as each replica sees them; backward sums the replicas' gradients.
 
-    Where the memory is shared, so is the version: autograd notices what is written between forward and backward.
+    Where the memory is shared, so is the version: autograd notices what is written between forward
+    and backward.
     """
 
     @staticmethod
-    def forward(ctx: Any, places: list[torch.device], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, places: list[torch.device], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.homes = [tensor.device for tensor in tensors]
         ctx.set_materialize_grads(False)
-        spread = tuple(target_devices.move(tensor.detach(), place) for place in places for tensor in tensors)
+        spread = tuple(
+            target_devices.move(tensor.detach(), place) for place in places for tensor in tensors
+        )
         wanted = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(*(copy for i, copy in enumerate(spread) if not wanted[i % len(wanted)]))
+        ctx.mark_non_differentiable(
+            *(copy for i, copy in enumerate(spread) if not wanted[i % len(wanted)])
+        )
         return spread
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         homes, sums = ctx.homes, dict[int, torch.Tensor]()
-        for start in range(0, len(grads), len(homes)):  # in the order of the replicas: the same bits each time
+        for start in range(
+            0, len(grads), len(homes)
+        ):  # in the order of the replicas: the same bits each time
             of_replica = zip(grads[start : start + len(homes)], homes, strict=True)
-            new = {i: target_devices.move(grad, home) for i, (grad, home) in enumerate(of_replica) if grad is not None}
+            new = {
+                i: target_devices.move(grad, home)
+                for i, (grad, home) in enumerate(of_replica)
+                if grad is not None
+            }
             if both := sorted(sums.keys() & new.keys()):
                 added = torch._foreach_add([sums[i] for i in both], [new[i] for i in both])
                 new.update(zip(both, added, strict=True))

@@ -1,7 +1,7 @@
 """Scatter: cut a batch along one dimension, a share for each device.
 
-``torch.nn.parallel.scatter`` needs GPUs, cuts each tensor by itself (so that tensors of different sizes come apart
-silently), and leaves out dataclasses. The chunk sizes here are the same.
+``torch.nn.parallel.scatter`` needs GPUs, cuts each tensor by itself (so that tensors of different
+sizes come apart silently), and leaves out dataclasses. The chunk sizes here are the same.
 """
 
 from __future__ import annotations
@@ -19,32 +19,40 @@ from lockstep.tensors import pytree
 
 
 def chunk_sizes(total: int, count: int) -> list[int]:
-    """How ``torch.chunk`` cuts ``total`` in at most ``count``: 10 in 4 is 3, 3, 3, 1; 3 in 8 is 1, 1, 1."""
+    """How ``torch.chunk`` cuts ``total`` in at most ``count``: 10 in 4 is 3, 3, 3, 1; 3 in 8 is
+    1, 1, 1.
+    """
     size = -(-total // count)
     return [min(size, total - start) for start in range(0, total, size)] if size else []
 
 
-def scatter(inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[int] | None = None) -> Sequence[Any]:
+def scatter(
+    inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[int] | None = None
+) -> Sequence[Any]:
     """Cut ``inputs`` along ``dim``, and bring each share to its device.
 
-    The shares of a tensor are views of its memory where the device already holds it (slots always do), but have a
-    gradient history and a version of their own: a replica may change its share in place without disturbing others.
-    Gradients of the shares come back to ``inputs``.
+    The shares of a tensor are views of its memory where the device already holds it (slots always
+    do), but have a gradient history and a version of their own: a replica may change its share in
+    place without disturbing others. Gradients of the shares come back to ``inputs``.
 
     Args:
-        inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and dataclasses. Whatever
-            isn't a tensor is shared by all; so is a tensor of 0 dimensions, which has nothing to cut.
+        inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and
+            dataclasses. Whatever isn't a tensor is shared by all; so is a tensor of 0 dimensions,
+            which has nothing to cut.
         target_gpus: the devices, as ``lockstep.launch.devices.parse`` reads them or as a list.
         dim: the dimension to cut; the size along it is that of the batch, the same for all tensors.
-        sizes: how many items each device gets, instead of the chunks of ``torch.chunk``. A 0 keeps its entry, with
-            empty tensors in it; without ``sizes`` a batch smaller than the number of devices gives fewer entries.
+        sizes: how many items each device gets, instead of the chunks of ``torch.chunk``. A 0 keeps
+            its entry, with empty tensors in it; without ``sizes`` a batch smaller than the number
+            of devices gives fewer entries.
 
     Returns:
-        A tuple of tensors for a single tensor, else a list of nests of the same types: one for each device used.
+        A tuple of tensors for a single tensor, else a list of nests of the same types: one for each
+        device used.
 
     Raises:
-        InputError: tensors whose sizes along ``dim`` differ, an empty batch, ``sizes`` that don't add up; sparse or
-            nested tensors, or a call inside a transform of ``torch.func``, for several devices.
+        InputError: tensors whose sizes along ``dim`` differ, an empty batch, ``sizes`` that don't
+            add up; sparse or nested tensors, or a call inside a transform of ``torch.func``, for
+            several devices.
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
@@ -64,7 +72,8 @@ def scatter_kwargs(
     """Cut positional and keyword arguments together: as many of the one as of the other come out.
 
     Returns:
-        The positional arguments of each device used, and its keyword arguments; both empty where there are none.
+        The positional arguments of each device used, and its keyword arguments; both empty where
+        there are none.
     """
     given = dict(kwargs or {})
     if not inputs and not given:
@@ -78,25 +87,34 @@ def refuse_uncuttable(inputs: Any) -> None:
     for tensor in pytree.tensors(inputs):
         if tensor.is_nested:
             raise InputError(
-                "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, and nest inside of the "
+                "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, "
+                "and nest inside of the "
                 "module"
             )
         if not is_plain(tensor):
             raise InputError(
-                f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} (shape {tuple(tensor.shape)}) can't "
-                "be cut: give its to_dense(), or, if all replicas share it, keep it in the module as a buffer"
+                f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} (shape "
+                f"{tuple(tensor.shape)}) can't "
+                "be cut: give its to_dense(), or, if all replicas share it, keep it in the module "
+                "as a buffer"
             )
 
 
 def _refuse_transforms() -> None:
     """Refuse what follows a computation in the caller's thread only."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        what, done = "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives", "transform"
+        what, done = (
+            "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives",
+            "transform",
+        )
     elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
         what, done = "torch.jit.trace and torch.export", "give them"
     else:
         return
-    raise InputError(f"{what} don't follow a batch to the threads of replicas: {done} the module itself (net.module)")
+    raise InputError(
+        f"{what} don't follow a batch to the threads of replicas: {done} the module itself "
+        "(net.module)"
+    )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -104,7 +122,9 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[int] | None) -> list[Any]:
+def _shares(
+    inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[int] | None
+) -> list[Any]:
     if len(places) > 1:
         refuse_uncuttable(inputs)
         _refuse_transforms()
@@ -120,7 +140,10 @@ def _shares(inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[i
         if len(cuts) != len(places):
             raise InputError(f"{len(cuts)} sizes for {len(places)} devices: give one size for each")
         if sum(cuts) != total or min(cuts) < 0:
-            raise InputError(f"sizes {cuts} add up to {sum(cuts)}, but the batch has {total} along dimension {dim}")
+            raise InputError(
+                f"sizes {cuts} add up to {sum(cuts)}, but the batch has {total} along dimension "
+                f"{dim}"
+            )
     return _cut(inputs, [device.torch for device in places[: len(cuts)]], dim, cuts)
 
 
@@ -131,20 +154,25 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
         if tensor.dim() == 0 or not is_plain(tensor):
             continue
         if not -tensor.dim() <= dim < tensor.dim():
-            raise InputError(f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim} to cut")
+            raise InputError(
+                f"a tensor of shape {tuple(tensor.shape)} has no dimension {dim} to cut"
+            )
         if first is None:
             first = tensor
         elif tensor.shape[dim] != first.shape[dim]:
             raise InputError(
-                f"the tensors of a batch have different sizes along dimension {dim} (shapes {tuple(first.shape)} and "
-                f"{tuple(tensor.shape)}): give them all the same size there, or keep what isn't part of the batch in "
+                f"the tensors of a batch have different sizes along dimension {dim} (shapes "
+                f"{tuple(first.shape)} and "
+                f"{tuple(tensor.shape)}): give them all the same size there, or keep what isn't "
+                "part of the batch in "
                 "the module"
             )
     if first is None:
         return None
     if first.shape[dim] == 0:
         raise InputError(
-            f"a batch of 0 samples (shape {tuple(first.shape)}, dimension {dim}) can't be scattered: skip it"
+            f"a batch of 0 samples (shape {tuple(first.shape)}, dimension {dim}) can't be "
+            "scattered: skip it"
         )
     return first.shape[dim]
 
@@ -164,8 +192,8 @@ def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> l
 class _Cut(torch.autograd.Function):
     """Views of a tensor that autograd doesn't hold to be views.
 
-    Plain ``torch.chunk`` gives shares that refuse changes in place and have one version between them: a replica that
-    normalises its share in place would make the backward of another one fail.
+    Plain ``torch.chunk`` gives shares that refuse changes in place and have one version between
+    them: a replica that normalises its share in place would make the backward of another one fail.
     """
 
     @staticmethod
@@ -180,4 +208,9 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return torch.cat([target_devices.move(grad, ctx.home) for grad in grads], ctx.dim), None, None, None
+        return (
+            torch.cat([target_devices.move(grad, ctx.home) for grad in grads], ctx.dim),
+            None,
+            None,
+            None,
+        )

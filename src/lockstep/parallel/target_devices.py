@@ -1,7 +1,7 @@
 """Where things go: the devices that a person names for the primitives, read once.
 
-``torch.nn.parallel`` takes the numbers of GPUs; here anything that ``lockstep.launch.devices.parse`` understands will
-do.
+``torch.nn.parallel`` takes the numbers of GPUs; here anything that
+``lockstep.launch.devices.parse`` understands will do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def many(wanted: Devices) -> tuple[Device, ...]:
 
 
 def one(wanted: Device | torch.device | str | int) -> torch.device:
-    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of the CPU."""
+    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of
+    the CPU.
+    """
     if isinstance(wanted, Device):
         return wanted.torch
     if wanted == -1 or str(wanted).split(":")[0] == "cpu":
@@ -38,5 +40,7 @@ def _indexed(item: Device | torch.device | str | int) -> Device | torch.device |
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """The tensor on ``place``, without waiting where that is safe (a copy to the CPU must be waited for)."""
+    """The tensor on ``place``, without waiting where that is safe (a copy to the CPU must be
+    waited for).
+    """
     return tensor if tensor.device == place else tensor.to(place, non_blocking=place.type != "cpu")

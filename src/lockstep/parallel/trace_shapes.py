@@ -50,17 +50,27 @@ class Shapes:
     calls: list[Seen] = field(default_factory=list)
 
     def __str__(self) -> str:
-        tables = [[(f"call {n}", "inputs", "outputs"), *call.rows] for n, call in enumerate(self.calls, start=1)]
-        first, second = (max((len(row[i]) for rows in tables for row in rows), default=0) for i in (0, 1))
-        return "\n\n".join("\n".join(f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows) for rows in tables)
+        tables = [
+            [(f"call {n}", "inputs", "outputs"), *call.rows]
+            for n, call in enumerate(self.calls, start=1)
+        ]
+        first, second = (
+            max((len(row[i]) for rows in tables for row in rows), default=0) for i in (0, 1)
+        )
+        return "\n\n".join(
+            "\n".join(f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows) for rows in tables
+        )
 
 
-_traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar("lockstep_shapes", default=None)
+_traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar(
+    "lockstep_shapes", default=None
+)
 
 
 @contextlib.contextmanager
 def trace_shapes() -> Iterator[Shapes]:
-    """Note, for each forward of a ``DataParallel`` or ``data_parallel`` inside a ``with``, what its replicas see.
+    """Note, for each forward of a ``DataParallel`` or ``data_parallel`` inside a ``with``, what its
+    replicas see.
 
     Its numbers don't change. Outside of the ``with`` nothing is noted, and nothing is paid.
     """

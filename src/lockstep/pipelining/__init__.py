@@ -1,1 +1,3 @@
-"""Pipelining: which stage holds which layer, in which order the stages take their turns, and what runs them."""
+"""Pipelining: which stage holds which layer, in which order the stages take their turns, and
+what runs them.
+"""

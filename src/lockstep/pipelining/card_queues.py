@@ -1,15 +1,18 @@
-"""CardQueues: what one micro-batch gives to the queues of accelerators, in its turns and between them.
+"""CardQueues: what one micro-batch gives to the queues of accelerators, in its turns and between
+them.
 
-Each accelerator works off its queue (a stream) in the order in which it was given things. PyTorch's copy from one to
-another waits for all that both have been given, and holds both. So a micro-batch copies on streams of its own, behind
-what it has computed itself, and only its own next visit waits for what arrives::
+Each accelerator works off its queue (a stream) in the order in which it was given things. PyTorch's
+copy from one to another waits for all that both have been given, and holds both. So a micro-batch
+copies on streams of its own, behind what it has computed itself, and only its own next visit waits
+for what arrives::
 
     card 0   F0 F1 F2 ...            behind each of them its copy, which doesn't hold F1 and F2,
                ╲  ╲  ╲
     card 1      F0 F1 ...            and before each of them a wait for its own copy
 
-In the forward hooks and a mode see what is sent, and wait here (``stage_layers``, ``transfer``). In the backward
-autograd waits, for the streams that were current when a node of its graph was made: those of the copies.
+In the forward hooks and a mode see what is sent, and wait here (``stage_layers``, ``transfer``). In
+the backward autograd waits, for the streams that were current when a node of its graph was made:
+those of the copies.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ class CardQueues:
         places: of each stage the accelerator that holds it.
         computing: by accelerator, the stream that all micro-batches compute on.
         copying: by accelerator, the stream that this one copies on.
-        random: where its random numbers begin, if they are its own: generators are put where it has left them, in each
-            of its turns.
+        random: where its random numbers begin, if they are its own: generators are put where it has
+            left them, in each of its turns.
         shared: parameters that micro-batches have sent, by their ids; it adds those that it sends.
 
     Attributes:
@@ -53,10 +56,18 @@ class CardQueues:
         self.draws, self.leaves = random is not None, False
         self._computing = computing
         self._copying = copying
-        self._left: dict[torch.device, torch.Event] = {}  # where it is not: what it has computed there is done
-        self._copied: dict[torch.device, list[torch.Event]] = {}  # from there or to there, and not waited for there
-        self._held: list[torch.Tensor] = []  # gradients on their way, which autograd would add others to
-        self._backs: dict[torch.device, Callable[[], None]] = {}  # from there, how backward takes that turn again
+        self._left: dict[
+            torch.device, torch.Event
+        ] = {}  # where it is not: what it has computed there is done
+        self._copied: dict[
+            torch.device, list[torch.Event]
+        ] = {}  # from there or to there, and not waited for there
+        self._held: list[
+            torch.Tensor
+        ] = []  # gradients on their way, which autograd would add others to
+        self._backs: dict[
+            torch.device, Callable[[], None]
+        ] = {}  # from there, how backward takes that turn again
         self._random = random
         self._shared = {} if shared is None else shared
         self._views: dict[int, torch.Tensor] = {}  # of those
@@ -66,14 +77,20 @@ class CardQueues:
         """The computing streams are current in this thread."""
         with contextlib.ExitStack() as stack:
             for one in self._computing.values():  # whose object only one thread can enter
-                ids = {"stream_id": one.stream_id, "device_index": one.device_index, "device_type": one.device_type}
+                ids = {
+                    "stream_id": one.stream_id,
+                    "device_index": one.device_index,
+                    "device_type": one.device_type,
+                }
                 stack.enter_context(torch.Stream(**ids))
             yield
 
     def begin(self) -> None:
-        """In its first turn: what is made now comes last in backward, in the turn of the first stage.
+        """In its first turn: what is made now comes last in backward, in the turn of the first
+        stage.
 
-        The gradient of a parameter that is sent (a tied weight) would else make the card wait for it that has it.
+        The gradient of a parameter that is sent (a tied weight) would else make the card wait for
+        it that has it.
         """
         for key, parameter in self._shared.items():
             self._views[key] = parameter.view_as(parameter)
@@ -94,7 +111,9 @@ class CardQueues:
         self._left[place] = self._computing[place].record_event()
 
     def wait(self, place: torch.device) -> None:
-        """It computes on an accelerator from here on, in its turn or not, behind the copies that it has made."""
+        """It computes on an accelerator from here on, in its turn or not, behind the copies that
+        it has made.
+        """
         for copied in self._copied.pop(place, ()):
             self._computing[place].wait_event(copied)
         self._left.pop(place, None)
@@ -112,7 +131,9 @@ class CardQueues:
 
     @contextlib.contextmanager
     def sending(self, stage: int, come_back: Callable[[int], None]) -> Iterator[None]:
-        """What the next stage is given is sent from this one, and ``come_back(stage)`` is called in backward."""
+        """What the next stage is given is sent from this one, and ``come_back(stage)`` is called
+        in backward.
+        """
         self.leaves, self._backs = True, {self.places[stage]: functools.partial(come_back, stage)}
         try:
             yield
@@ -130,7 +151,9 @@ class CardQueues:
         if is_graph and tensor.is_leaf:  # its gradient is to be accumulated on the computing stream
             if isinstance(tensor, nn.Parameter):
                 self._shared[id(tensor)] = tensor
-            tensor = self._views[id(tensor)] if id(tensor) in self._views else tensor.view_as(tensor)
+            tensor = (
+                self._views[id(tensor)] if id(tensor) in self._views else tensor.view_as(tensor)
+            )
         with out, into:
             if is_graph:
                 copy: torch.Tensor = _Sent.apply(tensor, place, self, self._backs.get(source))  # type: ignore[no-untyped-call]
@@ -162,7 +185,9 @@ class _Sent(torch.autograd.Function):
     """A copy on the streams that are current, forward and back."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, place: torch.device, queues: CardQueues, back: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, place: torch.device, queues: CardQueues, back: Any
+    ) -> torch.Tensor:
         ctx.source, ctx.queues, ctx.back = tensor.device, queues, back
         return tensor.to(place, non_blocking=True)
 
@@ -170,5 +195,6 @@ class _Sent(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         sent = ctx.queues.sent_back(gradient, ctx.source)
         if ctx.back is not None:
-            ctx.back()  # takes the turn of the stage that it came from, which autograd then lets wait
+            # takes the turn of the stage that it came from, which autograd then lets wait
+            ctx.back()
         return sent, None, None, None

@@ -8,8 +8,8 @@ A device map gives prefixes of names a stage; the longest prefix wins::
         layer3.1.weight  -> "layer3"            -> stage 1
         layer3.0.norm    -> "layer3.0.norm"     -> stage 0
 
-A prefix is the name of a module, of a parameter or of a buffer, or "" for all. A container that holds layers of several
-stages needs none.
+A prefix is the name of a module, of a parameter or of a buffer, or "" for all. A container that
+holds layers of several stages needs none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ DeviceMap = Mapping[str, int]
 
 
 def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None) -> dict[str, int]:
-    """The stage of each module, parameter and buffer by name, those that share a tensor under each of their names.
+    """The stage of each module, parameter and buffer by name, those that share a tensor under each
+    of their names.
 
     Modules that no prefix covers (the model itself, containers) are left out.
 
@@ -37,8 +38,8 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
         stages: how many there are, where that is known; each must get something.
 
     Raises:
-        StrategyError: a name doesn't exist (the nearest is offered), a parameter is left out, a stage isn't a whole
-            number from 0, has nothing, or is beyond those there are.
+        StrategyError: a name doesn't exist (the nearest is offered), a parameter is left out, a
+            stage isn't a whole number from 0, has nothing, or is beyond those there are.
     """
     modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -47,24 +48,36 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     for prefix, stage in device_map.items():
         if prefix not in known:
             names = [name for name in (*modules, *parameters) if name]
-            raise StrategyError(f'device map: the model has no "{prefix}": {nearest(prefix, names)}')
-        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-            raise StrategyError(f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0')
-        if stages is not None and stage >= stages:
-            those = "1 device is stage 0 alone" if stages == 1 else f"{stages} devices are stages 0 to {stages - 1}"
             raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} devices, or another map'
+                f'device map: the model has no "{prefix}": {nearest(prefix, names)}'
+            )
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            raise StrategyError(
+                f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
+            )
+        if stages is not None and stage >= stages:
+            those = (
+                "1 device is stage 0 alone"
+                if stages == 1
+                else f"{stages} devices are stages 0 to {stages - 1}"
+            )
+            raise StrategyError(
+                f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} '
+                "devices, or another map"
             )
     every = {name: longest(name, device_map) for name in sorted(known)}
     found = {name: stage for name, stage in every.items() if stage is not None}
     left = [name for name in parameters if name not in found]
     if left:
         raise StrategyError(
-            f'device map: it leaves out {len(left)} of {len(parameters)} parameters, "{left[0]}" first: '
+            f'device map: it leaves out {len(left)} of {len(parameters)} parameters, "{left[0]}" '
+            "first: "
             'give it a stage, or give "" one, which is for all the rest'
         )
     used = {found[name] for name in (*parameters, *buffers) if name in found}
-    empty = next((stage for stage in range(stages or max(used, default=0) + 1) if stage not in used), None)
+    empty = next(
+        (stage for stage in range(stages or max(used, default=0) + 1) if stage not in used), None
+    )
     if empty is not None:
         raise StrategyError(
             f"device map: stage {empty} holds no parameter, of {stages or max(used) + 1} stages: "
@@ -84,14 +97,20 @@ def read_map(word: str) -> dict[str, int]:
         try:
             text = Path(word).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = (error.strerror or type(error).__name__) if isinstance(error, OSError) else "it isn't text"
+            why = (
+                (error.strerror or type(error).__name__)
+                if isinstance(error, OSError)
+                else "it isn't text"
+            )
             raise StrategyError(
                 f'device map: "{word}" can\'t be read ({why}): give a file, or JSON as {_EXAMPLE}'
             ) from error
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise StrategyError(f"device map: it isn't JSON ({error}): write it as {_EXAMPLE}") from error
+        raise StrategyError(
+            f"device map: it isn't JSON ({error}): write it as {_EXAMPLE}"
+        ) from error
     if not isinstance(found, dict):
         raise StrategyError(f"device map: it is a {type(found).__name__}: write it as {_EXAMPLE}")
     return found
@@ -102,7 +121,14 @@ _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 def longest(name: str, device_map: DeviceMap) -> int | None:
     """The stage of the longest prefix of a name; None where none fits."""
-    return next((device_map[prefix] for prefix in (name, *modules_around(name)[::-1]) if prefix in device_map), None)
+    return next(
+        (
+            device_map[prefix]
+            for prefix in (name, *modules_around(name)[::-1])
+            if prefix in device_map
+        ),
+        None,
+    )
 
 
 def modules_around(name: str) -> list[str]:

@@ -1,16 +1,17 @@
 """Flight: one micro-batch on its way through the stages, forward and back.
 
-The model's forward is ordinary Python in this micro-batch's thread. Hooks on the modules tell the flight which stage
-computes next; it gives up its turn on one and waits for its turn on the other::
+The model's forward is ordinary Python in this micro-batch's thread. Hooks on the modules tell the
+flight which stage computes next; it gives up its turn on one and waits for its turn on the other::
 
-    forward      stem ─▶ layer1 ─▶ layer2 ─▶ loss              which stage: by the module that is called
+    forward      stem ─▶ layer1 ─▶ layer2 ─▶ loss          which stage: by the module that is called
                  0F              1F
-    backward     stem ◀─ layer1 ◀─ layer2 ◀─                   by the node of autograd's graph that runs
+    backward     stem ◀─ layer1 ◀─ layer2 ◀─               by the node of autograd's graph that runs
                  0B              1B
 
-Backward needs no cut in the graph. Autograd runs a thread's nodes on CPU strictly in the reverse of the order in which
-they were made, which their numbers tell: so all nodes of one visit come together, and a hook before the last of them
-that anybody uses (what a module gave, what a module of another stage was given) takes its turn for the whole visit.
+Backward needs no cut in the graph. Autograd runs a thread's nodes on CPU strictly in the reverse of
+the order in which they were made, which their numbers tell: so all nodes of one visit come
+together, and a hook before the last of them that anybody uses (what a module gave, what a module of
+another stage was given) takes its turn for the whole visit.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from lockstep.tensors.pytree import tensors
 _here = threading.local()
 
 _MET = (
-    "micro-batches that overlap have got hold of one another's tensors, by way of a hook, an attribute or a global "
-    "that forward changed while another was under way: keep them in forward's own variables, or take mp"
+    "micro-batches that overlap have got hold of one another's tensors, by way of a hook, an "
+    "attribute or a global "
+    "that forward changed while another was under way: keep them in forward's own variables, or "
+    "take mp"
 )
 
 _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -59,22 +62,30 @@ class Flight:
     stage: int | None = None  # where it computes
     kind: Literal["F", "B"] = "F"  # on its way forward, or back
     seen: list[Visit] = field(default_factory=list)  # where it has been
-    stays: list[tuple[Visit, float, float]] = field(default_factory=list)  # when each visit began and ended, in seconds
+    stays: list[tuple[Visit, float, float]] = field(
+        default_factory=list
+    )  # when each visit began and ended, in seconds
     strayed: bool = False  # whether it went where it was not expected
-    # For each module the visits of the forward in which it was called, where somebody wants to know.
+    # For each module the visits of the forward in which it was called, where somebody wants to
+    # know.
     calls: dict[torch.nn.Module, set[int]] | None = None
     # Called where it leaves a stage for another one, or turns back, if somebody wants to look then.
     crossed: Callable[[], None] | None = None
-    # The module that was called and is on this stage with all that is in it; hooks inside have nothing to do.
+    # The module that was called and is on this stage with all that is in it; hooks inside have
+    # nothing to do.
     outer: torch.nn.Module | None = None
     _since: float = 0.0
     _at: int = 0  # the next visit of the route
-    _starts: list[int] = field(default_factory=list)  # the number of the first node of each visit of the forward
+    _starts: list[int] = field(
+        default_factory=list
+    )  # the number of the first node of each visit of the forward
     _stages: list[int] = field(default_factory=list)  # and its stage
     _marked: set[int] = field(default_factory=set)
 
     def __enter__(self) -> Flight:
-        """Begin, with the turn of the first stage: the model's own code before any layer is in order too."""
+        """Begin, with the turn of the first stage: the model's own code before any layer is in
+        order too.
+        """
         if self.route:
             self.enter(self.route[0].stage)
         _here.flight = self
@@ -87,7 +98,9 @@ class Flight:
             self.queues.close()
         self._leave()
         self._skip_to(len(self.route))
-        if self.turns is not None and error[0] is None:  # where one fails, that is what all are freed with
+        if (
+            self.turns is not None and error[0] is None
+        ):  # where one fails, that is what all are freed with
             self.turns.arrive()
 
     def turn_back(self) -> None:
@@ -104,7 +117,9 @@ class Flight:
         self._leave()
         visit = Visit(stage, self.kind)
         if self.turns is not None:
-            place = next((i for i in range(self._at, len(self.route)) if self.route[i] == visit), None)
+            place = next(
+                (i for i in range(self._at, len(self.route)) if self.route[i] == visit), None
+            )
             if place is None:
                 self.strayed = True
             else:
@@ -127,7 +142,8 @@ class Flight:
         except Stuck as error:
             way = "forward" if self.kind == "F" else "backward"
             raise StrategyError(
-                f"stage {stage}, {way} of micro-batch {self.number}: it waits for its turn, and all others that are "
+                f"stage {stage}, {way} of micro-batch {self.number}: it waits for its turn, and "
+                "all others that are "
                 f"under way wait for theirs, so none would ever come: {_MET}"
             ) from error
 
@@ -140,7 +156,8 @@ class Flight:
         here = current()
         if here is not None and here is not self and self.turns is not None:
             raise StrategyError(
-                f"stage {stage}, backward of micro-batch {here.number}: it came to what micro-batch {self.number} has "
+                f"stage {stage}, backward of micro-batch {here.number}: it came to what "
+                f"micro-batch {self.number} has "
                 f"computed: {_MET}"
             )
         self.enter(stage)
@@ -167,7 +184,8 @@ class Flight:
         with torch._C.DisableTorchFunction():  # none of this is a use of the tensors
             for tensor in tensors(nest):
                 if tensor.requires_grad:
-                    # A view that is written to later leaves its own node behind, but not its base's.
+                    # A view that is written to later leaves its own node behind, but not its
+                    # base's.
                     for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
                         if one is not None and (node := one.grad_fn) is not None:
                             self._mark(node)

@@ -1,23 +1,26 @@
-"""Overlap: what a model's updates have shown of it: its way through the stages, and whether micro-batches may overlap.
+"""Overlap: what a model's updates have shown of it: its way through the stages, and whether
+micro-batches may overlap.
 
 ::
 
-    first update, in turn     micro-batch 0      shows the route
-                              the last           what is left behind for the next one (`state_probe`)
-                              each               what it draws
-    those that overlap        looked at from outside: has it begun with something since? Then the next one is in turn
+    first update, in turn  micro-batch 0      shows the route
+                           the last           what is left behind for the next one (`state_probe`)
+                           each               what it draws
+    those that overlap     looked at from outside: has it begun with something since? Then the next one is in turn
 
-Only a model that draws random numbers has streams of its own for its micro-batches: a stream sees every call of a
-PyTorch function, 3 % of an update of small operators. A model that drew nothing in its first update goes without.
-Should it begin to, its threads have drawn from one generator as they happened to come: that update's gradients are
-thrown away, and it is computed once more, with streams, which it keeps.
+Only a model that draws random numbers has streams of its own for its micro-batches: a stream sees
+every call of a PyTorch function, 3 % of an update of small operators. A model that drew nothing in
+its first update goes without. Should it begin to, its threads have drawn from one generator as they
+happened to come: that update's gradients are thrown away, and it is computed once more, with
+streams, which it keeps.
 
-No stream gives what is drawn in backward (the autograd engine runs functions without a thread's modes), by operators
-that aren't PyTorch's own, and from Python's or numpy's random. A model that draws such numbers has its micro-batches
-one after the other, and so has one whose micro-batches take different ways back and forth through the stages.
+No stream gives what is drawn in backward (the autograd engine runs functions without a thread's
+modes), by operators that aren't PyTorch's own, and from Python's or numpy's random. A model that
+draws such numbers has its micro-batches one after the other, and so has one whose micro-batches
+take different ways back and forth through the stages.
 
-On accelerators one micro-batch at a time has the turn, and all generators are put where it has left them: whatever
-draws, each has numbers of its own.
+On accelerators one micro-batch at a time has the turn, and all generators are put where it has left
+them: whatever draws, each has numbers of its own.
 """
 
 from __future__ import annotations
@@ -55,7 +58,9 @@ class Overlap:
     route: Route = ()  # the stages that micro-batches visit, in order; empty before the first one
     in_turn: str | None = None  # why they have to follow one another, as far as is known
     _begun: Begun | None = None  # there is one once a micro-batch was watched
-    _doubtful: dict[int, str] = field(default_factory=dict)  # by update what began to change while they overlapped
+    _doubtful: dict[int, str] = field(
+        default_factory=dict
+    )  # by update what began to change while they overlapped
     _draws: bool = False
     _drawn: str | None = None  # what no stream gives
     _streamed: bool = False
@@ -74,11 +79,15 @@ class Overlap:
         """Whether micro-batches that overlap need random streams of their own."""
         return self._draws or (self._begun is not None and bool(self._begun.written))
 
-    # ---- one after the other ----------------------------------------------------------------------------------------
+    # ---- one after the other ---------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def alone(self, flight: Flight, count: int) -> Iterator[contextlib.AbstractContextManager[None]]:
-        """Around a micro-batch that no other overlaps, one of ``count``; gives what its forward has to run in."""
+    def alone(
+        self, flight: Flight, count: int
+    ) -> Iterator[contextlib.AbstractContextManager[None]]:
+        """Around a micro-batch that no other overlaps, one of ``count``; gives what its forward
+        has to run in.
+        """
         if self.in_turn is not None:
             yield contextlib.nullcontext()
             return
@@ -92,14 +101,18 @@ class Overlap:
         @contextlib.contextmanager
         def in_forward() -> Iterator[None]:
             nonlocal turned
-            with noted_seeding() as seen, contextlib.nullcontext() if probe is None else probe.watching():
+            with (
+                noted_seeding() as seen,
+                contextlib.nullcontext() if probe is None else probe.watching(),
+            ):
                 yield
             turned = torch.get_rng_state()
             seeds.extend(seen)
 
         yield in_forward()
         now = states(self.cards)
-        # What it draws that no stream gives; an activation checkpoint sets PyTorch's generator back.
+        # What it draws that no stream gives; an activation checkpoint sets PyTorch's generator
+        # back.
         if self.cards:
             self._draws = self._draws or not same(now, self._before)
         elif not torch.equal(now.torch, turned):
@@ -114,12 +127,14 @@ class Overlap:
         if probe is not None:
             self._begun = Begun(self.model, probe.written())
             # Tensors that each micro-batch may write to are in order as they overlap.
-            self._doubtful = {at: name for at, name in self._doubtful.items() if name not in self._begun.written}
+            self._doubtful = {
+                at: name for at, name in self._doubtful.items() if name not in self._begun.written
+            }
             why = probe.why_in_turn() or self._drawn
             if why is not None:
                 self._go_in_turn(why)
 
-    # ---- overlapped -------------------------------------------------------------------------------------------------
+    # ---- overlapped ------------------------------------------------------------------------------
 
     def look(self) -> None:
         """An update whose micro-batches overlap begins."""
@@ -129,7 +144,9 @@ class Overlap:
         self._look()
 
     def spoiled(self, flights: Sequence[Flight], *, seeded: bool) -> bool:
-        """It is over: whether it has to be computed again, since the model began to draw as no stream gave it."""
+        """It is over: whether it has to be computed again, since the model began to draw as no
+        stream gave it.
+        """
         assert self._begun is not None
         written, changed = self._begun.written, self._begun.changed()
         if changed is not None:
@@ -147,13 +164,16 @@ class Overlap:
         if spoiled and (changed is not None or written):
             spoiled = False
             self._say(
-                f"at step {self.world.step} the model began to draw random numbers and to write buffers or "
+                f"at step {self.world.step} the model began to draw random numbers and to write "
+                "buffers or "
                 "attributes: its numbers may be other ones there"
             )
         if others:
             self._go_in_turn(_OTHERS)
         elif drew and self._streamed:
-            self._go_in_turn(f"backward, or an operator that isn't PyTorch's own, draws random numbers{_CHANCE}")
+            self._go_in_turn(
+                f"backward, or an operator that isn't PyTorch's own, draws random numbers{_CHANCE}"
+            )
         elif len(self._doubtful) == _OFTEN:
             self._go_in_turn(f'"{changed}" is now and then changed in forward')
         for flight in flights:
@@ -161,7 +181,7 @@ class Overlap:
                 self._learn(flight)
         return spoiled
 
-    # ---- both -------------------------------------------------------------------------------------------------------
+    # ---- both ------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Something is going to be computed."""
@@ -177,8 +197,10 @@ class Overlap:
         if flight.strayed and not self._said_strayed:
             self._said_strayed = True
             self._say(
-                f"at step {self.world.step} a micro-batch took another way through the stages than those before; "
-                "where that happens, the order of sums, and so the last bits, may differ from run to run"
+                f"at step {self.world.step} a micro-batch took another way through the stages "
+                "than those before; "
+                "where that happens, the order of sums, and so the last bits, may differ from run "
+                "to run"
             )
         way = whole(tuple(flight.seen), self.stages)
         if has_way(way, self.route):
@@ -191,7 +213,9 @@ class Overlap:
         doubt = ""
         if self._doubtful:
             steps = ", ".join(map(str, self._doubtful))
-            doubt = f"; they overlapped at step {steps}, whose numbers may not be those of one device"
+            doubt = (
+                f"; they overlapped at step {steps}, whose numbers may not be those of one device"
+            )
         self._say(f"{why}: micro-batches follow one another, and nothing overlaps{doubt}")
 
     def _say(self, note: str) -> None:

@@ -1,16 +1,17 @@
 """Runner: lets the micro-batches of one update go through the stages.
 
-On slots of the CPU each micro-batch has a thread, and computes on the cores of the stage whose turn it has::
+On slots of the CPU each micro-batch has a thread, and computes on the cores of the stage whose turn
+it has::
 
     thread 0    0F  1F     1B  0B
     thread 1        0F  1F     1B  0B           at most one on each stage
     thread 2            0F ...
 
-On accelerators the threads only queue work, and there is one turn for all devices: one thread at a time queues what its
-stage has to do, in the order in which stages would begin (`card_queues`).
+On accelerators the threads only queue work, and there is one turn for all devices: one thread at a
+time queues what its stage has to do, in the order in which stages would begin (`card_queues`).
 
-The first update goes one micro-batch after the other. It shows the route, which the lists of turns are made from, and
-whether micro-batches may overlap at all (`overlap`).
+The first update goes one micro-batch after the other. It shows the route, which the lists of turns
+are made from, and whether micro-batches may overlap at all (`overlap`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ T = TypeVar("T")
 _cores = threading.local()
 
 _COPYING = 8
-"""Streams that micro-batches copy on, on each accelerator: PyTorch has 32, which it hands out again and again."""
+"""Streams that micro-batches copy on, on each accelerator: PyTorch has 32, which it hands out
+again and again.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,20 +72,28 @@ class Runner:
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
         streamed: whether they are, and each needs a random stream of its own.
-        spoiled: whether the last update is to be computed again: the model began to draw in it as no stream gave it.
+        spoiled: whether the last update is to be computed again: the model began to draw in it as
+            no stream gave it.
         schedule: as given.
-        timelines: when each stage computed in each update, where that is noted (a list is there), not on accelerators.
+        timelines: when each stage computed in each update, where that is noted (a list is there),
+            not on accelerators.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, schedule: Callable[[int], Schedule], places: Sequence[int]
+        self,
+        model: nn.Module,
+        world: World,
+        schedule: Callable[[int], Schedule],
+        places: Sequence[int],
     ) -> None:
         self._world = world
         self._places = tuple(places)
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
         self._slots = world.device.is_slot
-        cards = () if self._slots else tuple(dict.fromkeys(device.torch for device in self._devices))
+        cards = (
+            () if self._slots else tuple(dict.fromkeys(device.torch for device in self._devices))
+        )
         self._training = Overlap(model, world, len(places), cards)
         if len(cards) == 1:
             self._training.in_turn = "one accelerator computes nothing at the same time"
@@ -106,12 +117,13 @@ class Runner:
         Errors get a note that names the micro-batch and the stage.
 
         Args:
-            begin: called before the forward of a micro-batch that draws from the generators themselves: on slots one
-                that others don't overlap, on accelerators any that draws.
+            begin: called before the forward of a micro-batch that draws from the generators
+                themselves: on slots one that others don't overlap, on accelerators any that draws.
             forward: of the micro-batch of that number: model and loss.
             backward: of the same, given what forward gave.
             count: how many there are.
-            seeded: random streams have seeds of their own, which they don't draw from PyTorch's generator.
+            seeded: random streams have seeds of their own, which they don't draw from PyTorch's
+                generator.
         """
         work = _Work(begin, forward, backward, count)
         self.spoiled = False
@@ -124,8 +136,12 @@ class Runner:
         return found
 
     def evaluate(self, compute: Callable[[], T]) -> T:
-        """What this gives, where it calls the model, each layer on the device of its stage; without backward."""
-        if not self._slots:  # (forwards that follow one another overlap in the queues of the devices)
+        """What this gives, where it calls the model, each layer on the device of its stage;
+        without backward.
+        """
+        if (
+            not self._slots
+        ):  # (forwards that follow one another overlap in the queues of the devices)
             return compute()
 
         def go() -> T:
@@ -135,22 +151,33 @@ class Runner:
         return self._in_threads([go], 1)[0]
 
     def _in_threads(
-        self, functions: Sequence[Callable[[], T]], count: int, on_abort: Sequence[Callable[[], None]] = ()
+        self,
+        functions: Sequence[Callable[[], T]],
+        count: int,
+        on_abort: Sequence[Callable[[], None]] = (),
     ) -> list[T]:
-        """Call these at the same time, in the first of ``count`` threads; ``on_abort`` frees those that wait."""
+        """Call these at the same time, in the first of ``count`` threads; ``on_abort`` frees
+        those that wait.
+        """
         if self._team is None or len(self._team.devices) < count:
             if self._team is not None:
                 self._team.close()
             # Bound to no core yet: each goes to those of its stage.
             home = self._world.device
-            self._team = Team([Device("cpu", i) if self._slots else home for i in range(count)], role="")
+            self._team = Team(
+                [Device("cpu", i) if self._slots else home for i in range(count)], role=""
+            )
         self._team.on_abort[:] = on_abort
         try:
-            found = self._team.run([*functions, *[None] * (len(self._team.devices) - len(functions))])
+            found = self._team.run(
+                [*functions, *[None] * (len(self._team.devices) - len(functions))]
+            )
             return found[: len(functions)]  # type: ignore[return-value]  # each has run
         finally:
             if any(device.threads > 1 for device in self._devices):
-                torch.set_num_threads(torch.get_num_threads())  # a thread's limit is also that of all new ones
+                torch.set_num_threads(
+                    torch.get_num_threads()
+                )  # a thread's limit is also that of all new ones
 
     def _occupy(self, stage: int) -> None:
         """This thread computes on the stage's device from now on."""
@@ -173,14 +200,15 @@ class Runner:
     def _beckon(self, thread: int, place: int) -> None:
         """Let a thread that sleeps wake up on the core where it will compute.
 
-        Where it was pinned before another may compute, which would keep it from going where it is waited for.
+        Where it was pinned before another may compute, which would keep it from going where it is
+        waited for.
         """
         device = self._world.devices[place]
         if len(device.cores) == 1 and hasattr(os, "sched_setaffinity"):
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(thread, device.cores)
 
-    # ---- training ---------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def _in_turn(self, work: _Work, flights: list[Flight]) -> list[Any]:
         """One micro-batch after the other, in one thread."""
@@ -210,19 +238,27 @@ class Runner:
             self._orders[key] = orders if self._slots else [merged(overlap.route, orders)]
         places = self._places if self._slots else [0] * len(self._places)
         turns = Turns(self._orders[key], places, self._beckon, work.count)
-        flights += [Flight(number, self._occupy, overlap.route, turns) for number in range(work.count)]
+        flights += [
+            Flight(number, self._occupy, overlap.route, turns) for number in range(work.count)
+        ]
         if not self._slots:
             self._give_queues(flights, states(overlap.cards) if overlap.draws else None)
 
         def go(flight: Flight) -> Any:
-            torch.set_autocast_cache_enabled(False)  # a weight's copy would belong to one micro-batch's graph
+            torch.set_autocast_cache_enabled(
+                False
+            )  # a weight's copy would belong to one micro-batch's graph
             with contextlib.nullcontext() if flight.queues is None else flight.queues.streams():
                 return self._fly(flight, work, contextlib.nullcontext())
 
         overlap.look()
-        return self._in_threads([functools.partial(go, flight) for flight in flights], work.count, [turns.abort])
+        return self._in_threads(
+            [functools.partial(go, flight) for flight in flights], work.count, [turns.abort]
+        )
 
-    def _fly(self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]) -> Any:
+    def _fly(
+        self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]
+    ) -> Any:
         # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
         with torch.autograd.set_multithreading_enabled(self._slots), flight, self._told(flight):
             if flight.queues is not None:
@@ -235,7 +271,9 @@ class Runner:
             return work.backward(flight.number, made)
 
     def _give_queues(self, flights: Sequence[Flight], random: States | None) -> None:
-        """To micro-batches that overlap on accelerators; with random numbers of their own, if they draw any."""
+        """To micro-batches that overlap on accelerators; with random numbers of their own, if
+        they draw any.
+        """
         places = [device.torch for device in self._devices]
         computing = {place: torch.accelerator.current_stream(place) for place in places}
         for flight in flights:
@@ -256,7 +294,10 @@ class Runner:
                 stage = flight.stage or 0
                 way = "forward" if flight.kind == "F" else "backward"
                 what = what or f"{way} of micro-batch {flight.number}"
-                error.add_note(f"raised in stage {stage} ({self._devices[stage]}), {what}, at step {self._world.step}")
+                error.add_note(
+                    f"raised in stage {stage} ({self._devices[stage]}), {what}, at step "
+                    f"{self._world.step}"
+                )
             raise
 
     def _note(self, flights: Sequence[Flight]) -> None:
@@ -266,5 +307,9 @@ class Runner:
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for flight in flights:
             for visit, start, end in flight.stays:
-                spans[self._places[visit.stage]].append(Span(Action(*visit, flight.number), start, end))
-        self.timelines.append(Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans)))
+                spans[self._places[visit.stage]].append(
+                    Span(Action(*visit, flight.number), start, end)
+                )
+        self.timelines.append(
+            Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans))
+        )

@@ -1,14 +1,14 @@
 """Schedules: which stage computes which micro-batch, in which order, as data.
 
-A schedule is a list of actions for each stage. ``2F0`` is stage 2's forward of micro-batch 0, ``2B0`` its backward. Who
-writes a schedule writes computing only: what moves between the stages follows from it. Whoever runs, simulates, checks
-or draws one reads the same lists.
+A schedule is a list of actions for each stage. ``2F0`` is stage 2's forward of micro-batch 0,
+``2B0`` its backward. Who writes a schedule writes computing only: what moves between the stages
+follows from it. Whoever runs, simulates, checks or draws one reads the same lists.
 
-Each list belongs to a device. Usually that is a stage too; where a device holds several stages (`interleaved`) their
-actions stand mixed in its list, and ``devices_of`` tells who holds which.
+Each list belongs to a device. Usually that is a stage too; where a device holds several stages
+(`interleaved`) their actions stand mixed in its list, and ``devices_of`` tells who holds which.
 
-Backwards of a stage go in the order of the micro-batches, so gradients are summed in the order in which one device that
-accumulates would sum them.
+Backwards of a stage go in the order of the micro-batches, so gradients are summed in the order in
+which one device that accumulates would sum them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class Visit(NamedTuple):
 
 
 Route = tuple[Visit, ...]
-"""The visits of a micro-batch, forwards and back. It is seen, not traced: the first one goes alone, and notes them.
+"""The visits of a micro-batch, forwards and back. It is seen, not traced: the first one goes alone,
+and notes them.
 
 ::
 
@@ -48,7 +49,10 @@ Key = tuple[int, int]
 
 def straight(stages: int) -> Route:
     """Through all stages and back."""
-    return (*(Visit(s, "F") for s in range(stages)), *(Visit(s, "B") for s in reversed(range(stages))))
+    return (
+        *(Visit(s, "F") for s in range(stages)),
+        *(Visit(s, "B") for s in reversed(range(stages))),
+    )
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -78,23 +82,25 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         stage 2    .  . F0 F1  . B0 F2 B1 F3 B2 F4 B3 F5 B4  . B5  .  .
         stage 3    .  .  . F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5  .  .  .
 
-    As long as GPipe's where all stages take equally long, but stage s holds at most ``stages - s`` micro-batches.
-    Narayanan et al., PipeDream, 2019, https://arxiv.org/abs/1806.03377
+    As long as GPipe's where all stages take equally long, but stage s holds at most ``stages - s``
+    micro-batches. Narayanan et al., PipeDream, 2019, https://arxiv.org/abs/1806.03377
     """
     return interleaved(stages, microbatches, chunks=1)
 
 
 def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """As 1F1B, but each device holds several short stages, so that filling and draining take a part of the time.
+    """As 1F1B, but each device holds several short stages, so that filling and draining take a part
+    of the time.
 
-    Stage s is on device ``s % devices``. Two devices with two chunks each, so four stages, each half as long::
+    Stage s is on device ``s % devices``. Two devices with two chunks each, so four stages, each
+    half as long::
 
         device 0   0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1  .  2B2  .  2B3  .  0B2  .  0B3
         device 1    .  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3  .  1B2  .  1B3  .
 
-    Micro-batches go through in groups of as many as there are devices. A last group that is smaller is planned as a
-    whole one, and what isn't there left out: planned small, it can make the devices wait for each other for ever.
-    Narayanan et al., 2021, https://arxiv.org/abs/2104.04473
+    Micro-batches go through in groups of as many as there are devices. A last group that is smaller
+    is planned as a whole one, and what isn't there left out: planned small, it can make the devices
+    wait for each other for ever. Narayanan et al., 2021, https://arxiv.org/abs/2104.04473
 
     Args:
         devices: how many; the schedule has ``devices * chunks`` stages.
@@ -110,11 +116,18 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
         mine = [chunk * devices + device for chunk in range(chunks)]
         forwards = [Action(s, "F", m) for group in groups for s in mine for m in group]
         backwards = [Action(s, "B", m) for group in groups for s in reversed(mine) for m in group]
-        # So many forwards ahead, then a forward and a backward in turns while there are forwards, then what is left.
-        ahead = 2 * (devices - device - 1) + (chunks - 1) * devices if chunks > 1 else devices - device - 1
+        # So many forwards ahead, then a forward and a backward in turns while there are forwards,
+        # then what is left.
+        ahead = (
+            2 * (devices - device - 1) + (chunks - 1) * devices
+            if chunks > 1
+            else devices - device - 1
+        )
         pairs = itertools.zip_longest(forwards[ahead:], backwards)
         order = [*forwards[:ahead], *itertools.chain.from_iterable(pairs)]
-        schedule.append([action for action in order if action is not None and action.microbatch < microbatches])
+        schedule.append(
+            [action for action in order if action is not None and action.microbatch < microbatches]
+        )
     return schedule
 
 
@@ -130,15 +143,17 @@ def greedy(
 ) -> list[list[Key]]:
     """For each device an order of visits: whenever it is free, it takes what it can at that moment.
 
-    Of several visits the one that is nearest to the end of the route goes first, each in the order of micro-batches.
+    Of several visits the one that is nearest to the end of the route goes first, each in the order
+    of micro-batches.
 
     Args:
         route: of each micro-batch.
         places: for each stage the device that holds it.
         microbatches: how many.
         seconds: of a visit (its number in the route) of a micro-batch.
-        may: whether that visit may begin, given how many micro-batches have begun each. So that devices never wait for
-            each other for ever, a backward must be allowed once all forwards have begun.
+        may: whether that visit may begin, given how many micro-batches have begun each. So that
+            devices never wait for each other for ever, a backward must be allowed once all forwards
+            have begun.
         first: the kind, forward or backward, that goes before the other.
         transfer: how long what a stage gives is on its way to another device.
     """
@@ -157,7 +172,9 @@ def greedy(
         moved = transfer if places[route[i - 1].stage] != places[route[i].stage] else 0.0
         return (i - 1, m) in ended and ended[i - 1, m] + moved <= now
 
-    moments = [0.0]  # something ends or arrives: only then can a device that waits find something to do
+    moments = [
+        0.0
+    ]  # something ends or arrives: only then can a device that waits find something to do
     while moments:
         now = heapq.heappop(moments)
         for device, order in enumerate(orders):
@@ -174,7 +191,11 @@ def greedy(
     return orders
 
 
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+}
 """By the word that a person gives, a function of devices and micro-batches."""
 
 
@@ -189,7 +210,8 @@ def devices_of(schedule: Schedule) -> dict[int, int]:
         for action in order:
             if found.setdefault(action.stage, device) != device:
                 raise StrategyError(
-                    f"schedule: stage {action.stage} is on device {found[action.stage]} and on {device}"
+                    f"schedule: stage {action.stage} is on device {found[action.stage]} and on "
+                    f"{device}"
                 )
     return found
 
@@ -206,14 +228,16 @@ def _checked(stages: int, microbatches: int) -> None:
         raise StrategyError(f"schedule: {microbatches} micro-batches; there is at least one")
 
 
-# ---- routes ----------------------------------------------------------------------------------------------------------
+# ---- routes --------------------------------------------------------------------------------------
 
 
 def whole(route: Route, stages: int) -> Route:
     """A straight route with the visits that it leaves out; another one as it is."""
     numbers = [visit.stage if visit.kind == "F" else -visit.stage for visit in route]
     turn = sum(visit.kind == "F" for visit in route)
-    rises = all(a < b for way in (numbers[:turn], numbers[turn:]) for a, b in itertools.pairwise(way))
+    rises = all(
+        a < b for way in (numbers[:turn], numbers[turn:]) for a, b in itertools.pairwise(way)
+    )
     return straight(stages) if rises else route
 
 
@@ -244,18 +268,23 @@ def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
     """For each device the visits in their order, by a schedule for so many micro-batches.
 
-    A straight route takes its turns by the schedule. For another one they are found by letting the micro-batches go
-    through stages that take equally long: a forward one tick, a backward two.
+    A straight route takes its turns by the schedule. For another one they are found by letting the
+    micro-batches go through stages that take equally long: a forward one tick, a backward two.
     """
     places = devices_of(schedule)
     if route == straight(len(places)):  # another one may be as long: 1F 0F 0B 1B
         at = {visit: i for i, visit in enumerate(route)}
-        return [[(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule]
+        return [
+            [(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule
+        ]
     kinds = [action.kind for action in schedule[-1]]
     forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
     forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
-    # A micro-batch starts while no more are under way than the schedule would have, or than it visits stages.
-    held = itertools.accumulate(1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0)
+    # A micro-batch starts while no more are under way than the schedule would have, or than it
+    # visits stages.
+    held = itertools.accumulate(
+        1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0
+    )
     most = microbatches if forward_first else max(*held, len(forwards))
 
     def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
@@ -264,4 +293,6 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
         return i > 0 or microbatch - begun[-1] < most
 
     order = [places[stage] for stage in range(len(places))]
-    return greedy(route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may)
+    return greedy(
+        route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may
+    )

@@ -1,8 +1,9 @@
-"""Layers: a model's modules, told by hooks which stage they are on; on accelerators they are there, and inputs follow.
+"""Layers: a model's modules, told by hooks which stage they are on; on accelerators they are there,
+and inputs follow.
 
-On slots of the CPU nothing moves: a hook only tells the flight of this thread whose turn it needs. On accelerators
-parameters are moved once; a hook moves what a module is given, and a mode (see ``transfer``) what meets between
-modules.
+On slots of the CPU nothing moves: a hook only tells the flight of this thread whose turn it needs.
+On accelerators parameters are moved once; a hook moves what a module is given, and a mode (see
+``transfer``) what meets between modules.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ class Layers:
         StrategyError: a compiled module is on several stages, or a scripted one on any.
     """
 
-    def __init__(self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]) -> None:
+    def __init__(
+        self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]
+    ) -> None:
         self.moves = len({device.torch for device in devices}) > 1
         self._places = places = [device.torch for device in devices]
-        # What holds something of another stage only hands on: its own code runs on whichever stage it comes to.
+        # What holds something of another stage only hands on: its own code runs on whichever stage
+        # it comes to.
         mixed = {
             around
             for name, stage in stage_of.items()
@@ -55,7 +59,9 @@ class Layers:
         stage_of = {**stage_of, **_wholes(model, stage_of)}
         modules = dict(model.named_modules())
         for name, module in modules.items():
-            in_compiled = any(is_made_by_compile(modules[around]) for around in modules_around(name))
+            in_compiled = any(
+                is_made_by_compile(modules[around]) for around in modules_around(name)
+            )
             if name in stage_of and name not in mixed and not in_compiled:
                 stage = stage_of[name]
                 place = places[stage] if self.moves else None
@@ -65,10 +71,14 @@ class Layers:
         if self.moves:
             recompute.install(transfer.later)
             transfer.install()
-            model.register_forward_pre_hook(_Hook(functools.partial(_entering, places)), prepend=True)
+            model.register_forward_pre_hook(
+                _Hook(functools.partial(_entering, places)), prepend=True
+            )
             model.register_forward_hook(_Hook(_exiting), always_call=True)
         if not devices[0].is_slot:
-            place_tensors(model, {name: places[stage] for name, stage in stage_of.items()}, places[0])
+            place_tensors(
+                model, {name: places[stage] for name, stage in stage_of.items()}, places[0]
+            )
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward and its loss run in."""
@@ -84,15 +94,23 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise StrategyError(
-                f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give the module as it was '
+                f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give '
+                "the module as it was "
                 "before, or take single"
             )
         if is_made_by_compile(module):
-            stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(f"{name}.".lstrip("."))})
+            stages = sorted(
+                {
+                    stage
+                    for inner, stage in stage_of.items()
+                    if inner.startswith(f"{name}.".lstrip("."))
+                }
+            )
             if len(stages) > 1:
                 which = f'"{name}"' if name else "the model"
                 raise StrategyError(
-                    f"{which} is compiled in one, and its layers are on stages {', '.join(map(str, stages))}: "
+                    f"{which} is compiled in one, and its layers are on stages "
+                    f"{', '.join(map(str, stages))}: "
                     "give it one stage, or compile its layers each by itself"
                 )
             if stages:
@@ -102,7 +120,9 @@ def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
 
 @torch.no_grad()
 def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: torch.device) -> None:
-    """Move each parameter and buffer to its place, or to ``rest``; one with several names to that of the first."""
+    """Move each parameter and buffer to its place, or to ``rest``; one with several names to
+    that of the first.
+    """
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []  # as ``Module.to`` does
@@ -133,19 +153,31 @@ def _nothing(*args: Any) -> None:
 
 
 def _arriving(
-    stage: int, place: torch.device | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    stage: int,
+    place: torch.device | None,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
-    """Before the forward of a module on a stage, where its inputs must be; None where all stages are on one device."""
+    """Before the forward of a module on a stage, where its inputs must be; None where all stages
+    are on one device.
+    """
     flight = current()
     sent = None
-    # (A checkpoint that computes again over several accelerators does so in the one turn that it has.)
+    # (A checkpoint that computes again over several accelerators does so in the one turn that it
+    # has.)
     if flight is not None and (place is None or flight.kind == "F"):
         if flight.calls is not None and flight.kind == "F":
             flight.enter(stage)
             flight.calls.setdefault(module, set()).add(len(flight.seen))
         if flight.outer is not None and stage == flight.stage:
             return None
-        if flight.queues is not None and place is not None and flight.stage is not None and stage != flight.stage:
+        if (
+            flight.queues is not None
+            and place is not None
+            and flight.stage is not None
+            and stage != flight.stage
+        ):
             with flight.queues.sending(flight.stage, flight.come_back):
                 sent = _moved(place, args, kwargs)
         flight.enter(stage)
@@ -162,7 +194,9 @@ def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # (There is no mode where a layer is called by itself.)
     mode = transfer.current() or Moving([place])
     mode.place = place
-    return tuple(map(mode.nest_moved, args)), {name: mode.nest_moved(value) for name, value in kwargs.items()}
+    return tuple(map(mode.nest_moved, args)), {
+        name: mode.nest_moved(value) for name, value in kwargs.items()
+    }
 
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -175,7 +209,9 @@ def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _entering(places: list[torch.device], module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Before the forward of a whole model that is called outside of a step: what meets in it is moved too."""
+    """Before the forward of a whole model that is called outside of a step: what meets in it is
+    moved too.
+    """
     if transfer.current() is None:
         Moving(places, owner=module).__enter__()
 

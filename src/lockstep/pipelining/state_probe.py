@@ -1,20 +1,22 @@
-"""State probe: watches one micro-batch, which no other overlaps, for what would harm others that do.
+"""State probe: watches one micro-batch, which no other overlaps, for what would harm others that
+do.
 
-Micro-batches that overlap can't leave anything for the next one in the order in which one device would, unless all of
-it is written and used in one visit of one stage (running statistics of a batch norm, say). Nor may one see what another
-has set only for a while: a turn ends where a micro-batch goes on to another stage, so this is looked for there::
+Micro-batches that overlap can't leave anything for the next one in the order in which one device
+would, unless all of it is written and used in one visit of one stage (running statistics of a batch
+norm, say). Nor may one see what another has set only for a while: a turn ends where a micro-batch
+goes on to another stage, so this is looked for there::
 
     self.a.on = self.b.on = False
-    before = self.b(self.a(x))        between a and b another micro-batch takes its turn on a's stage
+    before = self.b(self.a(x))       between a and b another micro-batch takes its turn on a's stage
     self.a.on = self.b.on = True
 
-What a layer sets and puts back within its own call harms nobody, unless it is a variable outside of the model, or an
-object that layers of several stages share: these are looked at wherever a function is called. What isn't found to be
-harmless is a reason to compute micro-batches in turn.
+What a layer sets and puts back within its own call harms nobody, unless it is a variable outside of
+the model, or an object that layers of several stages share: these are looked at wherever a function
+is called. What isn't found to be harmless is a reason to compute micro-batches in turn.
 
-Attributes, parameters, buffers, modules and hooks are compared as objects, numbers and words as what they say; lists,
-dicts and sets by what is in them. What lies deeper (a generator, an object of a class of one's own, a dict in a dict)
-has no look from outside, so it is pickled, into a hash.
+Attributes, parameters, buffers, modules and hooks are compared as objects, numbers and words as
+what they say; lists, dicts and sets by what is in them. What lies deeper (a generator, an object of
+a class of one's own, a dict in a dict) has no look from outside, so it is pickled, into a hash.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import is_lazy, tensors
 
 _LARGE = 1 << 22
-"""Elements of a parameter from which on writing to it is seen by PyTorch's count of writes alone."""
+"""Elements of a parameter from which on writing to it is seen by PyTorch's count of writes
+alone.
+"""
 
 _SETTERS = {
     torch.Tensor.requires_grad_: "requires_grad",
@@ -64,7 +68,9 @@ class StateProbe:
         self._before = self._forward = [held.value for held in self._held]
         self._required = [held.tensor.requires_grad for held in self._held]
         self._uses = _Uses(flight, {id(held.tensor): held.name for held in self._held})
-        self._crossed: dict[str, None] = {}  # what was other at a crossing, in the order in which it was seen
+        self._crossed: dict[
+            str, None
+        ] = {}  # what was other at a crossing, in the order in which it was seen
         self._apart: dict[str, None] = {}  # the same of what is hashed, within forward
         self._shared_apart: dict[str, None] = {}
         self._is_forward = True
@@ -75,23 +81,30 @@ class StateProbe:
     def watching(self) -> Iterator[None]:
         """What the forward of that micro-batch runs in."""
         with contextlib.ExitStack() as stack:
-            if not any(map(_is_compiled, self._names)):  # a compiler would take our mode and hooks into what it makes
+            if not any(
+                map(_is_compiled, self._names)
+            ):  # a compiler would take our mode and hooks into what it makes
                 stack.enter_context(self._uses)
                 if self._outside_prints or self._shared_prints:
                     stack.enter_context(at_own_calls(self._look_within, self._watched))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._uses.save, lambda saved: saved))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self._uses.save, lambda saved: saved)
+                )
             try:
                 yield
             except RuntimeError as error:
                 if "saved tensor hooks" not in str(error):
                     raise
                 raise StrategyError(
-                    "pp: the model's forward takes gradients by torch.func, which can't be followed over stages",
+                    "pp: the model's forward takes gradients by torch.func, which can't be "
+                    "followed over stages",
                     fix="take them by torch.autograd.grad, or take mp or ddp",
                 ) from error
         self._forward = [held.value for held in self._held]
         self._is_forward = False
-        for name in self._others():  # not put back in forward: a counter, say, also one that backward counts down
+        for name in (
+            self._others()
+        ):  # not put back in forward: a counter, say, also one that backward counts down
             self._apart.pop(name, None)
 
     def _others(self) -> list[str]:
@@ -109,7 +122,9 @@ class StateProbe:
         """A function is called in forward."""
         with torch._C.DisableTorchFunction():
             self._apart.update(dict.fromkeys(_apart(self._outside_prints, self._outside.prints())))
-            self._shared_apart.update(dict.fromkeys(_apart(self._shared_prints, prints_of(self._shared()))))
+            self._shared_apart.update(
+                dict.fromkeys(_apart(self._shared_prints, prints_of(self._shared())))
+            )
 
     def _look(self) -> None:
         """The micro-batch goes from one stage to another."""
@@ -117,7 +132,9 @@ class StateProbe:
             self._crossed.update(dict.fromkeys(self._contents.changed()))
             self._apart.update(dict.fromkeys(self._others() if self._is_forward else ()))
             for held, required in zip(self._held, self._required, strict=True):
-                if held.tensor.requires_grad != required:  # in a model with compiled layers nothing else sees it
+                if (
+                    held.tensor.requires_grad != required
+                ):  # in a model with compiled layers nothing else sees it
                     self._uses.switched = self._uses.switched or f"{held.name}.requires_grad"
 
     def why_in_turn(self) -> str | None:
@@ -129,21 +146,30 @@ class StateProbe:
             if between == before:
                 continue
             if len(self._uses.of(held.tensor) | self._visits(held.module)) != 1:
-                return f"{what} is written in forward, and used on more than one stage, or more than once"
+                return (
+                    f"{what} is written in forward, and used on more than one stage, or more "
+                    "than once"
+                )
             if between[0] != before[0] and _storage(held.tensor) in self._uses.saved:
                 return f"{what} is written in forward, and backward needs it as it was"
         for what in self._contents.changed():
             return f'forward sets "{what}", which another micro-batch would overwrite'
         shared = [what for what in self._shared_apart if self._is_of_several_stages(what)]
         for what in (*self._crossed, *self._apart, *shared):
-            return f'forward sets "{what}" and puts it back, and another micro-batch would see it in between'
+            return (
+                f'forward sets "{what}" and puts it back, and another micro-batch would see it '
+                "in between"
+            )
         after = prints(self._names)
         for what, was in self._prints.items():
             if after.get(what) != was:
                 return f'forward changes what "{what}" holds, which is one for all micro-batches'
         for name in self._outside.changed_since(self._outside_prints):
             if self._outside.holds_tensors(name):
-                return f'forward writes tensors to "{name}", which is outside of the model: one for all micro-batches'
+                return (
+                    f'forward writes tensors to "{name}", which is outside of the model: one '
+                    "for all micro-batches"
+                )
         if self._uses.switched is not None:
             return f'forward sets "{self._uses.switched}", which holds for other micro-batches too'
         return None
@@ -169,7 +195,8 @@ class StateProbe:
 class Begun:
     """What a model begins to change in an update that isn't watched.
 
-    Not seen: what lies deeper than in a list or dict that a module holds, and what isn't in PyTorch's count of writes.
+    Not seen: what lies deeper than in a list or dict that a module holds, and what isn't in
+    PyTorch's count of writes.
 
     Attributes:
         written: names of the tensors that may be written to.
@@ -199,11 +226,13 @@ class Begun:
 
 
 class _Uses(TorchFunctionMode):
-    """In which visits of the forward each tensor that a module holds was given to a function, and what backward needs.
+    """In which visits of the forward each tensor that a module holds was given to a function, and
+    what backward needs.
 
     Attributes:
         saved: the storages that were kept for backward.
-        switched: what of a parameter was set, whether it takes gradients or where its values lie, be it as before.
+        switched: what of a parameter was set, whether it takes gradients or where its values lie,
+            be it as before.
     """
 
     def __init__(self, flight: Flight, names: Mapping[int, str]) -> None:
@@ -224,7 +253,11 @@ class _Uses(TorchFunctionMode):
         return tensor.detach()  # itself would be held by the graph that it holds
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SETTERS and self.switched is None and id(args[0]) in self._names:
@@ -253,7 +286,9 @@ def _held_by(modules: Mapping[nn.Module, str]) -> Iterator[_Held]:
     """Each tensor that modules hold themselves, once; for those of a list, or a dict, its name."""
     seen: set[int] = set()
     for module, around in modules.items():
-        attributes: list[tuple[str, str, Any]] = [("buffer", *item) for item in module._buffers.items()]
+        attributes: list[tuple[str, str, Any]] = [
+            ("buffer", *item) for item in module._buffers.items()
+        ]
         attributes += (("parameter", *item) for item in module._parameters.items())
         for name, value in vars(module).items():
             attributes += (("tensor", name, inner) for inner in _inside(value))
@@ -267,10 +302,16 @@ class _Contents:
     """What modules hold now, beside the values of tensors."""
 
     def __init__(self, modules: Mapping[nn.Module, str]) -> None:
-        self._of: list[tuple[str, str]] = []  # the module's name, and that of its container; "" for all attributes
+        self._of: list[
+            tuple[str, str]
+        ] = []  # the module's name, and that of its container; "" for all attributes
         self._held: list[Any] = []
         for module, name in modules.items():
-            containers = {own: held for own, held in vars(module).items() if isinstance(held, dict | list | set)}
+            containers = {
+                own: held
+                for own, held in vars(module).items()
+                if isinstance(held, dict | list | set)
+            }
             for own, held in {"": vars(module), **containers}.items():
                 self._of.append((name, own))
                 self._held.append(held)
@@ -278,16 +319,21 @@ class _Contents:
 
     @property
     def stands(self) -> bool:
-        """Whether nothing is other now, at a glance: a tensor that was replaced by an equal number may be missed."""
+        """Whether nothing is other now, at a glance: a tensor that was replaced by an equal
+        number may be missed.
+        """
         try:
             return self._held == self._copies
-        except Exception:  # what can't be asked whether it is equal, as a tensor of several numbers, is another one
+        # what can't be asked whether it is equal, as a tensor of several numbers, is another one
+        except Exception:
             return False
 
     def changed(self) -> Iterator[str]:
         """The names of what is other now."""
         for (module, container), held, copy in zip(self._of, self._held, self._copies, strict=True):
-            before, now = (one if isinstance(one, dict) else dict(enumerate(one)) for one in (copy, held))
+            before, now = (
+                one if isinstance(one, dict) else dict(enumerate(one)) for one in (copy, held)
+            )
             if len(before) == len(now) and all(map(operator.is_, before.values(), now.values())):
                 continue
             for key in {**before, **now}:
@@ -305,17 +351,23 @@ def _sharing(modules: Mapping[nn.Module, str]) -> dict[str, tuple[Any, list[nn.M
     found: dict[int, tuple[str, Any, list[nn.Module]]] = {}
     for module, around in modules.items():
         for name, value in vars(module).items():
-            if not isinstance(value, (*_PLAIN, tuple, torch.Tensor, nn.Module)) and not callable(value):
+            if not isinstance(value, (*_PLAIN, tuple, torch.Tensor, nn.Module)) and not callable(
+                value
+            ):
                 found.setdefault(id(value), (_joined(around, name), value, []))[2].append(module)
     return {name: (value, its) for name, value, its in found.values() if len(its) > 1}
 
 
 def prints(modules: Mapping[nn.Module, str]) -> dict[str, bytes]:
-    """A hash of each attribute that comparing objects says nothing of; of none that can't be pickled."""
+    """A hash of each attribute that comparing objects says nothing of; of none that can't be
+    pickled.
+    """
     found: dict[str, bytes] = {}
     for module, around in modules.items():
         for name, value in vars(module).items():
-            compared = all(isinstance(inner, (*_PLAIN, torch.Tensor, nn.Module)) for inner in _inside(value))
+            compared = all(
+                isinstance(inner, (*_PLAIN, torch.Tensor, nn.Module)) for inner in _inside(value)
+            )
             is_hashed = not compared and not name.endswith("_hooks")
             if is_hashed and (its := hash_of(value, _Pickler)) is not None:
                 found[_joined(around, name)] = its
@@ -335,7 +387,9 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two are the same object, an equal number or word, or a list and its like that hold alike things."""
+    """Whether two are the same object, an equal number or word, or a list and its like that hold
+    alike things.
+    """
     if one is other:
         return True
     if isinstance(one, list | tuple) and type(one) is type(other):

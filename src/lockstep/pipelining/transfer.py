@@ -1,16 +1,18 @@
 """Transfer: operands that meet on different accelerators are brought to the stage that computes.
 
-A model's hooks move what a layer is given (see ``stage_layers``). What meets between layers (``cat`` of a skip
-connection, a tied weight, a mask made on the CPU) is seen by a mode, which PyTorch asks at each of its functions::
+A model's hooks move what a layer is given (see ``stage_layers``). What meets between layers
+(``cat`` of a skip connection, a tied weight, a mask made on the CPU) is seen by a mode, which
+PyTorch asks at each of its functions::
 
-    left  = self.encoder(x)          on card 0
-    right = self.decoder(left)       the decoder's hook brings its input to card 1
-    torch.cat([left, right])         the mode brings ``left`` to card 1, where the last layer computed
+    left  = self.encoder(x)        on card 0
+    right = self.decoder(left)     the decoder's hook brings its input to card 1
+    torch.cat([left, right])       the mode brings ``left`` to card 1, where the last layer computed
 
 A function that writes computes where the tensor is that it writes to.
 
-PyTorch doesn't ask it of an autograd function that a person has written, whose backward gets gradients where its
-forward gave outputs; so the operands of one are brought together before it (``install``).
+PyTorch doesn't ask it of an autograd function that a person has written, whose backward gets
+gradients where its forward gave outputs; so the operands of one are brought together before it
+(``install``).
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ class Moving(TorchFunctionMode):
         self._queues = queues
         self.place = places[0] if place is None else place
         self._places = places
-        self._copies: dict[tuple[int, torch.device, bool], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+        self._copies: dict[
+            tuple[int, torch.device, bool], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]
+        ] = {}
 
     def __enter__(self) -> Moving:
         self._before = current()
@@ -77,10 +81,11 @@ class Moving(TorchFunctionMode):
         self._copies.clear()
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the stage that computes; what several layers there are given is copied once.
+        """The tensor on the stage that computes; what several layers there are given is copied
+        once.
 
-        A copy is kept for as long as what it was made of: an evaluation would keep all activations else. One that was
-        made without gradients is another one.
+        A copy is kept for as long as what it was made of: an evaluation would keep all activations
+        else. One that was made without gradients is another one.
         """
         place = self.place
         if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
@@ -108,20 +113,34 @@ class Moving(TorchFunctionMode):
     def nest_moved(self, nest: Any) -> Any:
         """What a layer is given, on the stage that computes."""
         # (The stubs of packed sequences know of dtypes only.)
-        return each(self.moved, nest, on_packed=lambda packed: packed.to(self.moved(packed.data).device))  # type: ignore[arg-type]
+        return each(
+            self.moved, nest, on_packed=lambda packed: packed.to(self.moved(packed.data).device)
+        )  # type: ignore[arg-type]
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func in _SETS_DATA:  # PyTorch's count of writes doesn't tell
             self._copies.clear()
         if func not in _LEFT and _meet((*args, *kwargs.values())):
             args, kwargs = self._together(func, args, kwargs)
-        return func(*args, **kwargs) if self._queues is None else self._queued(self._queues, func, args, kwargs)
+        return (
+            func(*args, **kwargs)
+            if self._queues is None
+            else self._queued(self._queues, func, args, kwargs)
+        )
 
-    def _queued(self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """What a function gives; where it computes on another stage's device, that is behind the copies made there."""
+    def _queued(
+        self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """What a function gives; where it computes on another stage's device, that is behind the
+        copies made there.
+        """
         if func.__name__ == "__get__":
             return func(*args, **kwargs)
         if func in _LEFT:
@@ -144,7 +163,8 @@ class Moving(TorchFunctionMode):
         """What an autograd function of a person's own gives; ``function`` applies it.
 
         Raises:
-            StrategyError: it writes to an operand that had to be moved, so that this would stay as it was.
+            StrategyError: it writes to an operand that had to be moved, so that this would stay as
+                it was.
         """
         if not _meet(args):
             return function(*args)
@@ -153,7 +173,8 @@ class Moving(TorchFunctionMode):
         found = function(*moved)
         if any(_version(copy) != version for copy, version in copies):
             raise StrategyError(
-                f"{name} writes to a tensor of another stage's device: give it a clone(), or put what is around it on "
+                f"{name} writes to a tensor of another stage's device: give it a clone(), or put "
+                "what is around it on "
                 "one stage"
             )
         return found
@@ -176,30 +197,38 @@ class Moving(TorchFunctionMode):
 def install() -> None:
     """Have autograd functions ask the mode of their thread, if there is one; once for this process.
 
-    It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so that an ``apply`` which
-    somebody has kept under a name of his own comes here too. (torch 2.11 to 2.13.)
+    It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so
+    that an ``apply`` which somebody has kept under a name of his own comes here too. (torch 2.11 to
+    2.13.)
     """
     base: Any = _function._SingleLevelFunction
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = current()
         plain = super(base, cls).apply
-        return plain(*args, **kwargs) if mode is None or kwargs else mode.applied(plain, cls.__name__, args)
+        return (
+            plain(*args, **kwargs)
+            if mode is None or kwargs
+            else mode.applied(plain, cls.__name__, args)
+        )
 
     base.apply = classmethod(apply)
 
 
 def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """What a checkpoint that begins now has to be computed again in: its mode, and each card's random numbers.
+    """What a checkpoint that begins now has to be computed again in: its mode, and each card's
+    random numbers.
 
-    Autograd computes it again in a thread of its own, and PyTorch keeps the generators of those cards only on which the
-    checkpoint's arguments are.
+    Autograd computes it again in a thread of its own, and PyTorch keeps the generators of those
+    cards only on which the checkpoint's arguments are.
     """
     mode = current()
     if mode is None:
         return None
     places, place = mode._places, mode.place
-    drawing = [p for p in dict.fromkeys(places) if hasattr(getattr(torch, p.type, None), "get_rng_state")]
+    drawing = [
+        p for p in dict.fromkeys(places) if hasattr(getattr(torch, p.type, None), "get_rng_state")
+    ]
     states = [state_on(p) for p in drawing]
 
     @contextlib.contextmanager
@@ -245,13 +274,25 @@ _WRITES_WEIGHT = {F.embedding, F.embedding_bag}
 """With ``max_norm``."""
 _SECOND_ON_CPU = {
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-    *(torch._pack_padded_sequence, torch._pad_packed_sequence, torch.tensor_split, torch.Tensor.tensor_split),
+    *(
+        torch._pack_padded_sequence,
+        torch._pad_packed_sequence,
+        torch.tensor_split,
+        torch.Tensor.tensor_split,
+    ),
 }
-"""Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch wants on the CPU."""
+"""Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch
+wants on the CPU.
+"""
 _SETS_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 _LEFT = {
     *(torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.to_dense),
-    *(torch.Tensor.view_as, torch.Tensor.expand_as, torch.Tensor.reshape_as, torch.Tensor.is_set_to),
+    *(
+        torch.Tensor.view_as,
+        torch.Tensor.expand_as,
+        torch.Tensor.reshape_as,
+        torch.Tensor.is_set_to,
+    ),
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
 }
 """Functions that may have operands on two devices."""
@@ -260,7 +301,9 @@ _LEFT = {
 def _meet(nests: tuple[Any, ...]) -> bool:
     """Whether operands are on several devices; a number on the CPU may be anywhere."""
     found = [t for nest in nests for t in _operands(nest)]
-    return len(found) > 1 and any(t.device != found[0].device and (t.dim() or not t.is_cpu) for t in found[1:])
+    return len(found) > 1 and any(
+        t.device != found[0].device and (t.dim() or not t.is_cpu) for t in found[1:]
+    )
 
 
 def _version(tensor: torch.Tensor) -> int:

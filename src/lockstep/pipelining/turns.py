@@ -1,8 +1,9 @@
 """Turns: who computes next on each device.
 
-Each device has a list, made before the micro-batches start, and whoever is at its head goes next, however long it takes
-to come: so sums are made in the same order in every run. What the list doesn't foresee (a forward that takes another
-way than the first one did) gets a turn between those of the list, as soon as the device is free.
+Each device has a list, made before the micro-batches start, and whoever is at its head goes next,
+however long it takes to come: so sums are made in the same order in every run. What the list
+doesn't foresee (a forward that takes another way than the first one did) gets a turn between those
+of the list, as soon as the device is free.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ class Aborted(LockstepError):
 
 
 class Stuck(LockstepError):
-    """All micro-batches that are under way wait for their turns, so none will ever come; raised in one of them."""
+    """All micro-batches that are under way wait for their turns, so none will ever come; raised
+    in one of them.
+    """
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """Who waits: a lock to be released, the number that the system has for the thread, and whether it is stuck."""
+    """Who waits: a lock to be released, the number that the system has for the thread, and
+    whether it is stuck.
+    """
 
     lock: threading.Lock
     thread: int
@@ -40,8 +45,10 @@ class Turns:
     Args:
         orders: for each device, in which order its stages are visited.
         places: for each stage the device that holds it.
-        beckon: called with the system's number of a thread that waits, and the device on which it goes on now.
-        flights: how many micro-batches there are, each in a thread; None is not to look whether all of them wait.
+        beckon: called with the system's number of a thread that waits, and the device on which it
+            goes on now.
+        flights: how many micro-batches there are, each in a thread; None is not to look whether all
+            of them wait.
     """
 
     def __init__(
@@ -78,7 +85,9 @@ class Turns:
                 if key is None:
                     self._others[device].append(mine)
                 else:
-                    if (other := self._waiting.get(key)) is not None:  # it came by what that one had computed
+                    if (
+                        other := self._waiting.get(key)
+                    ) is not None:  # it came by what that one had computed
                         self._others[device].append(other)
                     self._waiting[key] = mine
                 self._wake(device)
@@ -122,12 +131,18 @@ class Turns:
             self._others = [deque() for _ in self._orders]
 
     def _look(self) -> None:
-        """Free one of those that wait, if nobody is left who could: it fails, and that frees the others."""
+        """Free one of those that wait, if nobody is left who could: it fails, and that frees the
+        others.
+        """
         waiting = sum(map(len, (self._waiting, *self._others)))
         if self._aborted or not waiting or waiting != self._under_way:
             return
         key = min(self._waiting, default=None)
-        one = self._waiting.pop(key) if key is not None else next(filter(None, self._others)).popleft()
+        one = (
+            self._waiting.pop(key)
+            if key is not None
+            else next(filter(None, self._others)).popleft()
+        )
         one.stuck = True
         one.lock.release()
 

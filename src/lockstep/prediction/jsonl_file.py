@@ -1,4 +1,5 @@
-"""JSON lines that several ranks write: each its own part, merged in the order of the samples at the end.
+"""JSON lines that several ranks write: each its own part, merged in the order of the samples at the
+end.
 
 ::
 
@@ -43,7 +44,9 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
         _part(folder, 0).replace(target)
         return
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)]
+        files = [
+            stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)
+        ]
         whole = stack.enter_context(target.open("x", encoding="utf-8"))
         for size in batches:
             for file, lines in zip(files, share_sizes(size, ranks), strict=True):
@@ -72,7 +75,9 @@ def _finite(value: Any) -> Any:
 
 
 def _in_lines(form: Any, outputs: Any, size: int) -> list[Any]:
-    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as objects."""
+    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as
+    objects.
+    """
     kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
     return _lines(form, kept, size)
 
@@ -81,10 +86,21 @@ def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
     if isinstance(form, Left):
         return [None] * size
     if isinstance(form, Leaf):
-        return [_plain(item) for item in kept[form.name]] if isinstance(form, Items) else _plain(kept[form.name])
+        return (
+            [_plain(item) for item in kept[form.name]]
+            if isinstance(form, Items)
+            else _plain(kept[form.name])
+        )
     if not _is_by_name(form):
-        return [list(row) for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)]
-    columns = {key: _lines(part, kept, size) for key, part in named_parts(form) if not isinstance(part, Left)}
+        return [
+            list(row)
+            for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)
+        ]
+    columns = {
+        key: _lines(part, kept, size)
+        for key, part in named_parts(form)
+        if not isinstance(part, Left)
+    }
     return [{key: column[i] for key, column in columns.items()} for i in range(size)]
 
 

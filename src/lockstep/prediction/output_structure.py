@@ -1,8 +1,9 @@
-"""The form of a model's outputs: which of their tensors have a row for each sample, and what these are called.
+"""The form of a model's outputs: which of their tensors have a row for each sample, and what these
+are called.
 
-A tensor is called by the way to it: ``logits`` in a dict, a dataclass or a named tuple, ``0`` and ``1`` in a tuple,
-``hidden.2`` deeper down, ``outputs`` where it is all there is. The form is a nest like the outputs, with one of three
-leaves::
+A tensor is called by the way to it: ``logits`` in a dict, a dataclass or a named tuple, ``0`` and
+``1`` in a tuple, ``hidden.2`` deeper down, ``outputs`` where it is all there is. The form is a nest
+like the outputs, with one of three leaves::
 
     {"logits": float32(8, 10), "boxes": [8 tensors], "loss": float32()}      outputs of 8 samples
     {"logits": Rows,           "boxes": Items,       "loss": Left}           their form
@@ -60,14 +61,17 @@ def form_of(outputs: Any, size: int) -> Any:
         raise nothing_to_keep(outputs, size)
     for name in found:
         if found.count(name) > 1:
-            raise InputError(f'outputs: two of them are called "{name}"; rename one in what the model returns')
+            raise InputError(
+                f'outputs: two of them are called "{name}"; rename one in what the model returns'
+            )
     return form
 
 
 def nothing_to_keep(outputs: Any, size: int) -> InputError:
     """Says that outputs of ``size`` samples have no row for each."""
     return InputError(
-        f"outputs: the model gives {described(outputs)} for {size} samples, without a row for each: "
+        f"outputs: the model gives {described(outputs)} for {size} samples, without a row for "
+        "each: "
         "there is nothing to keep"
     )
 
@@ -85,14 +89,22 @@ def formed(outputs: Any, size: int, name: str = "") -> Any:
     if type(outputs) is list and holds_samples(outputs, size):
         return Items(called)
     return rebuilt(
-        outputs, [formed(part, size, f"{name}.{key}" if name else key) for key, part in named_parts(outputs)]
+        outputs,
+        [
+            formed(part, size, f"{name}.{key}" if name else key)
+            for key, part in named_parts(outputs)
+        ],
     )
 
 
 def left_out(form: Any, names: Collection[str]) -> Any:
     """The form with the leaves of these names left out."""
     if isinstance(form, Leaf):
-        return Left(form.name, said=True) if form.name in names and not isinstance(form, Left) else form
+        return (
+            Left(form.name, said=True)
+            if form.name in names and not isinstance(form, Left)
+            else form
+        )
     inside = parts(form)
     return form if inside is None else rebuilt(form, [left_out(part, names) for part in inside])
 
@@ -118,27 +130,35 @@ def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, An
         if not isinstance(outputs, torch.Tensor) or not outputs.dim() or outputs.shape[0] != size:
             hint = " (does the model squeeze() a batch of one?)" if size == 1 else ""
             raise InputError(
-                f'outputs: "{form.name}" has a row for each sample in the first batch, and is {described(outputs)} '
+                f'outputs: "{form.name}" has a row for each sample in the first batch, and is '
+                f"{described(outputs)} "
                 f"for {size} samples in another{hint}"
             )
         yield form, outputs
     elif isinstance(form, Items):
         if type(outputs) is not list or len(outputs) != size:
             raise InputError(
-                f'outputs: "{form.name}" has an item for each sample in the first batch, and is {described(outputs)} '
+                f'outputs: "{form.name}" has an item for each sample in the first batch, and is '
+                f"{described(outputs)} "
                 f"for {size} samples in another"
             )
         yield form, outputs
     elif not same_kind(form, outputs):
-        raise InputError(f"outputs: a later batch has them in another structure: {described(outputs)}")
+        raise InputError(
+            f"outputs: a later batch has them in another structure: {described(outputs)}"
+        )
     else:
-        theirs = dict(named_parts(outputs))  # by key: a later batch may have filled a dict in another order
+        theirs = dict(
+            named_parts(outputs)
+        )  # by key: a later batch may have filled a dict in another order
         for name, part in named_parts(form):
             yield from taken(part, theirs[name], size)
 
 
 def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
-    """The nesting of the outputs with whole arrays for its tensors, and None for what was left out."""
+    """The nesting of the outputs with whole arrays for its tensors, and None for what was left
+    out.
+    """
     if isinstance(form, Rows):
         return arrays[form.name]
     if isinstance(form, Leaf):

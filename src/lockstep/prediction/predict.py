@@ -1,7 +1,9 @@
-"""``predict``: a run's model over a dataset, a row for each sample, in order, on any number of devices.
+"""``predict``: a run's model over a dataset, a row for each sample, in order, on any number of
+devices.
 
-Each rank writes the rows of its own shares where they belong; no process holds them all. What is written lies in a
-hidden folder beside its place and is moved there at the end, so nothing half-written is ever found under its name.
+Each rank writes the rows of its own shares where they belong; no process holds them all. What is
+written lies in a hidden folder beside its place and is moved there at the end, so nothing
+half-written is ever found under its name.
 """
 
 from __future__ import annotations
@@ -51,7 +53,16 @@ from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
-from lockstep.tensors.array_file import Array, Layout, archive, create, layout, mapped, write_rows, writing
+from lockstep.tensors.array_file import (
+    Array,
+    Layout,
+    archive,
+    create,
+    layout,
+    mapped,
+    write_rows,
+    writing,
+)
 from lockstep.tensors.pytree import described
 from lockstep.training.evaluation import say_what_collates
 from lockstep.training.run import Run, trained_of
@@ -78,37 +89,44 @@ def predict(
 ) -> Any:
     """What a run's model gives for each sample of a dataset, in the dataset's order.
 
-    The model is in evaluation mode, without gradients; the loss is never called. Samples come as in evaluation: one
-    that is a tuple or list of two is ``(inputs, targets)``, anything else is inputs. A collate of the job is given the
+    The model is in evaluation mode, without gradients; the loss is never called. Samples come as in
+    evaluation: one that is a tuple or list of two is ``(inputs, targets)``, anything else is
+        inputs. A collate of the job is given the
     samples as the data have them, and gives a pair or inputs alone.
 
     Args:
         run: a Run or the path of its folder.
         data: a dataset, or a callable that gives one; ``"eval"`` or ``"train"``: those of the job;
             ``"file.py:name"``: either by its name in a file.
-        out: a file to write, which ends in .npy (one array), .npz, .safetensors (arrays by name) or .jsonl (a line for
-            each sample); without an ending, .npy or .npz is added. NumPy has no bfloat16: it becomes float32 there.
+        out: a file to write, which ends in .npy (one array), .npz, .safetensors (arrays by name) or
+            .jsonl (a line for each sample); without an ending, .npy or .npz is added. NumPy has no
+            bfloat16: it becomes float32 there.
         strategy: as in ``train``; the values are the same under any.
         devices: as in ``train``.
         backend: as in ``train``.
         best: take the weights of the best evaluation.
-        weights: take another safetensors file: in the run's folder (``"ema.safetensors"``), or else by its path.
+        weights: take another safetensors file: in the run's folder (``"ema.safetensors"``), or else
+            by its path.
         overwrite: replace ``out`` where it is there already.
         quiet: print nothing.
-        job_parameters: keyword arguments for the function of the run's job file, over those it was run with.
+        job_parameters: keyword arguments for the function of the run's job file, over those it was
+            run with.
         job: instead of the job file that the run's folder names.
-        trust_job: take the job file that the run's folder names, though it isn't the one that was trained.
+        trust_job: take the job file that the run's folder names, though it isn't the one that was
+            trained.
         settings: fields of the job to replace; ``batch_size`` is that of predicting.
 
     Returns:
-        The path of the file; without ``out`` the outputs themselves, on the CPU, nested as the model gives them (None
-        for what has no row for each sample).
+        The path of the file; without ``out`` the outputs themselves, on the CPU, nested as the
+        model gives them (None for what has no row for each sample).
 
     Raises:
         InputError: something asked for can't be done; nothing was made.
         RunError: it failed on the way; nothing is left behind.
     """
-    its, file = trained_of(run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job)
+    its, file = trained_of(
+        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+    )
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
     its = with_settings(its, settings)
@@ -132,7 +150,9 @@ def predict(
                 assert folder is not None
                 form, places = made
                 return filled(form, mapped(folder, places))
-            if not spread or started_ranks.place().rank == 0:  # as the person wrote it, with the ending that was added
+            if (
+                not spread or started_ranks.place().rank == 0
+            ):  # as the person wrote it, with the ending that was added
                 display.line(f"predictions: {out}{'' if target.suffix else Path(made).suffix}")
             return Path(made)
     finally:
@@ -152,7 +172,7 @@ class _Plan:
     folder: Path | None
 
 
-# ---- what is asked for ----------------------------------------------------------------------------------------------
+# ---- what is asked for ---------------------------------------------------------------------------
 
 
 def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> None:
@@ -161,9 +181,13 @@ def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> Non
         raise InputError(f"out: {target.name} should end in {' or '.join(filter(None, endings))}")
     if target.is_dir():
         raise FolderError(f"{target}: out is a folder; name a file in it")
-    for path in [target] if target.suffix else [target.with_suffix(".npy"), target.with_suffix(".npz")]:
+    for path in (
+        [target] if target.suffix else [target.with_suffix(".npy"), target.with_suffix(".npz")]
+    ):
         if path.exists() and not overwrite:
-            raise FolderError(f"{path}: it is there already; --overwrite replaces it, --out names another")
+            raise FolderError(
+                f"{path}: it is there already; --overwrite replaces it, --out names another"
+            )
 
 
 def folder_beside(target: Path | None) -> Path:
@@ -175,15 +199,21 @@ def folder_beside(target: Path | None) -> Path:
     except FileNotFoundError:
         raise FolderError(f"{target.parent}: there is no such folder for out") from None
     except OSError as error:
-        raise FolderError(f"{target}: can't be written: {error.strerror}; name another file with --out") from error
+        raise FolderError(
+            f"{target}: can't be written: {error.strerror}; name another file with --out"
+        ) from error
 
 
-# ---- on each rank ---------------------------------------------------------------------------------------------------
+# ---- on each rank --------------------------------------------------------------------------------
 
 
 def predict_on(world: World, plan: _Plan) -> Any:
-    """Predict on this rank. Rank 0 gives the file's path, or form and layout of what is in the plan's folder."""
-    folder = plan.folder or Path(world.broadcast_object(str(folder_beside(plan.target)) if world.is_first else ""))
+    """Predict on this rank. Rank 0 gives the file's path, or form and layout of what is in the
+    plan's folder.
+    """
+    folder = plan.folder or Path(
+        world.broadcast_object(str(folder_beside(plan.target)) if world.is_first else "")
+    )
     try:
         found = _Prediction(world, plan, folder).run()
         return found if world.is_first else None
@@ -222,7 +252,9 @@ class _Prediction:
         self.batch_size = job.eval_batch_size or job.batch_size
         self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
         self.form: Any = None
-        self.ending = "" if plan.target is None else plan.target.suffix  # "" is for memory, in the end
+        self.ending = (
+            "" if plan.target is None else plan.target.suffix
+        )  # "" is for memory, in the end
         self.layout: Layout | None = None
 
     def run(self) -> Any:
@@ -230,7 +262,9 @@ class _Prediction:
             with self.step.evaluating():
                 self.without_rows = self._without_rows()
                 # (Under the seed, for models that draw random numbers in evaluation too.)
-                for batch, shares in self.step.over(self._looked_at(self.loader), self._outputs, self.job.seed):
+                for batch, shares in self.step.over(
+                    self._looked_at(self.loader), self._outputs, self.job.seed
+                ):
                     self._write_batch(batch, shares)
         finally:
             self.loader.close()
@@ -244,7 +278,12 @@ class _Prediction:
         """The batches, of which the model is inspected with the first one."""
         for batch in loader.epoch(0):
             if batch.index == 0:
-                look_at_evaluation(self.step, functools.partial(self.step.first_shares, batch), batch.size, again=False)
+                look_at_evaluation(
+                    self.step,
+                    functools.partial(self.step.first_shares, batch),
+                    batch.size,
+                    again=False,
+                )
             yield batch
 
     def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
@@ -260,30 +299,42 @@ class _Prediction:
             for leaf, rows in taken(self.form, outputs, size):
                 if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
                     raise InputError(
-                        f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is {rows.dtype} in another: '
+                        f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is '
+                        f"{rows.dtype} in another: "
                         "return one dtype"
                     )
                 write_rows(self.folder, self.layout, leaf.name, first, rows)
             first += size
 
     def _without_rows(self) -> set[str]:
-        """The names of outputs without a row for each sample, as those of another number of samples show.
+        """The names of outputs without a row for each sample, as those of another number of samples
+        show.
 
-        By chance what has no row for each sample (steps in time) may have as many rows as there are samples in a batch.
+        By chance what has no row for each sample (steps in time) may have as many rows as there are
+        samples in a batch.
         """
         shares = self.step.replicas
         most = -(-min(self.batch_size, self.rows) // shares)
-        number = ((most + 1) // 2 if most > 2 else 3) * shares  # (one sample is squeezed by some models)
+        number = (
+            (most + 1) // 2 if most > 2 else 3
+        ) * shares  # (one sample is squeezed by some models)
         some: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
         job = self.job.replace(eval_batch_size=number, loader_workers=0)
         found: list[str] = []
-        with kept_state(self.step.models()), contextlib.suppress(Exception):  # the model can't take them, or no part
+        with (
+            kept_state(self.step.models()),
+            contextlib.suppress(Exception),
+        ):  # the model can't take them, or no part
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
             # (Threads have to know first what they can't compute at once.)
-            batches = self._looked_at(loader) if self.world.data.local_batches > 1 else loader.epoch(0)
+            batches = (
+                self._looked_at(loader) if self.world.data.local_batches > 1 else loader.epoch(0)
+            )
             for _, made in self.step.over(batches, self.step.predictions, self.job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
-                found += [leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)]
+                found += [
+                    leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)
+                ]
         return {name for names in self.world.gather_objects(found) for name in names}
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
@@ -302,24 +353,35 @@ class _Prediction:
         except Exception as error:
             if is_out_of_memory(error):
                 raise OutOfMemory(
-                    f"out of memory on {self.world.device} in batch {batch.index + 1} of {batch.size} samples: "
+                    f"out of memory on {self.world.device} in batch {batch.index + 1} of "
+                    f"{batch.size} samples: "
                     "use a smaller batch_size"
                 ) from error
             if batch.index:
                 raise
-            parts = [share[0] for share in batch.shares] if batch.shares is not None else batch.parts
+            parts = (
+                [share[0] for share in batch.shares] if batch.shares is not None else batch.parts
+            )
             inputs = next(part.inputs for part in parts if part.size)
-            raise InputError(f"{self.name}: the model can't take {described(inputs)}: {told(error)}") from error
+            raise InputError(
+                f"{self.name}: the model can't take {described(inputs)}: {told(error)}"
+            ) from error
 
     def _begin(self, shares: list[tuple[int, Any]]) -> None:
         """After the first batch, agree on what will be written, and make room for it."""
         forms = [form_of(outputs, size) for size, outputs in shares]
-        here = [list(leaves(form)) for form in forms]  # (and no form: its classes may be of the script's own)
-        every = [(rank, of) for rank, ofs in enumerate(self.world.gather_objects(here)) for of in ofs]
+        here = [
+            list(leaves(form)) for form in forms
+        ]  # (and no form: its classes may be of the script's own)
+        every = [
+            (rank, of) for rank, ofs in enumerate(self.world.gather_objects(here)) for of in ofs
+        ]
         names = ", ".join(leaf.name for leaf in every[0][1])
         for rank, found in every[1:]:
             if (theirs := ", ".join(leaf.name for leaf in found)) != names:
-                raise InputError(f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same")
+                raise InputError(
+                    f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same"
+                )
         # By chance what has no row for each sample may have as many rows on one device.
         no_rows = {leaf.name for _, found in every for leaf in found if isinstance(leaf, Left)}
         no_rows |= self.without_rows
@@ -330,17 +392,26 @@ class _Prediction:
         self.form = left_out(forms[0], no_rows) if forms else None
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
         if left and self.world.is_first:
-            self.world.tell(Line.note(f"left out, since they have no row for each sample: {', '.join(left)}"))
+            self.world.tell(
+                Line.note(f"left out, since they have no row for each sample: {', '.join(left)}")
+            )
         if self.ending == ".jsonl":
-            write_lines(self.folder, self.world.rank, self.form, None, 0)  # each rank has a file, if an empty one
+            write_lines(
+                self.folder, self.world.rank, self.form, None, 0
+            )  # each rank has a file, if an empty one
             return
         for leaf in first:
             if isinstance(leaf, Items):
                 raise InputError(
-                    f'outputs: "{leaf.name}" is a list with an item for each sample, which no array can hold: '
+                    f'outputs: "{leaf.name}" is a list with an item for each sample, which no '
+                    "array can hold: "
                     "write them to a .jsonl file"
                 )
-        arrays = [Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape)) for leaf in first if isinstance(leaf, Rows)]
+        arrays = [
+            Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape))
+            for leaf in first
+            if isinstance(leaf, Rows)
+        ]
         if self.plan.target is not None:
             self.ending = self.ending or (".npy" if len(arrays) == 1 else ".npz")
         self.layout = layout(self.ending, arrays)
@@ -354,7 +425,9 @@ class _Prediction:
         assert target is not None
         if self.layout is None:
             whole = self.folder / "merged"
-            sizes = (min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size))
+            sizes = (
+                min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size)
+            )
             with writing(whole):
                 merge(whole, self.folder, self.world.size, sizes)
         else:
@@ -371,7 +444,9 @@ class _Prediction:
 
 
 class _NoOptimizer(torch.optim.Optimizer):
-    """Stands where a Step wants an optimizer: nothing is updated. (PyTorch's own import its compiler, 0.8 s.)"""
+    """Stands where a Step wants an optimizer: nothing is updated. (PyTorch's own import its
+    compiler, 0.8 s.)
+    """
 
     elementwise = True  # for fsdp
 

@@ -1,6 +1,7 @@
 """The clock of a profile: what each thread of this process does when, in one step after another.
 
-It is an observer of the steps that it clocks. No other step has one, so a training without a profile has nothing of it.
+It is an observer of the steps that it clocks. No other step has one, so a training without a
+profile has nothing of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ from lockstep.strategies.steps.step import Step
 
 @dataclass
 class _Place:
-    """Where a thread is: whose times it notes, and for each open phase the time that belongs to inner ones."""
+    """Where a thread is: whose times it notes, and for each open phase the time that belongs to
+    inner ones.
+    """
 
     times: StepTimes
     inner: list[float] = field(default_factory=list)
@@ -36,14 +39,18 @@ class _Place:
 
 
 class Clock(Observer):
-    """Notes when this process's threads begin and end what, while it is ``observing`` the updates of a step."""
+    """Notes when this process's threads begin and end what, while it is ``observing`` the
+    updates of a step.
+    """
 
     def __init__(self, step: Step) -> None:
         self._world = world = step.world
         self.track = Track(world.rank, str(world.device))  # of the thread that runs the loop
         self.overlaps = False  # whether a sum ran inside of a backward
         self._runner: Runner | None = getattr(step, "runner", None)
-        self.timelines: dict[str, Timeline] = {}  # by title, when stages computed, once it has observed
+        self.timelines: dict[
+            str, Timeline
+        ] = {}  # by title, when stages computed, once it has observed
         self.whose = step.timed  # what has a track: threads do where they compute
         devices = () if self.whose == "rank" else world.devices
         before = world.rank * len(devices)
@@ -56,12 +63,16 @@ class Clock(Observer):
 
     @property
     def replicas(self) -> list[Track]:
-        """A track for each device that this process drives: its own thread's time, and the loop's."""
+        """A track for each device that this process drives: its own thread's time, and the
+        loop's.
+        """
         return self._threads or [self.track]
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Meanwhile it is among the step's observers; a step that is open at the end is forgotten."""
+        """Meanwhile it is among the step's observers; a step that is open at the end is
+        forgotten.
+        """
         self._world.observers.append(self)
         if self._runner is not None:
             self._runner.timelines = []
@@ -70,12 +81,16 @@ class Clock(Observer):
         finally:
             self._world.observers.remove(self)
             if self._runner is not None:
-                self.timelines = _timelines_of(self._runner, ", rank 0" if self._world.size > 1 else "")
+                self.timelines = _timelines_of(
+                    self._runner, ", rank 0" if self._world.size > 1 else ""
+                )
                 self._runner.timelines = None
             self.forget_step()
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; a step begins with asking for its batch, and ends when the next is asked for."""
+        """The same batches; a step begins with asking for its batch, and ends when the next is
+        asked for.
+        """
         while True:
             self._begin_step()
             with self.phase("loading", "load"):
@@ -135,14 +150,18 @@ class Clock(Observer):
             self._named = None
 
     def wait(self) -> None:
-        """On an accelerator: until all that was asked of it is done, so that the time is its own."""
+        """On an accelerator: until all that was asked of it is done, so that the time is its
+        own.
+        """
         if self._on_accelerator:
             for device in self._world.devices:
                 torch.accelerator.synchronize(device.torch)
 
     @contextlib.contextmanager
     def phase(self, kind: Kind, name: str) -> Iterator[None]:
-        """What this thread does now. Phases may lie inside one another; each has what its inner ones leave."""
+        """What this thread does now. Phases may lie inside one another; each has what its inner
+        ones leave.
+        """
         place: _Place | None = getattr(self._here, "place", None)
         if place is None:  # a thread of autograd's, say: its work is part of what waits for it
             yield
@@ -201,7 +220,9 @@ class Clock(Observer):
             place.inner[-1] += seconds
         if is_queued:  # on accelerators, by threads that have no times of their own
             place.times.add("computing", "stages", seconds)
-        for track, computed in zip(self._threads, timelines[-1].busy if timelines else (), strict=True):
+        for track, computed in zip(
+            self._threads, timelines[-1].busy if timelines else (), strict=True
+        ):
             track.steps[-1].add("computing", "stages", computed)
             track.steps[-1].add("waiting", "other stages", max(0.0, seconds - computed))
 
@@ -220,10 +241,11 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """PyTorch's reducer sums while backward runs; what is left when backward's own work is done is a collective.
+        """PyTorch's reducer sums while backward runs; what is left when backward's own work is done
+        is a collective.
 
-        The reducer waits for it in a callback at the end of backward, and one that was asked for before the reducer's
-        runs before it.
+        The reducer waits for it in a callback at the end of backward, and one that was asked for
+        before the reducer's runs before it.
         """
         if not sums:
             yield
@@ -248,16 +270,22 @@ class Clock(Observer):
 
 
 def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
-    """When each stage computed in a usual update, and when it ideally would have; empty where nothing was noted.
+    """When each stage computed in a usual update, and when it ideally would have; empty where
+    nothing was noted.
 
-    Usual is the one of middle length, among those with as many micro-batches as most have. ``whose`` ends the title of
-    what was measured, where each rank has its own.
+    Usual is the one of middle length, among those with as many micro-batches as most have.
+    ``whose`` ends the title of what was measured, where each rank has its own.
     """
     noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
     if not noted:
         return {}
-    counts = [1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted]
+    counts = [
+        1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted
+    ]
     count = Counter(counts).most_common(1)[0][0]
     equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
     middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
-    return {f"measured{whose}": middle, "ideal, with the same stage times": ideal(runner.schedule(count), equal)}
+    return {
+        f"measured{whose}": middle,
+        "ideal, with the same stage times": ideal(runner.schedule(count), equal),
+    }

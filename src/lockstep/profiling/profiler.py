@@ -51,7 +51,8 @@ STEPS = 10
 class Profiler:
     """Profiles some steps of a training on this rank; each rank has one.
 
-    Traces and ``summary.json`` go to the run's folder. A training known to be short is warmed up for fewer ``steps``.
+    Traces and ``summary.json`` go to the run's folder. A training known to be short is warmed up
+    for fewer ``steps``.
     """
 
     def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
@@ -72,11 +73,16 @@ class Profiler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._stop()
         if kind is None and not self._done and self._world.is_first:
-            self._world.tell(Line.note(f"no profile: the training ended after step {self._world.step}"))
+            self._world.tell(
+                Line.note(f"no profile: the training ended after step {self._world.step}")
+            )
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """The same batches; what happens between them is looked at."""
@@ -95,7 +101,9 @@ class Profiler:
         yield from batches
 
     def end_epoch(self) -> None:
-        """The epoch's last step is done: a profile that has begun ends here. Every rank calls this."""
+        """The epoch's last step is done: a profile that has begun ends here. Every rank calls
+        this.
+        """
         self._clock.end_step()
         if self._clock.track.steps and not self._done:
             self._finish()
@@ -104,12 +112,15 @@ class Profiler:
             self._trace = None
 
     def _begin(self) -> None:
-        # Kineto says on standard error that it begins and ends, unless told otherwise before its first use.
+        # Kineto says on standard error that it begins and ends, unless told otherwise before its
+        # first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         wanted = {"CPU", self._world.device.type.upper()}
         activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
         threads = _all_threads(len(self._world.devices))
-        trace = profile(activities=activities, experimental_config=threads, acc_events=True)  # (of its one cycle)
+        trace = profile(
+            activities=activities, experimental_config=threads, acc_events=True
+        )  # (of its one cycle)
         trace.start()
         self._trace = trace
         self._observing.enter_context(self._clock.observing())
@@ -120,7 +131,9 @@ class Profiler:
             self._trace.stop()
 
     def _finish(self) -> None:
-        """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every rank calls this."""
+        """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every
+        rank calls this.
+        """
         self._stop()
         timelines = self._clock.timelines
         self._done = True
@@ -131,7 +144,9 @@ class Profiler:
             self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
             said = _save(timelines, folder) if timelines and world.is_first else []
         except OSError as error:
-            raise SaveError(f"{folder}: the profile could not be written: {error.strerror or error}") from error
+            raise SaveError(
+                f"{folder}: the profile could not be written: {error.strerror or error}"
+            ) from error
         self._trace = None
         count = len(self._clock.track.steps)
         last = world.step
@@ -165,12 +180,21 @@ class Profiler:
                 "last_step": found.last,
                 f"{whose}s": [
                     {whose: row.number, "device": row.device, "step_seconds": row.step}
-                    | {"seconds": row.kinds, "shares": {kind: s / row.step for kind, s in row.kinds.items()}}
+                    | {
+                        "seconds": row.kinds,
+                        "shares": {kind: s / row.step for kind, s in row.kinds.items()},
+                    }
                     | {"phases": row.phases}
                     for row in found.rows
                 ],
-                **({"bubbles": {title: one.bubble for title, one in timelines.items()}} if timelines else {}),
-                "processes": [{"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of],
+                **(
+                    {"bubbles": {title: one.bubble for title, one in timelines.items()}}
+                    if timelines
+                    else {}
+                ),
+                "processes": [
+                    {"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of
+                ],
                 "notes": found.notes,
             },
         )
@@ -178,22 +202,39 @@ class Profiler:
 
     def _notes(self, whose: str) -> Iterator[str]:
         if whose == "replica":
-            yield "waiting: a replica that is done before the slowest; computing: waiting for Python's lock too"
+            yield (
+                "waiting: a replica that is done before the slowest; computing: waiting for "
+                "Python's lock too"
+            )
         if whose == "device":
-            yield "waiting: for what another device's layers have to give; computing: waiting for Python's lock too"
+            yield (
+                "waiting: for what another device's layers have to give; computing: waiting for "
+                "Python's lock too"
+            )
         if self._clock.overlaps:
             yield "communicating: only what backward did not hide (sums run while it computes)"
         if self._world.nodes > 1:
-            yield "waiting: in a collective, longer than the rank that was in it for the shortest time"
+            yield (
+                "waiting: in a collective, longer than the rank that was in it for the shortest "
+                "time"
+            )
         if not self._world.device.is_slot:
-            yield "each phase waits for the device, so these steps are slower than without --profile"
+            yield (
+                "each phase waits for the device, so these steps are slower than without --profile"
+            )
 
 
 def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> Iterator[str]:
     """What each process keeps, and the most that it had in a step."""
     kept, peaks = [kept for kept, _ in bytes_of], [peak for _, peak in bytes_of if peak is not None]
-    text = f"memory of a process: weights, gradients and the optimizer's state {_least_to_most(kept)}"
-    yield text + (f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}" if peaks else "")
+    text = (
+        f"memory of a process: weights, gradients and the optimizer's state {_least_to_most(kept)}"
+    )
+    yield text + (
+        f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}"
+        if peaks
+        else ""
+    )
 
 
 def _least_to_most(sizes: Sequence[int]) -> str:
@@ -213,7 +254,9 @@ def _all_threads(devices: int) -> Any:
 
 
 def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
-    """Write them as ``timeline.json``, and ``timeline.png`` where matplotlib is; gives what should be said."""
+    """Write them as ``timeline.json``, and ``timeline.png`` where matplotlib is; gives what
+    should be said.
+    """
     told = {title: one.plain() for title, one in timelines.items()}
     (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": told}))
     if find_spec("matplotlib") is None:
@@ -227,5 +270,7 @@ def _bytes_kept(step: Step) -> int:
     """Of weights, gradients and the optimizer's state of this process, between updates."""
     parts = list(step.parts().values())
     state = [dict(of) for of in getattr(step.optimizer, "state", {}).values()]
-    held = [t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided]
+    held = [
+        t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided
+    ]
     return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())

@@ -1,13 +1,16 @@
-"""Where the time of a profiled step went: the clocks of all ranks laid side by side, and the table that a person reads.
+"""Where the time of a profiled step went: the clocks of all ranks laid side by side, and the table
+that a person reads.
 
-A rank that is in a collective either waits for the last rank to come, or takes part in the transfer::
+A rank that is in a collective either waits for the last rank to come, or takes part in the
+transfer::
 
     rank 0   computing |  waiting   | communicating |
     rank 1   computing              | communicating |
                        ^ enters     ^ the last one enters
 
-With one clock for all (ranks of one machine, replicas of one process) the last entry is known. Clocks of several
-machines differ; there the shortest stay of any rank counts as communicating, and what others stayed longer as waiting.
+With one clock for all (ranks of one machine, replicas of one process) the last entry is known.
+Clocks of several machines differ; there the shortest stay of any rank counts as communicating, and
+what others stayed longer as waiting.
 """
 
 from __future__ import annotations
@@ -36,7 +39,9 @@ class StepTimes:
     """What one rank, or one replica, noted in one step. Times are in seconds."""
 
     wall: float = 0.0  # from asking for the batch until the loop comes back to ask for the next
-    spent: dict[tuple[Kind, str], float] = field(default_factory=dict)  # by kind and phase, without what is inside it
+    spent: dict[tuple[Kind, str], float] = field(
+        default_factory=dict
+    )  # by kind and phase, without what is inside it
     # For each kind of collective the moments of entering and leaving, in the order of the calls.
     collectives: dict[Collective, list[tuple[float, float]]] = field(default_factory=dict)
 
@@ -57,8 +62,8 @@ class Track:
 def times_of(tracks: Sequence[Track], *, one_clock: bool) -> tuple[TimesOf, ...]:
     """The mean step of each track, its collectives divided in waiting and communicating.
 
-    The tracks are those of all ranks (or replicas), in order, with equally many steps. With ``one_clock``, moments of
-    different tracks can be compared.
+    The tracks are those of all ranks (or replicas), in order, with equally many steps. With
+    ``one_clock``, moments of different tracks can be compared.
     """
     for together in zip(*(track.steps for track in tracks), strict=True):
         _divide(together, one_clock)
@@ -70,7 +75,9 @@ def _divide(steps: Sequence[StepTimes], one_clock: bool) -> None:
     for name, parties in {key for step in steps for key in step.collectives}:
         present = steps[:parties]
         calls = [step.collectives.get((name, parties), []) for step in present]
-        if len({len(mine) for mine in calls}) > 1:  # some didn't note theirs: who waited for whom isn't known
+        if (
+            len({len(mine) for mine in calls}) > 1
+        ):  # some didn't note theirs: who waited for whom isn't known
             for step, mine in zip(present, calls, strict=True):
                 step.add("communicating", name, sum(left - entered for entered, left in mine))
             continue
@@ -98,12 +105,16 @@ def _mean(track: Track) -> TimesOf:
     return TimesOf(track.number, track.device, wall, kinds, phases)
 
 
-# ---- what a person reads --------------------------------------------------------------------------------------------
+# ---- what a person reads -------------------------------------------------------------------------
 
 
 def lines_of(profile: Profile, width: int = 80) -> list[str]:
     """A table with a row for each rank, or in a narrow terminal a few lines for each."""
-    steps = f"steps {profile.first} to {profile.last}" if profile.last > profile.first else f"step {profile.first}"
+    steps = (
+        f"steps {profile.first} to {profile.last}"
+        if profile.last > profile.first
+        else f"step {profile.first}"
+    )
     lines = _wrapped(f"profile of {steps}, in ms per step and % of it:", width)
     shown = profile.rows[:_ROWS]
     lines += _table(profile.whose, shown) if width >= _WIDE else _list(profile.whose, shown)
@@ -116,7 +127,9 @@ def lines_of(profile: Profile, width: int = 80) -> list[str]:
 
 
 def _table(whose: str, rows: Iterable[TimesOf]) -> list[str]:
-    lines = [f"{whose:<10}" + "".join(f"{kind:>{_column(kind)}}" for kind in KINDS) + f"{'step':>7}"]
+    lines = [
+        f"{whose:<10}" + "".join(f"{kind:>{_column(kind)}}" for kind in KINDS) + f"{'step':>7}"
+    ]
     for row in rows:
         cells = "".join(
             f"{f'{milliseconds(row.kinds[kind])} {row.kinds[kind] / row.step:>4.0%}':>{_column(kind)}}"
@@ -134,12 +147,17 @@ def _list(whose: str, rows: Iterable[TimesOf]) -> list[str]:
     lines = []
     for row in rows:
         lines.append(f"{whose} {row.number} {row.device}: {milliseconds(row.step)} ms")
-        lines += [f"  {k:<13} {milliseconds(row.kinds[k]):>6} {row.kinds[k] / row.step:>4.0%}" for k in KINDS]
+        lines += [
+            f"  {k:<13} {milliseconds(row.kinds[k]):>6} {row.kinds[k] / row.step:>4.0%}"
+            for k in KINDS
+        ]
     return lines
 
 
 def milliseconds(seconds: float) -> str:
-    """``0.123``, ``1.23``, ``12.3``, ``1234``: three places or the whole number, at most six characters or so."""
+    """``0.123``, ``1.23``, ``12.3``, ``1234``: three places or the whole number, at most six
+    characters or so.
+    """
     value = max(seconds, 0.0) * 1e3
     for limit, places in ((0.9995, 3), (9.995, 2), (99.95, 1)):
         if value < limit:

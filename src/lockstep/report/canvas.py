@@ -1,4 +1,6 @@
-"""The canvas: figures of matplotlib, without its global state, and the files that they are written to."""
+"""The canvas: figures of matplotlib, without its global state, and the files that they are
+written to.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def new_figure(width: float, height: float, what: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError(
-            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave it out"
+            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave "
+            "it out"
         ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
@@ -61,7 +64,8 @@ def png(figure: Figure) -> bytes:
 
 
 def check_file(path: Path, what: str) -> None:
-    """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls that ``what``.
+    """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls
+    that ``what``.
 
     Raises:
         InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
@@ -87,7 +91,9 @@ def _format_of(path: Path, figure: Figure) -> str:
     ending = path.suffix.lstrip(".").lower()
     if ending not in figure.canvas.get_supported_filetypes():
         what = (
-            f'"{path.suffix}" is no picture that can be drawn' if ending else "a name without an ending says no format"
+            f'"{path.suffix}" is no picture that can be drawn'
+            if ending
+            else "a name without an ending says no format"
         )
         raise InputError(f"{path}: {what}: take .png, .svg or .pdf")
     return ending

@@ -1,4 +1,5 @@
-"""Charts as data: what is shown, its ``numbers`` as a table, what is ``told`` in its place, its drawing at any width.
+"""Charts as data: what is shown, its ``numbers`` as a table, what is ``told`` in its place, its
+drawing at any width.
 
 Bars lie, with their names to the left: names are long, and a telephone is narrow.
 """
@@ -53,7 +54,9 @@ class Bars:
 
     def told(self) -> str:
         """``Bars of samples per second: single 4,000; ddp 7,400.``"""
-        shown = "; ".join(f"{name} {short(value)}" for name, value in zip(self.names, self.values, strict=True))
+        shown = "; ".join(
+            f"{name} {short(value)}" for name, value in zip(self.names, self.values, strict=True)
+        )
         return f"Bars, {self.unit}: {shown}."
 
     def draw(self, width: float) -> Figure:
@@ -61,14 +64,35 @@ class Bars:
         figure = new_figure(width, 0.75 + 0.34 * len(self.names), self.unit)
         axes = plain_axes(figure)
         kinds = list(dict.fromkeys(self.kinds or ()))
-        colours = [COLOURS[kinds.index(k) % len(COLOURS)] for k in self.kinds] if self.kinds else COLOURS[0]
+        colours = (
+            [COLOURS[kinds.index(k) % len(COLOURS)] for k in self.kinds]
+            if self.kinds
+            else COLOURS[0]
+        )
         errors = None if self.spreads is None else _errors(self.values, self.spreads)
-        bars = axes.barh(range(len(self.names)), self.values, xerr=errors, error_kw=_SPREAD, height=0.68, color=colours)
+        bars = axes.barh(
+            range(len(self.names)),
+            self.values,
+            xerr=errors,
+            error_kw=_SPREAD,
+            height=0.68,
+            color=colours,
+        )
         notes = [f"  {note}" if note else "" for note in self.notes or [""] * len(self.names)]
-        _mark(axes, bars, [f"{short(value)}{note}" for value, note in zip(self.values, notes, strict=True)])
+        _mark(
+            axes,
+            bars,
+            [f"{short(value)}{note}" for value, note in zip(self.values, notes, strict=True)],
+        )
         ends = [*self.values, *(high for _, high in self.spreads or ())]
         room = 1.3 if width >= _NARROW else 1.75
-        _finish(axes, self.names, self.unit, max(ends, default=0.0) * (room if self.notes else room - 0.12), width)
+        _finish(
+            axes,
+            self.names,
+            self.unit,
+            max(ends, default=0.0) * (room if self.notes else room - 0.12),
+            width,
+        )
         return figure
 
 
@@ -102,14 +126,22 @@ class Stacks:
         for colour, (part, values) in zip(COLOURS, self.parts.items(), strict=False):
             lengths = [max(0.0, value) for value in values]
             bars = axes.barh(
-                range(len(self.names)), lengths, left=begins, height=0.68, color=colour, label=words(part),
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
+                range(len(self.names)),
+                lengths,
+                left=begins,
+                height=0.68,
+                color=colour,
+                label=words(part),
+                edgecolor="white",
+                linewidth=0.5,
+            )
             begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
         _mark(axes, bars, list(map(short, begins)))
         _finish(axes, self.names, self.unit, max(begins, default=0.0) * 1.14, width)
         columns = len(self.parts) if rows == 1 else math.ceil(len(self.parts) / rows)
-        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1.1)
+        figure.legend(
+            loc="outside upper left", ncols=columns, frameon=False, fontsize=8.5, handlelength=1.1
+        )
         return figure
 
 
@@ -122,22 +154,32 @@ class Lines:
     series: Mapping[str, Sequence[tuple[float, float]]]  # by name, the points (x, y)
     # By name, from where to where the y of each point goes; those that have any.
     spreads: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
-    levels: Mapping[str, float] = field(default_factory=dict)  # by name, what the lines are held against: a y
-    # The axis is one of values that were chosen, and they are marked: "doubling" where they are factors apart (1, 2, 4,
-    # 8), each then as far from the next; "even" where they are steps apart (32, 48, 64).
+    levels: Mapping[str, float] = field(
+        default_factory=dict
+    )  # by name, what the lines are held against: a y
+    # The axis is one of values that were chosen, and they are marked: "doubling" where they are
+    # factors apart (1, 2, 4, 8), each then as far from the next; "even" where they are steps apart
+    # (32, 48, 64).
     chosen: Literal["", "doubling", "even"] = ""
 
     def numbers(self) -> Numbers:
-        """A row for each x, a column for each line, and its lowest and highest where it has them."""
+        """A row for each x, a column for each line, and its lowest and highest where it has
+        them.
+        """
         columns: dict[str, dict[float, float]] = {}
         for name, points in self.series.items():
             columns[name] = dict(points)
             if name in self.spreads:
-                ends = [(x, low, high) for (x, _), (low, high) in zip(points, self.spreads[name], strict=True)]
+                ends = [
+                    (x, low, high)
+                    for (x, _), (low, high) in zip(points, self.spreads[name], strict=True)
+                ]
                 columns[f"{name}, lowest"] = {x: low for x, low, _ in ends}
                 columns[f"{name}, highest"] = {x: high for x, _, high in ends}
         columns |= {name: dict.fromkeys(self._places, level) for name, level in self.levels.items()}
-        return [self.x, *columns], [(x, *(column.get(x) for column in columns.values())) for x in self._places]
+        return [self.x, *columns], [
+            (x, *(column.get(x) for column in columns.values())) for x in self._places
+        ]
 
     @property
     def _places(self) -> list[float]:
@@ -163,7 +205,8 @@ class Lines:
         axes = plain_axes(figure)
         dashes = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
         for i, (name, points) in enumerate(self.series.items()):
-            # Where there are several the first are the widest, so that they show beneath the others.
+            # Where there are several the first are the widest, so that they show beneath the
+            # others.
             axes.plot(
                 [x for x, _ in points],
                 [y for _, y in points],
@@ -179,7 +222,9 @@ class Lines:
                 axes.errorbar(xs, ys, yerr=_errors(ys, self.spreads[name]), fmt="none", **_SPREAD)
         for i, (name, level) in enumerate(self.levels.items()):
             colour = COLOURS[(len(self.series) + i) % len(COLOURS)]
-            axes.axhline(level, color=colour, label=words(name), linewidth=1.4, linestyle=dashes[1 + i % 3])
+            axes.axhline(
+                level, color=colour, label=words(name), linewidth=1.4, linestyle=dashes[1 + i % 3]
+            )
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=9, color=FAINT)
         axes.set_ylabel(words(self.y), fontsize=9, color=FAINT)
@@ -199,7 +244,10 @@ class Lines:
 def _errors(values: Sequence[float], spreads: Sequence[tuple[float, float]]) -> list[list[float]]:
     """How far each spread goes below its value, and how far above."""
     pairs = list(zip(values, spreads, strict=True))
-    return [[max(0.0, v - low) for v, (low, _) in pairs], [max(0.0, high - v) for v, (_, high) in pairs]]
+    return [
+        [max(0.0, v - low) for v, (low, _) in pairs],
+        [max(0.0, high - v) for v, (_, high) in pairs],
+    ]
 
 
 def _mark(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
@@ -209,7 +257,9 @@ def _mark(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
 
 def _finish(axes: Axes, names: Sequence[str], unit: str, end: float, width: float) -> None:
     """Names to the left of lying bars, and the axis of their values."""
-    axes.set_yticks(range(len(names)), [words(_folded(name, 16 if width < _NARROW else 34)) for name in names])
+    axes.set_yticks(
+        range(len(names)), [words(_folded(name, 16 if width < _NARROW else 34)) for name in names]
+    )
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(0, end or 1.0)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
@@ -222,7 +272,9 @@ def _folded(name: str, length: int) -> str:
     """A long name in two lines."""
     if len(name) <= length or " " not in name:
         return name
-    middle = min((i for i, letter in enumerate(name) if letter == " "), key=lambda i: abs(i - len(name) // 2))
+    middle = min(
+        (i for i, letter in enumerate(name) if letter == " "), key=lambda i: abs(i - len(name) // 2)
+    )
     return f"{name[:middle]}\n{name[middle + 1 :]}"
 
 

@@ -1,11 +1,12 @@
-"""A page: sections of text, figures and tables, as one HTML file that needs no other, and no network.
+"""A page: sections of text, figures and tables, as one HTML file that needs no other, and no
+network.
 
 ::
 
     folder/
-      report.html           pictures inside of it; each figure also as a table, and as CSV to take away
-      figures/NAME.png      the same pictures
-      figures/NAME.csv      the same tables
+      report.html        pictures inside of it; each figure also as a table, and as CSV to take away
+      figures/NAME.png   the same pictures
+      figures/NAME.csv   the same tables
 """
 
 from __future__ import annotations
@@ -83,18 +84,26 @@ def write(page: Page, folder: Path) -> Path:
         import jinja2
         import matplotlib.figure  # noqa: F401 — so that nothing is half written
     except ImportError as error:
-        raise InputError(f"a report needs {error.name}: pip install 'torch-lockstep[report]'") from None
+        raise InputError(
+            f"a report needs {error.name}: pip install 'torch-lockstep[report]'"
+        ) from None
     here = importlib.resources.files("lockstep.report")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
     template = environment.from_string((here / "page.html").read_text())
     figures = folder / "figures"
     try:
         figures.mkdir(parents=True, exist_ok=True)
         sections = [(one, [_shown(part, figures) for part in one.parts]) for one in page.sections]
         out = folder / "report.html"
-        write_over(out, template.render(page=page, sections=sections, css=(here / "page.css").read_text()))
+        write_over(
+            out, template.render(page=page, sections=sections, css=(here / "page.css").read_text())
+        )
     except OSError as error:
-        raise FolderError(f"{folder}: the report can't be written: {error.strerror or error}") from error
+        raise FolderError(
+            f"{folder}: the report can't be written: {error.strerror or error}"
+        ) from error
     return out
 
 
@@ -103,10 +112,21 @@ def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
     head, rows = (part.head, part.rows) if isinstance(part, Table) else part.chart.numbers()
     text = _csv(head, rows)
     write_over(folder / f"{part.name}.csv", text)
-    words = [["" if cell is None else cell if isinstance(cell, str) else short(cell) for cell in row] for row in rows]
+    words = [
+        ["" if cell is None else cell if isinstance(cell, str) else short(cell) for cell in row]
+        for row in rows
+    ]
     # Columns, counted from 1, whose cells are sentences rather than numbers.
-    wordy = {i for i, column in enumerate(zip(*words, strict=True), 1) if max(map(len, column)) > 30}
-    shown: dict[str, Any] = {"part": part, "head": head, "rows": words, "wordy": wordy, "csv": _data("text/csv", text)}
+    wordy = {
+        i for i, column in enumerate(zip(*words, strict=True), 1) if max(map(len, column)) > 30
+    }
+    shown: dict[str, Any] = {
+        "part": part,
+        "head": head,
+        "rows": words,
+        "wordy": wordy,
+        "csv": _data("text/csv", text),
+    }
     if isinstance(part, Figure):
         wide = png(part.chart.draw(WIDE))
         write_over(folder / f"{part.name}.png", wide)

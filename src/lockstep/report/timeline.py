@@ -1,4 +1,6 @@
-"""A timeline: when each device did what, simulated or measured. Pipelines make them, reports draw them."""
+"""A timeline: when each device did what, simulated or measured. Pipelines make them, reports
+draw them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from lockstep.errors import StrategyError
 
 
 class Action(NamedTuple):
-    """One turn of a stage: the forward (``"F"``) or the backward (``"B"``) of a micro-batch, each from 0."""
+    """One turn of a stage: the forward (``"F"``) or the backward (``"B"``) of a micro-batch,
+    each from 0.
+    """
 
     stage: int
     kind: Literal["F", "B"]
@@ -30,7 +34,9 @@ class Action(NamedTuple):
         """
         match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
         if match is None:
-            raise StrategyError(f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0')
+            raise StrategyError(
+                f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0'
+            )
         return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
 
 
@@ -80,7 +86,9 @@ class Timeline:
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     def plain(self) -> list[list[list[Any]]]:
-        """For each device a list of (action's word, start, end), from the first action on: what a file can hold."""
+        """For each device a list of (action's word, start, end), from the first action on: what
+        a file can hold.
+        """
         return [
             [[str(action), start - self.start, end - self.start] for action, start, end in spans]
             for spans in self.devices
@@ -89,7 +97,9 @@ class Timeline:
     @classmethod
     def of(cls, kept: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
         """What ``plain`` gave."""
-        return cls(tuple(tuple(Span(Action.parse(word), a, b) for word, a, b in spans) for spans in kept))
+        return cls(
+            tuple(tuple(Span(Action.parse(word), a, b) for word, a, b in spans) for spans in kept)
+        )
 
     def times(self, factor: float) -> Timeline:
         """The same in another unit of time."""
@@ -101,10 +111,12 @@ class Timeline:
         )
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
-        """What each device holds at most of micro-batches that have had their forward and not yet their backward.
+        """What each device holds at most of micro-batches that have had their forward and not yet
+        their backward.
 
         Args:
-            sizes: by stage, what one micro-batch leaves there (bytes, say); None counts micro-batches of stages.
+            sizes: by stage, what one micro-batch leaves there (bytes, say); None counts
+                micro-batches of stages.
         """
         peaks = []
         for spans in self.devices:

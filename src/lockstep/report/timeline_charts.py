@@ -1,4 +1,6 @@
-"""Timelines of a pipeline, one above the other on one scale: which device works on which micro-batch, and when."""
+"""Timelines of a pipeline, one above the other on one scale: which device works on which
+micro-batch, and when.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,15 @@ class Timelines:
     def numbers(self) -> Numbers:
         """A row for each action: whose timeline, device, stage, kind, micro-batch, start, end."""
         rows = [
-            (title, device, span.action.stage, span.action.kind, span.action.microbatch, span.start, span.end)
+            (
+                title,
+                device,
+                span.action.stage,
+                span.action.kind,
+                span.action.microbatch,
+                span.start,
+                span.end,
+            )
             for title, timeline in self.timelines.items()
             for device, spans in enumerate(timeline.devices)
             for span in spans
@@ -40,16 +50,21 @@ class Timelines:
     def told(self) -> str:
         """How long each takes, on how many devices."""
         ends = [
-            f"{title}: {counted(len(timeline.devices), 'device')}, {timeline.makespan:.4g} {self.unit}".strip()
+            f"{title}: {counted(len(timeline.devices), 'device')}, {timeline.makespan:.4g} "
+            f"{self.unit}".strip()
             for title, timeline in self.timelines.items()
         ]
         return f"What each device of a pipeline does over time. {'; '.join(ends)}."
 
     def draw(self, width: float) -> Figure:
-        """A row for each device; forwards blue, backwards orange, with the number of the micro-batch."""
+        """A row for each device; forwards blue, backwards orange, with the number of the
+        micro-batch.
+        """
         heights = [len(timeline.devices) + 1 for timeline in self.timelines.values()]
         figure = new_figure(width, 1.0 + 0.42 * sum(heights) + 0.33 * len(heights), "a timeline")
-        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+        axes = figure.subplots(
+            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
+        )
         longest = max((timeline.makespan for timeline in self.timelines.values()), default=0.0)
         for (title, timeline), axis in zip(self.timelines.items(), axes[:, 0], strict=True):
             _draw_one(axis, title, timeline, longest)
@@ -62,7 +77,9 @@ class Timelines:
         from matplotlib.patches import Patch
 
         chunks = max(map(_chunks, self.timelines.values()), default=1)
-        which = [""] if chunks == 1 else [f", stage {chunk + 1} of a device" for chunk in range(chunks)]
+        which = (
+            [""] if chunks == 1 else [f", stage {chunk + 1} of a device" for chunk in range(chunks)]
+        )
         handles = [
             Patch(color=_colour(kind, chunk, chunks), label=f"{word}{which[chunk]}")
             for chunk in range(chunks)
@@ -70,16 +87,22 @@ class Timelines:
         ]
         handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
         columns = (2 if chunks == 1 else 1) if narrow else 3
-        figure.legend(handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5)
+        figure.legend(
+            handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5
+        )
 
 
 def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
-    """A pipeline's turns (by title, ``Timeline.plain`` in seconds) as a chart in ms; its caption with the bubbles."""
+    """A pipeline's turns (by title, ``Timeline.plain`` in seconds) as a chart in ms; its caption
+    with the bubbles.
+    """
     timelines = {title: Timeline.of(one).times(1e3) for title, one in kept.items()}
     bubbles = "; ".join(f"{title}: {100 * one.bubble:.1f} %" for title, one in timelines.items())
     caption = (
-        "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a stage would wait for "
-        f"nothing but what another gives. The bubble, the share of the devices' time that is waited: {bubbles}."
+        "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a "
+        "stage would wait for "
+        "nothing but what another gives. The bubble, the share of the devices' time that is "
+        f"waited: {bubbles}."
     )
     return Timelines(timelines, "ms"), caption
 
@@ -91,11 +114,29 @@ def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> Non
         for action, start, end in spans:
             begin = start - timeline.start
             colour = _colour(action.kind, action.stage // len(timeline.devices), chunks)
-            axis.barh(device, end - start, left=begin, height=0.86, color=colour, edgecolor="white", linewidth=0.6)
+            axis.barh(
+                device,
+                end - start,
+                left=begin,
+                height=0.86,
+                color=colour,
+                edgecolor="white",
+                linewidth=0.6,
+            )
             if end - start > longest / 110:
                 middle = begin + (end - start) / 2
-                axis.text(middle, device, str(action.microbatch), ha="center", va="center", fontsize=7, color="white")
-    axis.set_yticks(range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))])
+                axis.text(
+                    middle,
+                    device,
+                    str(action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
+                )
+    axis.set_yticks(
+        range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))]
+    )
     axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
     axis.set_xlim(0, longest)
     axis.set_facecolor(_WAITING)

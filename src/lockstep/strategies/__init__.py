@@ -1,6 +1,8 @@
-"""The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this list.
+"""The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this
+list.
 
-Products (``ddp=2xpp=2``) are in a list of their own: a line for each strategy that a replica may have.
+Products (``ddp=2xpp=2``) are in a list of their own: a line for each strategy that a replica may
+have.
 """
 
 from __future__ import annotations
@@ -23,9 +25,15 @@ from lockstep.strategies.replicated_stages import ReplicatedMP, ReplicatedPP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 
-STRATEGIES: dict[str, type[Strategy]] = {kind.name: kind for kind in (Single, DP, DDP, FSDP, MP, PP, Hogwild)}
+STRATEGIES: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (Single, DP, DDP, FSDP, MP, PP, Hogwild)
+}
 
-PRODUCTS: dict[str, type[Product]] = {"pp": ReplicatedPP, "mp": ReplicatedMP, "fsdp": ReplicatedFSDP}
+PRODUCTS: dict[str, type[Product]] = {
+    "pp": ReplicatedPP,
+    "mp": ReplicatedMP,
+    "fsdp": ReplicatedFSDP,
+}
 """What ``ddp=NxS=M`` is, by S, the strategy on the M devices of each replica."""
 
 __all__ = [
@@ -64,7 +72,9 @@ def kind_of(name: str) -> type[Strategy]:
 
 
 def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
-    """The devices that a person gave; where nothing was said, as many as a product is for (but torchrun's are said)."""
+    """The devices that a person gave; where nothing was said, as many as a product is for (but
+    torchrun's are said).
+    """
     if devices not in (None, "auto") or wanted is None or started_as_rank():
         return devices
     needed = (named(wanted) if isinstance(wanted, str) else wanted).devices_needed
@@ -72,7 +82,8 @@ def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
-    """The strategy that a person named: where none was, ``single`` on one device, else ``ddp`` (under torchrun too).
+    """The strategy that a person named: where none was, ``single`` on one device, else ``ddp``
+    (under torchrun too).
 
     Args:
         wanted: a name, a strategy with its settings, or None.
@@ -80,21 +91,25 @@ def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **setting
         settings: fields of the strategy to replace, where it is given by name.
 
     Raises:
-        StrategyError: there is none of that name (the nearest is offered), or it can't use these devices.
+        StrategyError: there is none of that name (the nearest is offered), or it can't use these
+            devices.
     """
     if wanted is None:
         wanted = "single" if len(devices) == 1 and not started_as_rank() else "ddp"
     if not isinstance(wanted, Strategy):
         wanted = named(wanted, **settings)
     if wanted.name == "single" and len(devices) > 1:
-        raise StrategyError(f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device")
+        raise StrategyError(
+            f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device"
+        )
     if wanted.devices_needed is not None and not started_as_rank():
         wanted.layout(len(devices))  # which refuses others than it is for
     return wanted
 
 
 def named(name: str, **settings: Any) -> Strategy:
-    """The strategy of that name, with these settings: its fields, as values or as words of a command line.
+    """The strategy of that name, with these settings: its fields, as values or as words of a
+    command line.
 
     Raises:
         StrategyError: there is none (the nearest is offered), or it has no such setting.
@@ -104,14 +119,18 @@ def named(name: str, **settings: Any) -> Strategy:
     fields = [field for field in kind.usual() if field in kind.choices()]
     for setting in settings:
         if setting not in fields:
-            raise StrategyError(f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}')
+            raise StrategyError(
+                f'strategy "{name}" has no setting "{setting}": {_who_has(setting, fields)}'
+            )
     hints = typing.get_type_hints(kind)
     own = {setting: convert(value, hints[setting], setting) for setting, value in settings.items()}
     return kind(**own, **({} if product is None else {"sizes": product[1]}))
 
 
 def _who_has(setting: str, fields: list[str]) -> str:
-    """Which strategies have a setting that this one hasn't; the nearest of its own where none has."""
+    """Which strategies have a setting that this one hasn't; the nearest of its own where none
+    has.
+    """
     others = [name for name, kind in STRATEGIES.items() if setting in kind.choices()]
     if others or not fields:
         return f"{' and '.join(others) or 'none'} {'have' if len(others) > 1 else 'has'} it"

@@ -1,10 +1,12 @@
 """``ddp``: a process per device, each with the whole model and a share of every batch.
 
-Gradients that are many megabytes are averaged by PyTorch's ``DistributedDataParallel`` while backward still runs. Small
-ones go in one flat all-reduce after it, which is faster: the time of a small sum is nearly all waking up.
+Gradients that are many megabytes are averaged by PyTorch's ``DistributedDataParallel`` while
+backward still runs. Small ones go in one flat all-reduce after it, which is faster: the time of a
+small sum is nearly all waking up.
 
-Ranks with an empty share call neither model nor loss. Every rank knows the size of the global batch, so all know when
-that happens, and such a step is summed flat (PyTorch's reducer would wait for the missing backward).
+Ranks with an empty share call neither model nor loss. Every rank knows the size of the global
+batch, so all know when that happens, and such a step is summed flat (PyTorch's reducer would wait
+for the missing backward).
 """
 
 from __future__ import annotations
@@ -59,8 +61,9 @@ class DDP(Strategy):
     """Replicas in processes.
 
     Attributes:
-        reduce: ``"flat"``: one all-reduce after backward; ``"overlapped"``: PyTorch's DistributedDataParallel, buckets
-            while backward runs; ``"auto"`` takes flat for small gradients.
+        reduce: ``"flat"``: one all-reduce after backward; ``"overlapped"``: PyTorch's
+            DistributedDataParallel, buckets while backward runs; ``"auto"`` takes flat for small
+            gradients.
         bucket_mb: the size of an overlapped bucket, in MiB.
     """
 
@@ -70,7 +73,9 @@ class DDP(Strategy):
     name: ClassVar[str] = "ddp"
     summary: ClassVar[str] = "a process per device, each with the whole model and a local batch"
     runs_functions: ClassVar[Literal[True]] = True
-    good_for: ClassVar[str] = "most models that fit on one device; the fastest exact strategy on several"
+    good_for: ClassVar[str] = (
+        "most models that fit on one device; the fastest exact strategy on several"
+    )
 
     def layout(self, devices: int) -> Layout:
         """A local batch and a process for each device."""
@@ -104,7 +109,9 @@ class DDPStep(Step):
         self._exchange = exchange
         self._flat: FlatGradients | None = None
         large = _bytes(self._parameters) > _SMALL_GRADIENTS
-        self._overlaps = world.size > 1 and (strategy.reduce == "overlapped" or (strategy.reduce == "auto" and large))
+        self._overlaps = world.size > 1 and (
+            strategy.reduce == "overlapped" or (strategy.reduce == "auto" and large)
+        )
         self.waits_in_backward = self._overlaps or exchange is not None
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
@@ -128,10 +135,13 @@ class DDPStep(Step):
         drifted = differing_tensors(self.replicated(), self.world) if self.world.size > 1 else None
         if drifted is not None:
             raise RunError(
-                f'parameter "{drifted}" is no longer the same on all ranks: not only the optimizer has written it',
+                f'parameter "{drifted}" is no longer the same on all ranks: not only the '
+                "optimizer has written it",
                 kind="drift",
-                fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a callback on some ranks "
-                "only; don't convert or move the model (model.half(), model.cpu()), but a copy; an optimizer must not "
+                fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a "
+                "callback on some ranks "
+                "only; don't convert or move the model (model.half(), model.cpu()), but a copy; "
+                "an optimizer must not "
                 "draw random numbers",
             )
 
@@ -140,14 +150,16 @@ class DDPStep(Step):
         return self.model.named_parameters()
 
     def _overlapping(self, all_have_samples: bool) -> DistributedDataParallel | None:
-        """PyTorch's DistributedDataParallel over the model, where this step is summed while backward runs.
+        """PyTorch's DistributedDataParallel over the model, where this step is summed while
+        backward runs.
 
-        It always looks for unused parameters: without that, one that is unused in the last step gives wrong numbers and
-        no error, and with large models the search costs nothing that can be measured.
+        It always looks for unused parameters: without that, one that is unused in the last step
+        gives wrong numbers and no error, and with large models the search costs nothing that can be
+        measured.
 
-        It is made anew after a step that was summed flat: its reducer goes on marking the parameters that such a step
-        used, and fails in the next one that doesn't use them ("gradient which is undefined, but still allreduced",
-        torch 2.13).
+        It is made anew after a step that was summed flat: its reducer goes on marking the
+        parameters that such a step used, and fails in the next one that doesn't use them ("gradient
+        which is undefined, but still allreduced", torch 2.13).
         """
         if not self._overlaps or not all_have_samples:
             self._ddp = None
@@ -158,14 +170,18 @@ class DDPStep(Step):
                 device_ids=None if self.world.device.is_slot else [self.world.device.index],
                 init_sync=False,  # build_model has compared the ranks
                 find_unused_parameters=True,
-                # (Views would be written again by the next backward, and a person's code may keep them.)
-                gradient_as_bucket_view=not (self.own_loop or self.has_own_callbacks) and is_of_pytorch(self.optimizer),
+                # (Views would be written again by the next backward, and a person's code may keep
+                # them.)
+                gradient_as_bucket_view=not (self.own_loop or self.has_own_callbacks)
+                and is_of_pytorch(self.optimizer),
                 bucket_cap_mb=self._bucket_mb,
                 # Buffers are followed here, only those that change: see FollowedBuffers.
                 **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
             )
             # It would divide by the number of ranks, and the sum is wanted.
-            self._ddp.register_comm_hook(None, lambda _, bucket: _summed_over_ranks(bucket.buffer()))
+            self._ddp.register_comm_hook(
+                None, lambda _, bucket: _summed_over_ranks(bucket.buffer())
+            )
         return self._ddp
 
     def begin_update(self, batch: Batch) -> None:
@@ -178,7 +194,9 @@ class DDPStep(Step):
             self.tell_once(self._of_empty_share)
 
     def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, outside of PyTorch's reducer, which is made anew."""
+        """Hold a batch to being the sum of its parts, outside of PyTorch's reducer, which is
+        made anew.
+        """
         self._ddp = None
         super()._check_sums(batch)
 
@@ -214,7 +232,9 @@ class DDPStep(Step):
         return loss
 
     def _end_parts(self, batch: Batch) -> None:
-        """Give a rank that had no sample what forward wrote on the others, which a person may read; look for more."""
+        """Give a rank that had no sample what forward wrote on the others, which a person may
+        read; look for more.
+        """
         if any(0 < part.of < self.world.size for part in batch.parts):
             self.share_buffers()
         elif self.looks_again:
@@ -237,7 +257,9 @@ class DDPStep(Step):
         return self._taken(sums if self._on_accelerator else sums.tolist())
 
     def _beside(self, loss: Loss) -> list[Number]:
-        """What is summed beside the gradients: who was asked to stop, total and count, those of each part."""
+        """What is summed beside the gradients: who was asked to stop, total and count, those of
+        each part.
+        """
         parts = {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)}
         return [self.world.asked_to_stop(), *flattened([Loss(*loss, parts)])]
 
@@ -258,7 +280,11 @@ class DDPStep(Step):
         if ddp is None:
             return self.forward_loss(self.model, part)
         # The reducer says it once, in the first forward whose backward is summed.
-        with nullcontext() if self._noticed or not sums else _without_line("find_unused_parameters=True was specified"):
+        with (
+            nullcontext()
+            if self._noticed or not sums
+            else _without_line("find_unused_parameters=True was specified")
+        ):
             self._noticed = sums
             total, count = ddp(part)
             return Loss(total, count, ddp.module.parts)
@@ -267,22 +293,26 @@ class DDPStep(Step):
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
 
         Raises:
-            StrategyError: the model uses reentrant activation checkpointing, which PyTorch's reducer can't follow.
+            StrategyError: the model uses reentrant activation checkpointing, which PyTorch's
+                reducer can't follow.
         """
         try:
             super().run_backward(total, divisor)
         except RuntimeError as error:
             if "Expected sparse gradient to be defined" in str(error):
                 raise StrategyError(
-                    "ddp: an embedding with sparse gradients was not used by this rank's local batch, and PyTorch's "
+                    "ddp: an embedding with sparse gradients was not used by this rank's local "
+                    "batch, and PyTorch's "
                     "reducer can't sum gradients then",
                     fix="take DDP(reduce='flat')",
                 ) from error
             if "mark a variable ready only once" not in str(error):
                 raise
             raise StrategyError(
-                "ddp: a checkpoint of activations in the model is reentrant, and gradients can't be summed while such "
-                "a backward runs: call torch.utils.checkpoint with use_reentrant=False, or take DDP(reduce='flat')"
+                "ddp: a checkpoint of activations in the model is reentrant, and gradients can't "
+                "be summed while such "
+                "a backward runs: call torch.utils.checkpoint with use_reentrant=False, or take "
+                "DDP(reduce='flat')"
             ) from error
 
     def share_buffers(self) -> None:
@@ -294,7 +324,9 @@ class DDPStep(Step):
 
 
 class DDPFunctionStep(FunctionStep, DDPStep):
-    """A person's function of several updates, on one rank; gradients are summed flat in each of them."""
+    """A person's function of several updates, on one rank; gradients are summed flat in each of
+    them.
+    """
 
     def run_function(self, batch: Batch) -> None:
         """As on one device; buffers follow rank 0's."""
@@ -305,16 +337,22 @@ class DDPFunctionStep(FunctionStep, DDPStep):
 
 
 def synchronised(model: nn.Module, job: Job, world: World) -> RankExchange | None:
-    """Let batch norms normalise over all ranks, where the job asks for that; what they exchange through.
+    """Let batch norms normalise over all ranks, where the job asks for that; what they exchange
+    through.
 
     Raises:
         StrategyError: the model has PyTorch's ``SyncBatchNorm``, and the job doesn't ask for it.
     """
-    own = next((name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)), None)
+    own = next(
+        (name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)),
+        None,
+    )
     if own is not None and not job.sync_batchnorm and world.size > 1:
         raise StrategyError(
-            f'"{own}" is a SyncBatchNorm of PyTorch\'s, whose ranks would wait for one that has no sample',
-            fix="take sync_batchnorm=True, which has it normalise over all replicas under every strategy",
+            f'"{own}" is a SyncBatchNorm of PyTorch\'s, whose ranks would wait for one that has '
+            "no sample",
+            fix="take sync_batchnorm=True, which has it normalise over all replicas under every "
+            "strategy",
         )
     if not job.sync_batchnorm or world.size == 1:
         return None
@@ -329,14 +367,18 @@ def _sizes(job: Job) -> list[int]:
     """Those of the micro-batches of a training, as far as its data are known."""
     last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
     batches = [size for size in (job.batch_size, last) if size]
-    return sorted({size for batch in batches for size in share_sizes(batch, min(job.accumulate, batch))})
+    return sorted(
+        {size for batch in batches for size in share_sizes(batch, min(job.accumulate, batch))}
+    )
 
 
 def _summed_over_ranks(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """The sum of a bucket of gradients over all ranks, to come."""
     work = torch.distributed.all_reduce(bucket, async_op=True)
     assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda done: done.value()[0]
+    )
     return summed
 
 
@@ -347,8 +389,9 @@ def _bytes(parameters: list[nn.Parameter]) -> int:
 class _WithLoss(nn.Module):
     """Model and loss as one module.
 
-    DistributedDataParallel looks for used parameters from what its module gives. From a model's outputs it would find
-    those of a head that the loss ignores too, and wait for them, and none behind outputs of a class of one's own.
+    DistributedDataParallel looks for used parameters from what its module gives. From a model's
+    outputs it would find those of a head that the loss ignores too, and wait for them, and none
+    behind outputs of a class of one's own.
     """
 
     def __init__(self, step: DDPStep) -> None:
@@ -366,7 +409,8 @@ class _WithLoss(nn.Module):
 def _without_line(words: str) -> Iterator[None]:
     """Leave out the lines with these words of what is written to standard error for a while.
 
-    PyTorch's reducer says from C++, past Python's warnings, that no parameter was unused. That is no fault here.
+    PyTorch's reducer says from C++, past Python's warnings, that no parameter was unused. That is
+    no fault here.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as kept, contextlib.ExitStack() as stack:

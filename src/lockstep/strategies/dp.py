@@ -1,15 +1,17 @@
-"""``dp``: one process drives all devices; each has a replica of the model and a share of every batch.
+"""``dp``: one process drives all devices; each has a replica of the model and a share of every
+batch.
 
-PyTorch's own DataParallel copies the model to every device at each step, gathers outputs on the first device and leaves
-the loss there, and does nothing on CPU. Here replicas are kept, the loss and backward run inside each replica's thread,
-and gradients are summed once, each thread adding a part of the parameters::
+PyTorch's own DataParallel copies the model to every device at each step, gathers outputs on the
+first device and leaves the loss there, and does nothing on CPU. Here replicas are kept, the loss
+and backward run inside each replica's thread, and gradients are summed once, each thread adding a
+part of the parameters::
 
     thread 0   forward  loss  backward  | adds parameters 0..k   |
     thread 1   forward  loss  backward  | adds parameters k..end |  one optimizer step
                (share 0, share 1)
 
-On CPU slots all replicas share the storage of the parameters, with gradients of their own; on accelerators they are
-refreshed once a step.
+On CPU slots all replicas share the storage of the parameters, with gradients of their own; on
+accelerators they are refreshed once a step.
 """
 
 from __future__ import annotations
@@ -69,7 +71,9 @@ class DP(Strategy):
     """Replicas on threads of one process."""
 
     name: ClassVar[str] = "dp"
-    summary: ClassVar[str] = "one process, a thread per device, each with the whole model and a local batch"
+    summary: ClassVar[str] = (
+        "one process, a thread per device, each with the whole model and a local batch"
+    )
     runs_functions: ClassVar[Literal[True]] = True
     good_for: ClassVar[str] = (
         "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
@@ -91,7 +95,9 @@ class DP(Strategy):
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
-                raise StrategyError("sync_batchnorm needs a device for each replica: on one they would wait forever")
+                raise StrategyError(
+                    "sync_batchnorm needs a device for each replica: on one they would wait forever"
+                )
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
         kind = DPStep if job.step is None else DPFunctionStep
@@ -115,8 +121,13 @@ class DPStep(Step):
         self._exchange, self.waits_in_backward = exchange, exchange is not None
         self._devices = world.devices
         self._on_slots = all(device.is_slot for device in world.devices)
-        self.shares_parameters = shares = self._on_slots and job.step is None  # (a function may write them in each)
-        self._replicas = [model, *(replica_of(model, device, shares=shares) for device in world.devices[1:])]
+        self.shares_parameters = shares = (
+            self._on_slots and job.step is None
+        )  # (a function may write them in each)
+        self._replicas = [
+            model,
+            *(replica_of(model, device, shares=shares) for device in world.devices[1:]),
+        ]
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._structure = Structure(model)
@@ -144,10 +155,14 @@ class DPStep(Step):
         self._spans = even_spans(self._parameters, max(1, len(replicas)))
 
     def bytes_communicated(self) -> int:
-        """A replica's gradients; on accelerators the first one gives its parameters to every other."""
+        """A replica's gradients; on accelerators the first one gives its parameters to every
+        other.
+        """
         if self.replicas == 1:
             return 0
-        gradients, parameters = (sum(p.nbytes for p in of) for of in (self._parameters, self.model.parameters()))
+        gradients, parameters = (
+            sum(p.nbytes for p in of) for of in (self._parameters, self.model.parameters())
+        )
         return gradients if self._on_slots else max(gradients, (self.replicas - 1) * parameters)
 
     def seed(self, seed: int, number: int | None = None) -> None:
@@ -201,7 +216,9 @@ class DPStep(Step):
         self._refresh()
         shares = self._scatter(batch)
         work = [
-            functools.partial(self._on_replica, i, share, batch.size) if any(part.size for part in share) else None
+            functools.partial(self._on_replica, i, share, batch.size)
+            if any(part.size for part in share)
+            else None
             for i, share in enumerate(shares)
         ]
         if self._exchange is not None:
@@ -220,16 +237,29 @@ class DPStep(Step):
     def _look(self, batch: Batch) -> None:
         super()._look(batch)
         if self.seen.seeds:
-            text = "the model seeds PyTorch's generator in forward, which is not what replicas of dp draw from"
-            self.tell_once([Caveat("drawing", text, "give what draws a torch.Generator of its own, or take ddp")])
+            text = (
+                "the model seeds PyTorch's generator in forward, which is not what replicas of "
+                "dp draw from"
+            )
+            self.tell_once(
+                [
+                    Caveat(
+                        "drawing", text, "give what draws a torch.Generator of its own, or take ddp"
+                    )
+                ]
+            )
         if self._recomputes and self.seen.draws_elsewhere:
             raise StrategyError(
-                "dp: activation_checkpointing, and the model draws from Python's or numpy's random in forward, which "
-                "all threads share, so a block can't draw the same again: draw from torch, or take ddp"
+                "dp: activation_checkpointing, and the model draws from Python's or numpy's "
+                "random in forward, which "
+                "all threads share, so a block can't draw the same again: draw from torch, or "
+                "take ddp"
             )
 
     def compute_in_turn(self, seen: Seen) -> list[str]:
-        """As every evaluator's; they can't where forward waits for other replicas, or backward runs it again."""
+        """As every evaluator's; they can't where forward waits for other replicas, or backward
+        runs it again.
+        """
         if self._exchange is not None or self._recomputes:
             seen.refuse_what_is_put_back()
         return super().compute_in_turn(seen)
@@ -238,13 +268,16 @@ class DPStep(Step):
         """Compile each replica.
 
         Raises:
-            StrategyError: the model draws random numbers, and what compiled code draws can't be told apart by thread.
+            StrategyError: the model draws random numbers, and what compiled code draws can't be
+                told apart by thread.
         """
         if self._compile and self._on_slots:
             if self.replicas > 1 and (self.seen.draws or any(map(drops, self.model.modules()))):
                 raise StrategyError(
-                    "dp: compile, and the model draws random numbers (dropout): compiled code takes them from one "
-                    "generator for all threads, in an order left to chance; take ddp, or leave compile or dropout out"
+                    "dp: compile, and the model draws random numbers (dropout): compiled code "
+                    "takes them from one "
+                    "generator for all threads, in an order left to chance; take ddp, or leave "
+                    "compile or dropout out"
                 )
             self._streams = []  # compiled code can't draw from them
         super()._compile_models()
@@ -255,10 +288,14 @@ class DPStep(Step):
 
     @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
-        """For each replica, its share of each micro-batch (even shares, so that no device waits long for another)."""
+        """For each replica, its share of each micro-batch (even shares, so that no device waits
+        long for another).
+        """
         if batch.shares is not None:
             pairs = zip(self._devices, batch.shares, strict=True)
-            return [[self.placed(p, device) if p.size else p for p in share] for device, share in pairs]
+            return [
+                [self.placed(p, device) if p.size else p for p in share] for device, share in pairs
+            ]
         shares: list[list[Part]] = [[] for _ in self._devices]
         for part in batch.parts:
             start = 0
@@ -269,7 +306,9 @@ class DPStep(Step):
                 if not size:
                     mine.append(Part(None, None, 0, part.of))
                     continue
-                inputs, targets = cut((part.inputs, part.targets), start, size, part.size, self._seen_batches.shared)
+                inputs, targets = cut(
+                    (part.inputs, part.targets), start, size, part.size, self._seen_batches.shared
+                )
                 mine.append(self.placed(Part(inputs, targets, size, part.of), device))
                 start += size
         return shares
@@ -288,7 +327,9 @@ class DPStep(Step):
                     self._exchange.enter(i, j)
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
-                loss = self.forward_loss(self._replicas[i], part, f"replica {i} ({self._devices[i]})")
+                loss = self.forward_loss(
+                    self._replicas[i], part, f"replica {i} ({self._devices[i]})"
+                )
                 if i and self.looks_again:
                     refuse_other_parameters(loss.total, self.model)
                 self.run_backward(loss.total, self.divisor(loss.count, size))
@@ -299,20 +340,29 @@ class DPStep(Step):
 
     @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
-        """Sum the replicas' gradients into the first one's, each thread a span of the parameters."""
+        """Sum the replicas' gradients into the first one's, each thread a span of the
+        parameters.
+        """
         if 0 not in active:
             for p in self._parameters:
                 p.grad = None
         if not (others := [i for i in active if i > 0]):
             return
         if self._on_slots:
-            self._team.run([functools.partial(self._add_span, start, end, others) for start, end in self._spans])
+            self._team.run(
+                [
+                    functools.partial(self._add_span, start, end, others)
+                    for start, end in self._spans
+                ]
+            )
         else:
             self._add_span(0, len(self._parameters), others)
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         theirs = [self._trained[i][start:end] for i in others]
-        add_gradients(self._parameters[start:end], theirs, None if self._on_slots else self._devices[0].torch)
+        add_gradients(
+            self._parameters[start:end], theirs, None if self._on_slots else self._devices[0].torch
+        )
 
     @phase("communicating", "refresh replicas")
     @torch.no_grad()
@@ -320,7 +370,8 @@ class DPStep(Step):
         """Make every replica equal to the first before a step.
 
         Raises:
-            StrategyError: the model has changed since the replicas were made, or has an attribute that can't be copied.
+            StrategyError: the model has changed since the replicas were made, or has an attribute
+                that can't be copied.
         """
         if self.own_loop and self.replicas > 1:
             self._structure.refuse_changes()
@@ -335,12 +386,18 @@ class DPStep(Step):
         for modules in self._modules[1:]:
             follow_settings(modules, self._modules[0])
         # Running statistics act in evaluation only, so that they needn't be the same before.
-        acting = [k for k, (m, _) in enumerate(self._buffers[0]) if not (isinstance(m, NORMS) and m.training)]
+        acting = [
+            k
+            for k, (m, _) in enumerate(self._buffers[0])
+            if not (isinstance(m, NORMS) and m.training)
+        ]
         self._copy_buffers(acting)
 
     def _share_parameters(self, which: Iterable[int] | None = None) -> None:
         every = [list(replica.parameters()) for replica in self._replicas]
-        mine, *others = every if which is None else [[trained[k] for k in which] for trained in self._trained]
+        mine, *others = (
+            every if which is None else [[trained[k] for k in which] for trained in self._trained]
+        )
         for device, theirs in zip(self._devices[1:], others, strict=True):
             if not self.shares_parameters:
                 for some, copies in moved_in_buckets(mine, device.torch):
@@ -352,14 +409,17 @@ class DPStep(Step):
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """Give every replica the first one's parameters, which a step or loaded weights have changed, and buffers."""
+        """Give every replica the first one's parameters, which a step or loaded weights have
+        changed, and buffers.
+        """
         self._follow_settings()
         self._share_parameters()
         self._copy_buffers(range(len(self._buffers[0])))
 
     @torch.no_grad()
     def _copy_buffers(self, which: Iterable[int]) -> None:
-        # Always, not where a version has changed: batch norm's own kernels write without changing it.
+        # Always, not where a version has changed: batch norm's own kernels write without changing
+        # it.
         for k in which:
             module, name = self._buffers[0][k]
             value = module._buffers[name]
@@ -377,29 +437,46 @@ class DPStep(Step):
         return self._replicas
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Those of each replica; what metrics need comes to the first device, and nothing is gathered."""
+        """Those of each replica; what metrics need comes to the first device, and nothing is
+        gathered.
+        """
         first = self._devices[0].torch
-        return [(to_device(o, first), to_device(t, first), loss) for o, t, loss in super().results(batch)]
+        return [
+            (to_device(o, first), to_device(t, first), loss)
+            for o, t, loss in super().results(batch)
+        ]
 
-    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+    def _of_each(
+        self, function: Callable[[nn.Module, Part], T], batch: Batch
+    ) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]
 
         def compute(i: int) -> T:
             with stream(self._streams[i] if self._streams else None):
                 return function(self._replicas[i], parts[i])
 
-        work = [functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)]
-        return [(part, cast(T, one)) for part, one in zip(parts, self._team.run(work), strict=True) if part.size]
+        work = [
+            functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)
+        ]
+        return [
+            (part, cast(T, one))
+            for part, one in zip(parts, self._team.run(work), strict=True)
+            if part.size
+        ]
 
     def outputs(self, part: Part) -> tuple[Any, Loss]:
         """Outputs gathered on the first device, and the losses of all replicas together."""
         results = self.results(Batch([part], part.size, 0, 0, None))
-        outputs = gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
+        outputs = (
+            gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
+        )
         return outputs, added([r[2] for r in results], self._summed)
 
     def _summed(self, values: list[Number]) -> Number:
         first = self._devices[0].torch
-        return summed([v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values])
+        return summed(
+            [v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values]
+        )
 
 
 class DPFunctionStep(FunctionOnReplicas, DPStep):

@@ -1,8 +1,9 @@
-"""``fsdp``: one process per device, each with a local batch and a shard of the model, its gradients and its optimizer.
+"""``fsdp``: one process per device, each with a local batch and a shard of the model, its gradients
+and its optimizer.
 
-PyTorch's ``fully_shard`` gathers the parameters of a block when forward, and later backward, comes to it, frees them
-afterwards, and sums gradients into the shards of the ranks. What is in no block is gathered for all of forward and
-backward.
+PyTorch's ``fully_shard`` gathers the parameters of a block when forward, and later backward, comes
+to it, frees them afterwards, and sums gradients into the shards of the ranks. What is in no block
+is gathered for all of forward and backward.
 """
 
 from __future__ import annotations
@@ -34,10 +35,24 @@ from lockstep.tensors.byte_size import size
 from lockstep.tensors.common_memory import refuse_common_memory
 
 _ELEMENTWISE = {
-    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD"),
+    *(
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "Adagrad",
+        "Adadelta",
+        "ASGD",
+    ),
     "SparseAdam",
 }
-"""Optimizers of PyTorch that treat each element by itself, so that a shard is updated as the whole would be."""
+"""Optimizers of PyTorch that treat each element by itself, so that a shard is updated as the
+whole would be.
+"""
 
 _LARGEST = 2**30
 """Bytes of a model that is put together to be inspected in updates 2, 4, 8, ... too."""
@@ -48,13 +63,16 @@ class FSDP(Strategy):
     """Replicas in shards.
 
     Attributes:
-        blocks: modules whose parameters are gathered on their own: ``"auto"`` takes repeated layers; else names, with
-            commas between, of modules or lists of modules.
-        elementwise: an optimizer that is not PyTorch's treats each element of a parameter by itself.
-        build_on_disk: the model is built in files of the run's folder, and each rank takes its part from there: for a
-            model that is larger than the memory of a rank. Rank 0 doesn't inspect it before the first update then.
-        sync_each_microbatch: gradients of each micro-batch are summed into shards; else those of an update's last one,
-            which communicates less, and a rank holds the whole gradients until then.
+        blocks: modules whose parameters are gathered on their own: ``"auto"`` takes repeated
+            layers; else names, with commas between, of modules or lists of modules.
+        elementwise: an optimizer that is not PyTorch's treats each element of a parameter by
+            itself.
+        build_on_disk: the model is built in files of the run's folder, and each rank takes its part
+            from there: for a model that is larger than the memory of a rank. Rank 0 doesn't inspect
+            it before the first update then.
+        sync_each_microbatch: gradients of each micro-batch are summed into shards; else those of an
+            update's last one, which communicates less, and a rank holds the whole gradients until
+            then.
     """
 
     blocks: str = "auto"
@@ -63,9 +81,15 @@ class FSDP(Strategy):
     sync_each_microbatch: bool = True
 
     name: ClassVar[str] = "fsdp"
-    summary: ClassVar[str] = "a process per device, each with a shard of the model and a local batch"
-    good_for: ClassVar[str] = "models whose weights, gradients and optimizer state don't fit on one device"
-    runs_functions: ClassVar[str] = "an update of several losses would gather and free the shards several times"
+    summary: ClassVar[str] = (
+        "a process per device, each with a shard of the model and a local batch"
+    )
+    good_for: ClassVar[str] = (
+        "models whose weights, gradients and optimizer state don't fit on one device"
+    )
+    runs_functions: ClassVar[str] = (
+        "an update of several losses would gather and free the shards several times"
+    )
 
     def layout(self, devices: int) -> Layout:
         """A local batch, a shard and a process for each device."""
@@ -76,7 +100,8 @@ class FSDP(Strategy):
         return self.layout(len(devices)).drawn(devices)
 
     def build(self, job: Job, world: World) -> Step:
-        """Build the same model on every rank, on the CPU, and keep a shard of it on this rank's device.
+        """Build the same model on every rank, on the CPU, and keep a shard of it on this rank's
+        device.
 
         Raises:
             JobError, StrategyError: as every strategy's; what can't be sharded is refused.
@@ -91,7 +116,9 @@ class FSDP(Strategy):
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
-            model = build_model(job, world, place=world.size == 1)  # the whole may be too large for a device
+            model = build_model(
+                job, world, place=world.size == 1
+            )  # the whole may be too large for a device
         self.refuse(model, world.size)
         optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
@@ -118,8 +145,13 @@ class FSDP(Strategy):
             of = f"{size(shards.bytes_here)} of {size(whole)}"
             many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
             if not shards.blocks:
-                many = "all at once" + (", no repeated layers: --blocks names some" if self.blocks == "auto" else "")
-            text = f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; gathered: {many}"
+                many = "all at once" + (
+                    ", no repeated layers: --blocks names some" if self.blocks == "auto" else ""
+                )
+            text = (
+                f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; "
+                f"gathered: {many}"
+            )
             world.tell(Line(text, "plan"))
         elementwise = self._is_elementwise(optimizer)
         step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton, elementwise)
@@ -128,20 +160,30 @@ class FSDP(Strategy):
         return step
 
     def _looks(self, model: nn.Module, whole: int, world: World) -> tuple[float, str | None]:
-        """The last update before which rank 0 puts the whole model together to inspect it; a note where it is one."""
-        why = "build_on_disk" if self.build_on_disk else world.broadcast_object(_no_room(whole, world))
+        """The last update before which rank 0 puts the whole model together to inspect it; a
+        note where it is one.
+        """
+        why = (
+            "build_on_disk"
+            if self.build_on_disk
+            else world.broadcast_object(_no_room(whole, world))
+        )
         why = holding_on(model) or why  # a copy would come to blocks of the others' model
         if why is not None:
             return 0, f"{why}: what forward does is not inspected before the first update"
         if whole <= _LARGEST:
             return math.inf, None
-        said = "what forward does is inspected before the first update only, since the model is large"
+        said = (
+            "what forward does is inspected before the first update only, since the model is large"
+        )
         return 1, f"{said}: what it begins to do later (samples that act on one another) isn't seen"
 
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))
 
-    def _refuse_unshardable(self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> None:
+    def _refuse_unshardable(
+        self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+    ) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
 
         Raises:
@@ -151,40 +193,54 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 
         refuse_common_memory(held_tensors(model, {**job.metrics, "loss": job.loss}), self.name)
-        if world.backend == "gloo" and world.device.type == "cuda":  # whose functional collectives end in a SIGSEGV
-            raise StrategyError("fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each rank")
+        if (
+            world.backend == "gloo" and world.device.type == "cuda"
+        ):  # whose functional collectives end in a SIGSEGV
+            raise StrategyError(
+                "fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each "
+                "rank"
+            )
         computed = computed_tensor(model)
         if computed is not None:
             raise StrategyError(f"fsdp: {computed}")
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":
-            raise StrategyError("fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp")
+            raise StrategyError(
+                "fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp"
+            )
         if hooked := hooked_parameters(model):
-            raise StrategyError(f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp')
+            raise StrategyError(
+                f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp'
+            )
         kind = type(optimizer)
         known = is_of_pytorch(optimizer)
         if known and kind.__name__ not in _ELEMENTWISE:
             raise StrategyError(
-                f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of each: take ddp, or an "
+                f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of "
+                "each: take ddp, or an "
                 "optimizer that treats each element by itself, as AdamW"
             )
         if has_own_state(optimizer):
             raise StrategyError(
-                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give a rank's shards only: use ddp"
+                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give a rank's "
+                "shards only: use ddp"
             )
         if self._is_elementwise(optimizer):
             return
         refuse_hooks(optimizer)
         if not known:
             raise StrategyError(
-                f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right where it treats each "
-                "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
+                f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right "
+                "where it treats each "
+                "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or "
+                "take ddp"
             )
 
 
 def _no_room(whole: int, world: World) -> str | None:
-    """Why this rank's device can't have the whole model and a copy, which are inspected; None where it can.
+    """Why this rank's device can't have the whole model and a copy, which are inspected; None where
+    it can.
 
     Args:
         whole: bytes of the model's parameters.
@@ -197,7 +253,9 @@ def _no_room(whole: int, world: World) -> str | None:
 
 @dataclass(frozen=True)
 class ReplicatedFSDP(Product, FSDP):
-    """Replicas, each in shards over several processes; gradients are summed in a replica, then over replicas."""
+    """Replicas, each in shards over several processes; gradients are summed in a replica, then
+    over replicas.
+    """
 
     summary: ClassVar[str] = "a process per device, with a shard of its replica and a local batch"
     good_for: ClassVar[str] = "shards on the devices of a machine, replicas on several machines"

@@ -1,4 +1,5 @@
-"""``hogwild``: ranks as processes on one set of weights in shared memory, none of which ever waits for another.
+"""``hogwild``: ranks as processes on one set of weights in shared memory, none of which ever waits
+for another.
 
 Each rank makes an update of its own from its share of each global batch::
 
@@ -8,20 +9,23 @@ Each rank makes an update of its own from its share of each global batch::
                                    ▲   │                          ▲   │
     rank 1    share of batch 0 ────┴───┘   share of batch 1 ──────┴───┘   (as fast as it can)
 
-An update takes the mean gradient over the share, and the share's part of the learning rate. So the N updates of a
-global batch together are the one that a single device makes, but for this: each rank computes at the weights as it
-finds them, and where two write one weight at the same time, one of the writes may be lost. That is rare and small where
-gradients are sparse (Niu et al., 2011, https://arxiv.org/abs/1106.5730), and there is no sum to wait for.
+An update takes the mean gradient over the share, and the share's part of the learning rate. So the
+N updates of a global batch together are the one that a single device makes, but for this: each rank
+computes at the weights as it finds them, and where two write one weight at the same time, one of
+the writes may be lost. That is rare and small where gradients are sparse (Niu et al., 2011,
+https://arxiv.org/abs/1106.5730), and there is no sum to wait for.
 
-**The weights are shared; the optimizer's state is not**: each rank has its own, as in PyTorch's own example.
-A step counter or a moment that several ranks read, decay and write would be torn, and would decay N times as often as
-on one device. A rank's own counts global batches, at the pace of one device's: Adam's counter and its moments mean what
-they mean there, and momentum that no other rank moves adds nothing to what waiting for nobody adds by itself
-(Mitliagkas et al., 2016, https://arxiv.org/abs/1605.09774). The price: N states in memory, as under ``ddp``, each of
-them an estimate from 1 / N of the samples. What is saved is their mean, weighted by samples.
+**The weights are shared; the optimizer's state is not**: each rank has its own, as in PyTorch's own
+example. A step counter or a moment that several ranks read, decay and write would be torn, and
+would decay N times as often as on one device. A rank's own counts global batches, at the pace of
+one device's: Adam's counter and its moments mean what they mean there, and momentum that no other
+rank moves adds nothing to what waiting for nobody adds by itself (Mitliagkas et al., 2016,
+https://arxiv.org/abs/1605.09774). The price: N states in memory, as under ``ddp``, each of them an
+estimate from 1 / N of the samples. What is saved is their mean, weighted by samples.
 
-Ranks meet at the end of an epoch only, for evaluating and saving weights that nobody writes meanwhile. (A stream, and a
-loop of one's own that gives a step inputs rather than batches of ``lockstep.batches``, make them meet at each step.)
+Ranks meet at the end of an epoch only, for evaluating and saving weights that nobody writes
+meanwhile. (A stream, and a loop of one's own that gives a step inputs rather than batches of
+``lockstep.batches``, make them meet at each step.)
 """
 
 from __future__ import annotations
@@ -59,13 +63,18 @@ class Hogwild(Strategy):
     """Shared weights, no synchronisation."""
 
     name: ClassVar[str] = "hogwild"
-    runs_functions: ClassVar[str] = "ranks don't wait for one another, so each would see the other parts half moved"
-    summary: ClassVar[str] = "a process per CPU device, all updating the same weights in shared memory without waiting"
+    runs_functions: ClassVar[str] = (
+        "ranks don't wait for one another, so each would see the other parts half moved"
+    )
+    summary: ClassVar[str] = (
+        "a process per CPU device, all updating the same weights in shared memory without waiting"
+    )
     good_for: ClassVar[str] = (
         "large embeddings with sparse gradients, on CPU; results differ from single-device training"
     )
     exact: ClassVar[Literal[True] | str] = (
-        "hogwild is not exact: ranks write the same weights without waiting for one another, so that no two runs end "
+        "hogwild is not exact: ranks write the same weights without waiting for one another, so "
+        "that no two runs end "
         "with the same results; ddp keeps those of one device"
     )
 
@@ -77,17 +86,24 @@ class Hogwild(Strategy):
         """Build the same model on every rank, and move its weights to shared memory.
 
         Raises:
-            StrategyError: the weights can't be shared, or a setting would make the ranks wait for one another.
+            StrategyError: the weights can't be shared, or a setting would make the ranks wait for
+                one another.
         """
         self.refuse_other_processes(world)
         if not world.device.is_slot:
             raise StrategyError(
-                f"hogwild shares weights in the memory of the CPU, and this is {world.device}: take ddp, or 2xcpu"
+                f"hogwild shares weights in the memory of the CPU, and this is {world.device}: "
+                "take ddp, or 2xcpu"
             )
         if world.nodes > 1:
-            raise StrategyError(f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp")
+            raise StrategyError(
+                f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp"
+            )
         if job.sync_batchnorm and world.size > 1:
-            raise StrategyError("sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of them")
+            raise StrategyError(
+                "sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of "
+                "them"
+            )
         if job.precision == "fp16":
             raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
         model = build_model(job, world)
@@ -107,22 +123,33 @@ class Hogwild(Strategy):
             for one in super().caveats(job, model, replicas)
         ]
         if replicas > 1 and job.clip_norm is not None:
-            text = "clip_norm clips the gradient of each rank's local batch, not that of the global batch"
+            text = (
+                "clip_norm clips the gradient of each rank's local batch, not that of the "
+                "global batch"
+            )
             found.append(Caveat("clipping", text))
         if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
-            text = "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of each rank's local batch"
+            text = (
+                "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of "
+                "each rank's local batch"
+            )
             found.append(Caveat("scheduler", text))
         if replicas > 1 and (own := [m for m in model.modules() if has_own_train(m)]):
-            text = f"{type(own[0]).__name__} has a train() of its own, which each rank calls: it mustn't write weights"
+            text = (
+                f"{type(own[0]).__name__} has a train() of its own, which each rank calls: it "
+                "mustn't write weights"
+            )
             found.append(Caveat("state", text, "take ddp"))
         return found
 
 
 def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller, or that ranks can't share.
+    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller, or that ranks
+    can't share.
 
     Raises:
-        StrategyError: it is one of PyTorch's that do so, has ``train()`` and ``eval()``, or a state of its own.
+        StrategyError: it is one of PyTorch's that do so, has ``train()`` and ``eval()``, or a state
+            of its own.
     """
     why = {
         torch.optim.Rprop: "only begins at it",
@@ -131,17 +158,20 @@ def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
     for kind, reason in why.items():
         if isinstance(optimizer, kind):
             raise StrategyError(
-                f"hogwild gives each rank its part of the learning rate, and {kind.__name__} {reason}, so that each "
+                f"hogwild gives each rank its part of the learning rate, and {kind.__name__} "
+                f"{reason}, so that each "
                 "rank would make a whole step: take another optimizer, or ddp"
             )
     if with_modes(optimizer):
         raise StrategyError(
-            f"hogwild: {type(optimizer).__name__} has train() and eval(), by which each rank would write the weights "
+            f"hogwild: {type(optimizer).__name__} has train() and eval(), by which each rank "
+            "would write the weights "
             "that all ranks share: use ddp"
         )
     if has_own_state(optimizer):
         raise StrategyError(
-            f"hogwild saves the mean of the ranks' optimizer states, which {type(optimizer).__name__} has in a "
+            "hogwild saves the mean of the ranks' optimizer states, which "
+            f"{type(optimizer).__name__} has in a "
             "state_dict() of its own: use ddp"
         )
 
@@ -162,13 +192,16 @@ class HogwildStep(SingleStep):
         super().__init__(model, optimizer, job, world)
         self._shared = shared
         self._samples = 0
-        self.last_look = 1  # other ranks write the weights meanwhile, which would look like the model's doing
+        self.last_look = (
+            1  # other ranks write the weights meanwhile, which would look like the model's doing
+        )
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
         if self._shared is not None and (own := [n for n in self._names if n not in self._shared]):
             raise RunError(
-                f'parameter "{own[0]}" was frozen when weights were shared: hogwild can\'t train it from now on'
+                f'parameter "{own[0]}" was frozen when weights were shared: hogwild can\'t train '
+                "it from now on"
             )
 
     def bytes_communicated(self) -> None:
@@ -181,8 +214,10 @@ class HogwildStep(SingleStep):
             StrategyError: always.
         """
         raise StrategyError(
-            "hogwild: a rank takes its part of the learning rate by the size of the global batch, which isn't known "
-            "before step.update(): call step(inputs, targets), with accumulate= of lockstep.parallelize, or take ddp"
+            "hogwild: a rank takes its part of the learning rate by the size of the global batch, "
+            "which isn't known "
+            "before step.update(): call step(inputs, targets), with accumulate= of "
+            "lockstep.parallelize, or take ddp"
         )
 
     def update(self, batch: Batch | None = None) -> Result:
@@ -210,7 +245,10 @@ class HogwildStep(SingleStep):
         rates = [group.get("lr") for group in groups]
         if part != 1.0 and None in rates:
             name = type(self.optimizer).__name__
-            raise StrategyError(f"hogwild gives each rank its part of the learning rate, and {name} has none: take ddp")
+            raise StrategyError(
+                f"hogwild gives each rank its part of the learning rate, and {name} has none: "
+                "take ddp"
+            )
         try:
             for group, rate in zip(groups, rates, strict=True):
                 if rate is not None:
@@ -225,7 +263,7 @@ class HogwildStep(SingleStep):
         """The sums over all ranks, each of which has come to the end of its epoch then."""
         return added(self.world.gather_objects(loss))
 
-    # ---- where all ranks meet ---------------------------------------------------------------------------------------
+    # ---- where all ranks meet --------------------------------------------------------------------
 
     def share_buffers(self) -> None:
         """Wait until nobody updates any more, and give every rank rank 0's buffers.
@@ -239,7 +277,8 @@ class HogwildStep(SingleStep):
             for rank, names in enumerate(every):
                 if changed := sorted(set(names) ^ set(every[0])):
                     raise RunError(
-                        f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} only: change the model '
+                        f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} '
+                        "only: change the model "
                         "on every rank alike (on_event runs on rank 0 only, callbacks on all)"
                     )
             take_first(self.world, buffers_of(self.model))
@@ -252,10 +291,15 @@ class HogwildStep(SingleStep):
         self.world.barrier()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """As any step's, with copies of the weights, and the mean of the ranks' optimizer states."""
+        """As any step's, with copies of the weights, and the mean of the ranks' optimizer
+        states.
+        """
         state = super().state_dict(whole=whole)
         if self._shared is not None:
-            state["optimizer"] = {**state["optimizer"], "state": self._mean_state(state["optimizer"]["state"])}
+            state["optimizer"] = {
+                **state["optimizer"],
+                "state": self._mean_state(state["optimizer"]["state"]),
+            }
             copies: dict[str, Any] = {}
             for name, value in state["model"].items() if self.world.is_first else ():
                 copies[name] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -264,15 +308,22 @@ class HogwildStep(SingleStep):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As any step's: all ranks write the same weights, and begin with the same optimizer state."""
+        """As any step's: all ranks write the same weights, and begin with the same optimizer
+        state.
+        """
         super().load_state_dict(state)
         self._samples = 0
         self.world.barrier()
 
     def _mean_state(self, mine: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The ranks' optimizer states as one: floats are averaged, by the samples that each has seen."""
+        """The ranks' optimizer states as one: floats are averaged, by the samples that each has
+        seen.
+        """
         forms = self.world.gather_objects(
-            {name: {key: _form(value) for key, value in values.items()} for name, values in mine.items()}
+            {
+                name: {key: _form(value) for key, value in values.items()}
+                for name, values in mine.items()
+            }
         )
         seen = self.world.gather_objects(self._samples)
         parts = [n / sum(seen) if sum(seen) else 1 / len(seen) for n in seen]
@@ -285,11 +336,17 @@ class HogwildStep(SingleStep):
         return found
 
     def _mean(self, key: str, own: Any, form: Any, parts: list[float]) -> Any:
-        if form is None or key == "step":  # of what isn't a tensor of floats, that of the rank that is furthest
+        if (
+            form is None or key == "step"
+        ):  # of what isn't a tensor of floats, that of the rank that is furthest
             every = [value for value in self.world.gather_objects(own) if value is not None]
             return max(every, key=float) if key == "step" else every[0]
         shape, dtype = form
-        value = torch.zeros(shape, dtype=dtype) if own is None else (own.to_dense() if own.is_sparse else own)
+        value = (
+            torch.zeros(shape, dtype=dtype)
+            if own is None
+            else (own.to_dense() if own.is_sparse else own)
+        )
         return self.world.all_reduce(value * parts[self.world.rank])
 
 

@@ -1,16 +1,18 @@
-"""``pp``: one process; each device holds a stage, some of the model's layers, and micro-batches overlap over them.
+"""``pp``: one process; each device holds a stage, some of the model's layers, and micro-batches
+overlap over them.
 
-Any module goes, without tracing: each micro-batch's forward is ordinary Python, and takes turns on the stages as its
-layers are called (`lockstep.pipelining`)::
+Any module goes, without tracing: each micro-batch's forward is ordinary Python, and takes turns on
+the stages as its layers are called (`lockstep.pipelining`)::
 
     stage 0   F0 F1 F2 F3  .  . B0  . B1  . B2 B3
     stage 1    . F0 B0 F1 B1 F2 B2 F3 B3  .  .  .
 
-m micro-batches are by definition those of ``single`` with ``accumulate=m``, and its numbers are ours: gradients are
-summed in the order of micro-batches, running statistics move in it, each micro-batch draws from its own random stream.
+m micro-batches are by definition those of ``single`` with ``accumulate=m``, and its numbers are
+ours: gradients are summed in the order of micro-batches, running statistics move in it, each
+    micro-batch draws from its own random stream.
 
-``mp`` is ``pp`` with one micro-batch: nothing overlaps, but a model may be as large as all devices together, and
-BatchNorm and a loss over pairs see the whole batch.
+``mp`` is ``pp`` with one micro-batch: nothing overlaps, but a model may be as large as all devices
+together, and BatchNorm and a loss over pairs see the whole batch.
 """
 
 from __future__ import annotations
@@ -54,19 +56,23 @@ class PP(Strategy):
     """Stages of layers on the devices of one process, micro-batches overlapped.
 
     Attributes:
-        device_map: prefixes of names and their stages (see ``lockstep.pipelining.device_map``); None finds one, by
-            measuring the layers on the job's first batch.
-        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by simulation; None is
-            what ``split_size`` makes, or 4.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), ``"fitted"`` (to measured
-            times), or "auto".
+        device_map: prefixes of names and their stages (see ``lockstep.pipelining.device_map``);
+            None finds one, by measuring the layers on the job's first batch.
+        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by
+            simulation; None is what ``split_size`` makes, or 4.
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device),
+            ``"fitted"`` (to measured times), or "auto".
         split_size: samples of a micro-batch at most, instead of ``microbatches``.
-        chunks: stages on each device; None is 2 for ``interleaved``, or as many as ``device_map`` has, else 1.
-        times: seconds of each stage's forward and backward, which ``fitted`` goes by; None takes them as equal.
+        chunks: stages on each device; None is 2 for ``interleaved``, or as many as ``device_map``
+            has, else 1.
+        times: seconds of each stage's forward and backward, which ``fitted`` goes by; None takes
+            them as equal.
     """
 
     name: ClassVar[str] = "pp"
-    runs_functions: ClassVar[str] = "stages are made of one forward, and a step function calls the parts as it likes"
+    runs_functions: ClassVar[str] = (
+        "stages are made of one forward, and a step function calls the parts as it likes"
+    )
     summary: ClassVar[str] = "one process, a stage of layers per device; micro-batches overlap"
     good_for: ClassVar[str] = "models too large for one device, or of few large layers"
 
@@ -80,11 +86,16 @@ class PP(Strategy):
 
     def __post_init__(self) -> None:
         for value, what in (
-            (None if self.microbatches == "auto" else self.microbatches, "{!r} micro-batches: give a whole number"),
+            (
+                None if self.microbatches == "auto" else self.microbatches,
+                "{!r} micro-batches: give a whole number",
+            ),
             (self.chunks, "{!r} stages on each device: give a whole number"),
             (self.split_size, "micro-batches of {!r} samples: give a number"),
         ):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            if value is not None and (
+                not isinstance(value, int) or isinstance(value, bool) or value < 1
+            ):
                 raise StrategyError(f"{self.name}: {what.format(value)} from 1")
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
@@ -93,7 +104,8 @@ class PP(Strategy):
             )
         if self.schedule not in (*SCHEDULES, "auto"):
             raise StrategyError(
-                f'{self.name}: there is no schedule "{self.schedule}": {nearest(self.schedule, [*SCHEDULES, "auto"])}'
+                f'{self.name}: there is no schedule "{self.schedule}": '
+                f"{nearest(self.schedule, [*SCHEDULES, 'auto'])}"
             )
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise StrategyError(
@@ -118,12 +130,14 @@ class PP(Strategy):
         return 2 if self.schedule == "interleaved" and devices > 1 else 1
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
-        """With the layers' stages found, and with what is "auto" chosen, by measuring the job's first batch.
+        """With the layers' stages found, and with what is "auto" chosen, by measuring the job's
+        first batch.
 
         A run that goes on does so with the stages that it had.
 
         Raises:
-            StrategyError: there are more stages than layers, or a device is too small for its stage.
+            StrategyError: there are more stages than layers, or a device is too small for its
+                stage.
         """
         self.refuse_function(job)
         way = self._as_before(before, len(world.devices)) if before else self
@@ -136,20 +150,27 @@ class PP(Strategy):
         if is_stream(job.train_data):
             if choosing:
                 raise StrategyError(
-                    f"{self.name}: what is auto or fitted is chosen by looking at the first batch, and a stream can't "
+                    f"{self.name}: what is auto or fitted is chosen by looking at the first "
+                    "batch, and a stream can't "
                     "be begun twice: give numbers (lockstep partition finds them)"
                 )
             return way
         capacity = _memory_of(world)
         number, mine = way.num_microbatches(job) // job.accumulate, way.seen_by_a_replica(job)
         chunks = way.chunks_on(len(world.devices))
-        is_open = way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
+        is_open = (
+            way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
+        )
         choice = None
         try:
-            with OutsideVariables([job.model]).kept():  # a list of layers, say, that building the model adds to
+            with OutsideVariables(
+                [job.model]
+            ).kept():  # a list of layers, say, that building the model adds to
                 if not choosing and chunks == 1:
                     cut = mine.replace(accumulate=way.num_microbatches(job))
-                    found = found_for(cut, world.devices, _order_of(way, len(world.devices))(number), capacity)
+                    found = found_for(
+                        cut, world.devices, _order_of(way, len(world.devices))(number), capacity
+                    )
                 else:
                     found, choice = planned(
                         mine,
@@ -165,10 +186,17 @@ class PP(Strategy):
                 raise
             # Cut by parameters, those that this forward didn't come to too.
             if not isinstance(error, TooFewLayers):
-                world.tell(Line(f"looking at a forward raised {told(error)}: stages by their parameters", "plan"))
+                world.tell(
+                    Line(
+                        f"looking at a forward raised {told(error)}: stages by their parameters",
+                        "plan",
+                    )
+                )
             return way
         whole = sum(stage.time for stage in found.stages) or 1.0
-        stages = " | ".join(f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages)
+        stages = " | ".join(
+            f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages
+        )
         how = "measured" if found.measured else "estimated"
         world.tell(Line(f"stages: {stages} of the time, {how}", "plan"))
         if choice is None:
@@ -193,13 +221,19 @@ class PP(Strategy):
         """What is open here, as it was."""
         way = self
         if way.microbatches == "auto":
-            way = replace(way, microbatches=before.get("microbatches", "auto"), split_size=before.get("split_size"))
+            way = replace(
+                way,
+                microbatches=before.get("microbatches", "auto"),
+                split_size=before.get("split_size"),
+            )
         if way.schedule == "auto":
             way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
         device_map = before.get("device_map")
         if way.device_map is None and device_map is not None:
             times = before.get("times")
-            there = replace(way, device_map=device_map, times=tuple(map(tuple, times)) if times else None)
+            there = replace(
+                way, device_map=device_map, times=tuple(map(tuple, times)) if times else None
+            )
             if 1 + max(device_map.values()) == devices * there.chunks_on(devices):
                 return there
         return way
@@ -212,27 +246,37 @@ class PP(Strategy):
         """Build the model, and put each layer on the device of its stage.
 
         Raises:
-            StrategyError: this process is one of several, the map doesn't fit, a setting can't be kept.
+            StrategyError: this process is one of several, the map doesn't fit, a setting can't be
+                kept.
         """
         self.refuse_other_processes(world)
         if len(kinds := sorted({device.type for device in world.devices})) > 1:
             raise StrategyError(
-                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU devices, or "
+                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU "
+                "devices, or "
                 "accelerators of one type"
             )
         if job.sync_batchnorm and self.num_microbatches(job) > 1:
             other = f"{self.name.replace('pp', 'mp')}{' without accumulate' if job.accumulate > 1 else ''}"
             raise StrategyError(
-                f"{self.name}: sync_batchnorm would make every micro-batch wait for all the others: leave it out "
-                f"(BatchNorm then normalises each micro-batch, as single with accumulate does), or take {other}"
+                f"{self.name}: sync_batchnorm would make every micro-batch wait for all the "
+                "others: leave it out "
+                "(BatchNorm then normalises each micro-batch, as single with accumulate does), "
+                f"or take {other}"
             )
         if job.compile:
             raise StrategyError(
-                f"{self.name}: compile, and layers that take turns: leave it out, or compile layers in the model itself"
+                f"{self.name}: compile, and layers that take turns: leave it out, or compile "
+                "layers in the model itself"
             )
-        given = next((f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"), None)
+        given = next(
+            (f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"),
+            None,
+        )
         given = given or ("split_size" if self.split_size is not None else None)
-        if given and isinstance(job.train_data, tuple) and not job.train_data:  # ``parallelize`` knows of none
+        if (
+            given and isinstance(job.train_data, tuple) and not job.train_data
+        ):  # ``parallelize`` knows of none
             raise StrategyError(
                 f"{self.name}: {given} is for jobs, whose batches are known before: "
                 "give a number and a name (lockstep partition finds them)"
@@ -248,7 +292,13 @@ class PP(Strategy):
         return self.step_of(model, build_optimizer(job, model), cut, world, layers, runner)
 
     def step_of(
-        self, model: nn.Module, optimizer: Optimizer, job: Job, world: World, layers: Layers, runner: Runner
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        job: Job,
+        world: World,
+        layers: Layers,
+        runner: Runner,
     ) -> Step:
         """What trains a model that is laid out; the job's ``accumulate`` are all micro-batches."""
         return StagedStep(model, optimizer, job, world, layers, runner)
@@ -258,7 +308,10 @@ class PP(Strategy):
         parts = self.num_microbatches(job)
         found = super().caveats(job.replace(accumulate=parts), model, replicas)
         if job.batch_size < parts:
-            text = f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not {parts}"
+            text = (
+                f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not "
+                f"{parts}"
+            )
             found.append(Caveat("few samples", text))
         if len({p.device for p in model.parameters()}) > 1 and any(map(drops, model.modules())):
             found.append(DRAWS)
@@ -282,7 +335,11 @@ class MP(PP):
 
     def __post_init__(self) -> None:
         if self.microbatches != 1 or self.split_size is not None:
-            wanted = self.microbatches if self.split_size is None else f"those of {self.split_size!r} samples"
+            wanted = (
+                self.microbatches
+                if self.split_size is None
+                else f"those of {self.split_size!r} samples"
+            )
             raise StrategyError(f"mp has one micro-batch, not {wanted}: take pp")
         super().__post_init__()
 
@@ -292,7 +349,11 @@ def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
     chunks = way.chunks_on(devices)
     if way.schedule == "fitted":
         places = [stage % devices for stage in range(devices * chunks)]
-        times = way.times if way.times is not None and len(way.times) == len(places) else [(1.0, 2.0)] * len(places)
+        times = (
+            way.times
+            if way.times is not None and len(way.times) == len(places)
+            else [(1.0, 2.0)] * len(places)
+        )
         forward, backward = zip(*times, strict=True)
         return lambda microbatches: fitted(places, microbatches, forward, backward)
     if way.schedule == "interleaved":
@@ -303,4 +364,8 @@ def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
 def _memory_of(world: World) -> list[float] | None:
     """Bytes that a stage may take on each device; slots share what the machine has."""
     each = capacities(world.devices, None)
-    return [sum(each) / world.local_size] * len(each) if each is not None and world.device.is_slot else each
+    return (
+        [sum(each) / world.local_size] * len(each)
+        if each is not None and world.device.is_slot
+        else each
+    )

@@ -22,7 +22,8 @@ _FORM = re.compile(r"ddp=(\d+)x([a-z]+)=(\d+)")
 
 @dataclass(frozen=True)
 class Product(Strategy):
-    """So many replicas, of so many devices each; a class of one is also a class of the strategy that a replica has.
+    """So many replicas, of so many devices each; a class of one is also a class of the strategy
+    that a replica has.
 
     Attributes:
         sizes: of both.
@@ -67,12 +68,15 @@ class Product(Strategy):
         else:
             instead = inner if devices > 1 else "single"
         raise StrategyError(
-            f"{self.name} is for {replicas} x {each} = {replicas * each} devices, not {devices}: take {instead}, or "
+            f"{self.name} is for {replicas} x {each} = {replicas * each} devices, not {devices}: "
+            f"take {instead}, or "
             f"{replicas * each} devices"
         )
 
 
-def product_in(name: str, kinds: Mapping[str, type[Product]]) -> tuple[type[Product], tuple[int, int]] | None:
+def product_in(
+    name: str, kinds: Mapping[str, type[Product]]
+) -> tuple[type[Product], tuple[int, int]] | None:
     """The class of a product and its sizes; None where the name is that of no product.
 
     Args:
@@ -89,10 +93,14 @@ def product_in(name: str, kinds: Mapping[str, type[Product]]) -> tuple[type[Prod
         return kinds[found[2]], (int(found[1]), int(found[3]))
     numbers = [max(1, int(number)) for number in re.findall(r"\d+", name)][:2]
     replicas, each = numbers if len(numbers) == 2 else (2, 2)
-    inner = next((word for word in re.findall(r"[a-z-]+", name.replace("x", " ")) if word in kinds), next(iter(kinds)))
+    inner = next(
+        (word for word in re.findall(r"[a-z-]+", name.replace("x", " ")) if word in kinds),
+        next(iter(kinds)),
+    )
     if re.match(rf"{inner}=", name):  # the replicas are named first
         replicas, each = each, replicas
     every = ", ".join(f"ddp=Nx{word}=M" for word in kinds)
     raise StrategyError(
-        f'there is no strategy "{name}": products are {every}, from 1: take ddp={replicas}x{inner}={each}'
+        f'there is no strategy "{name}": products are {every}, from 1: take '
+        f"ddp={replicas}x{inner}={each}"
     )

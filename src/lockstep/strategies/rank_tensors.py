@@ -1,4 +1,5 @@
-"""What the ranks of ``ddp`` make equal: gradients, summed in one flat tensor, and buffers that follow rank 0.
+"""What the ranks of ``ddp`` make equal: gradients, summed in one flat tensor, and buffers that
+follow rank 0.
 
 One all-reduce sums all gradients of a process, and what must be summed beside them.
 
@@ -6,9 +7,10 @@ One all-reduce sums all gradients of a process, and what must be summed beside t
 
     | gradient of parameter 0 | gradient of parameter 1 | ... | used 0 | used 1 | ... | numbers |
 
-The numbers are how many ranks were asked to stop, total and count of the loss, and those of its parts.
-``used`` is 1 where this rank has a gradient: a parameter that no rank used must keep ``grad = None`` (an optimizer with
-momentum or decay treats a zero otherwise), and one that only some ranks used gets the sum of theirs.
+The numbers are how many ranks were asked to stop, total and count of the loss, and those of its
+parts. ``used`` is 1 where this rank has a gradient: a parameter that no rank used must keep ``grad
+= None`` (an optimizer with momentum or decay treats a zero otherwise), and one that only some ranks
+used gets the sum of theirs.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ from lockstep.model.losses.loss import Number
 class FlatGradients:
     """One flat buffer per number format of the parameters.
 
-    The sums beside the gradients ride in the first buffer where its format can hold a count (fp32, fp64), else in a
-    buffer of their own.
+    The sums beside the gradients ride in the first buffer where its format can hold a count (fp32,
+    fp64), else in a buffer of their own.
 
     Args:
         parameters: those that are trained, in an order that is the same on all ranks.
-        sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse again afterwards,
-            with each row that any rank had.
+        sparse: the ids of those whose gradients are sparse; they are summed dense, and are sparse
+            again afterwards, with each row that any rank had.
         numbers: how many are summed beside the gradients.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()
+    ) -> None:
         self._parameters, self._numbers = parameters, numbers
         self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
         self._make_buffers()
@@ -57,7 +61,9 @@ class FlatGradients:
             exact = first.dtype in (torch.float32, torch.float64)
             rides = exact and not rode
             size = sum(parameters[i].numel() for i in mine)
-            buffer = torch.zeros(size + (extras if rides else 0), dtype=first.dtype, device=first.device)
+            buffer = torch.zeros(
+                size + (extras if rides else 0), dtype=first.dtype, device=first.device
+            )
             offsets = itertools.accumulate((parameters[i].numel() for i in mine), initial=0)
             for i, offset in zip(mine, offsets, strict=False):
                 self._views[i] = _view_like(buffer, offset, parameters[i])
@@ -73,7 +79,9 @@ class FlatGradients:
 
     def _count_holders(self) -> list[int]:
         """How many tensors have the memory of each buffer."""
-        return [torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) for buffer in self._buffers]
+        return [
+            torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) for buffer in self._buffers
+        ]
 
     @property
     def bytes(self) -> int:
@@ -83,8 +91,9 @@ class FlatGradients:
     def sum_over(self, world: World, numbers: Sequence[Number]) -> Iterable[Number]:
         """Sum every ``parameter.grad``, and the numbers beside them, over the ranks.
 
-        Afterwards each ``grad`` has its memory in the flat buffer, or is None where no rank had one. Where somebody has
-        kept one of an earlier call, the buffers are left to them, and others made.
+        Afterwards each ``grad`` has its memory in the flat buffer, or is None where no rank had
+        one. Where somebody has kept one of an earlier call, the buffers are left to them, and
+        others made.
 
         Returns:
             The sums of the numbers: numbers on CPU, scalars elsewhere.
@@ -116,9 +125,13 @@ class FlatGradients:
             p.grad = view.detach() if anywhere else None
         for i, rows in zip(self._sparse, self._rows, strict=True):
             p = self._parameters[i]
-            if p.grad is not None:  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
+            if (
+                p.grad is not None
+            ):  # (`to_sparse` would leave out rows whose gradients are 0, which SparseAdam moves)
                 of = rows.nonzero().T.to(p.device)
-                p.grad = torch.sparse_coo_tensor(of, p.grad[of[0]], p.shape, is_coalesced=True, check_invariants=False)
+                p.grad = torch.sparse_coo_tensor(
+                    of, p.grad[of[0]], p.shape, is_coalesced=True, check_invariants=False
+                )
         sums: Iterable[Number] = self._sums.tolist() if self._sums.is_cpu else self._sums.clone()
         return sums
 
@@ -126,21 +139,25 @@ class FlatGradients:
 def _view_like(buffer: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
     """A piece of the buffer in the parameter's shape, and in its memory layout.
 
-    The layout matters: PyTorch's fused optimizers on CPU go through parameter and gradient by address, and silently
-    take the wrong elements where the layouts differ (seen with torch 2.13, ``channels_last``).
+    The layout matters: PyTorch's fused optimizers on CPU go through parameter and gradient by
+    address, and silently take the wrong elements where the layouts differ (seen with torch 2.13,
+    ``channels_last``).
     """
-    if torch.empty_like(parameter).stride() == parameter.stride():  # dense, so its strides fit in numel elements
+    if (
+        torch.empty_like(parameter).stride() == parameter.stride()
+    ):  # dense, so its strides fit in numel elements
         return torch.as_strided(buffer, parameter.shape, parameter.stride(), offset)
     return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
 
 class FollowedBuffers:
-    """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own DDP.
+    """Buffers that change in training and act in it: all ranks follow rank 0, as with PyTorch's own
+    DDP.
 
-    BatchNorm's running statistics only act in evaluation, so they are shared then, and when a person gives a layer that
-    mode. The others are found by looking, after steps 1, 2, 4, 8, ... and at each evaluation, which have changed on any
-    rank; constants (masks, positions) are never sent. Values are compared, since a version counter misses what kernels
-    write.
+    BatchNorm's running statistics only act in evaluation, so they are shared then, and when a
+    person gives a layer that mode. The others are found by looking, after steps 1, 2, 4, 8, ... and
+    at each evaluation, which have changed on any rank; constants (masks, positions) are never sent.
+    Values are compared, since a version counter misses what kernels write.
     """
 
     def __init__(self, model: nn.Module, world: World) -> None:
@@ -157,14 +174,22 @@ class FollowedBuffers:
         self._still: set[nn.Module] = set()
 
     def follow(self) -> None:
-        """Take rank 0's values of those that are known to change, and of norms that are in evaluation mode now."""
+        """Take rank 0's values of those that are known to change, and of norms that are in
+        evaluation mode now.
+        """
         if self._world.size == 1:
             return
         before, self._still = self._still, {norm for norm in self._norms if not norm.training}
         if self._still - before:
             self._world.meet("a change of the model (a batch norm is in evaluation mode now)")
             take_first(
-                self._world, [place for norm in self._norms if norm in self._still for place in buffers_of(norm)]
+                self._world,
+                [
+                    place
+                    for norm in self._norms
+                    if norm in self._still
+                    for place in buffers_of(norm)
+                ],
             )
         take_first(self._world, self._changing)
 
@@ -172,7 +197,10 @@ class FollowedBuffers:
         """Find those that have changed; every rank calls this at the same time."""
         if not self._unchanged:
             return
-        changed = [not _same(module._buffers[name], before) for (module, name), before in self._unchanged.items()]
+        changed = [
+            not _same(module._buffers[name], before)
+            for (module, name), before in self._unchanged.items()
+        ]
         flags = torch.tensor(changed, dtype=torch.float32, device=self._world.device.torch)
         anywhere = self._world.all_reduce(flags).tolist()
         found = [place for place, times in zip(self._unchanged, anywhere, strict=True) if times]
@@ -193,7 +221,9 @@ def take_first(world: World, places: list[tuple[nn.Module, str]]) -> None:
         if buffer is None or None in theirs:
             continue
         # Decided by what all ranks know, so that all of them take the same way.
-        plain = buffer.dtype in (torch.float32, torch.float64, torch.int64) and buffer.is_contiguous()
+        plain = (
+            buffer.dtype in (torch.float32, torch.float64, torch.int64) and buffer.is_contiguous()
+        )
         if plain and len(set(theirs)) == 1:
             world.broadcast(buffer)
             continue

@@ -1,4 +1,6 @@
-"""The replicas of ``dp``: copies of a model on other devices, what can't be copied, and the sum of their gradients."""
+"""The replicas of ``dp``: copies of a model on other devices, what can't be copied, and the sum
+of their gradients.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +42,16 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
         if (computed := computed_tensor(model)) is not None:
             raise StrategyError(f"dp: {computed}") from error
         raise JobError(
-            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds it afresh"
+            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
+            "it afresh"
         ) from error
     for module in made.modules():
         cache_apart(module)
     mine = {id(p) for p in memo.values()}
     if any(id(p) not in mine for p in made.parameters()):
         raise StrategyError(
-            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which builds it afresh"
+            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "
+            "builds it afresh"
         )
     if not device.is_slot:
         place_module(made, device.torch)
@@ -55,7 +59,8 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
 
 
 class Structure:
-    """What a replica has only where the model had it when it was copied: modules, parameters, hooks.
+    """What a replica has only where the model had it when it was copied: modules, parameters,
+    hooks.
 
     Args:
         model: the one that was copied.
@@ -68,7 +73,10 @@ class Structure:
     @property
     def is_changed(self) -> bool:
         """Whether the model has other modules, parameters or hooks now."""
-        return (modules_of(self._model), _parameters_of(self._model)) != (self._modules, self._parameters)
+        return (modules_of(self._model), _parameters_of(self._model)) != (
+            self._modules,
+            self._parameters,
+        )
 
     def refuse_changes(self) -> None:
         """Make sure that it hasn't.
@@ -78,19 +86,23 @@ class Structure:
         """
         if self.is_changed:
             raise StrategyError(
-                "dp: modules, parameters or hooks of the model have changed since its replicas were made: call "
+                "dp: modules, parameters or hooks of the model have changed since its replicas "
+                "were made: call "
                 "lockstep.parallelize again, or take ddp"
             )
 
     def follow_installed(self, replicas: Sequence[Sequence[nn.Module]]) -> None:
-        """Take what forward has installed in the modules of every replica, hooks or another forward, for their own.
+        """Take what forward has installed in the modules of every replica, hooks or another
+        forward, for their own.
 
         Args:
             replicas: the modules of each, the model's first.
         """
         if (modules := modules_of(self._model)) == self._modules:
             return
-        first, *others = [[("forward" in vars(m), *_hooks_in(m)) for m in modules] for modules in replicas]
+        first, *others = [
+            [("forward" in vars(m), *_hooks_in(m)) for m in modules] for modules in replicas
+        ]
         same = [which for which, *_ in modules] == [which for which, *_ in self._modules]
         if same and all(other == first for other in others):
             self._modules = modules
@@ -98,7 +110,10 @@ class Structure:
 
 def modules_of(model: nn.Module) -> list[Any]:
     """Which modules it has, with how many hooks, and a ``forward`` of their own."""
-    return [(id(module), id(vars(module).get("forward")), *_hooks_in(module)) for module in model.modules()]
+    return [
+        (id(module), id(vars(module).get("forward")), *_hooks_in(module))
+        for module in model.modules()
+    ]
 
 
 def _hooks_in(module: nn.Module) -> Iterator[int]:
@@ -119,9 +134,11 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 
 
 def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
-    """Give the modules of a replica plain attributes of the model's: ``training``, a temperature, a switch.
+    """Give the modules of a replica plain attributes of the model's: ``training``, a temperature, a
+    switch.
 
-    What several modules share (a dictionary that layers read, say) is one thing in the replica, too.
+    What several modules share (a dictionary that layers read, say) is one thing in the replica,
+    too.
     """
     copies: dict[int, Any] = {}
     for mine, other in zip(model, replica, strict=True):
@@ -132,7 +149,8 @@ def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) ->
 
 
 def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str]) -> None:
-    """Give a replica copies of attributes of the model that are no plain values: a dictionary, a tensor, an object.
+    """Give a replica copies of attributes of the model that are no plain values: a dictionary, a
+    tensor, an object.
 
     Raises:
         StrategyError: one can't be copied.
@@ -142,17 +160,22 @@ def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str])
         theirs = dict(of(replica))
         memo |= {id(mine): theirs[name] for name, mine in of(model) if name in theirs}
     place = next((p.device for p in replica.parameters()), torch.device("cpu"))
-    placed: dict[int, Any] = {}  # by the model's own: what several modules share is one thing in the replica, too
+    placed: dict[
+        int, Any
+    ] = {}  # by the model's own: what several modules share is one thing in the replica, too
     for name in changed:
         mine, own = attribute_place(model, name)
         changed_to = mine[own]
         if holds_on_to(changed_to, model):
-            raise StrategyError(f'dp: "{name}" of the model is a function now that holds on to the model: take ddp')
+            raise StrategyError(
+                f'dp: "{name}" of the model is a function now that holds on to the model: take ddp'
+            )
         try:
             value = copy.deepcopy(changed_to, memo)
         except Exception as error:
             raise StrategyError(
-                f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: make '
+                f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: '
+                "make "
                 "it a buffer, or call lockstep.parallelize again, or take ddp"
             ) from error
         attributes, own = attribute_place(replica, name)
@@ -174,12 +197,15 @@ def computed_tensor(model: nn.Module) -> str | None:
             if f"{key}_mask" in module._buffers:
                 return (
                     f'"{place}" is pruned by torch.nn.utils.prune, which computes it from '
-                    f'"{place}_orig", so it can\'t be copied: take ddp, or multiply by the mask in a '
+                    f'"{place}_orig", so it can\'t be copied: take ddp, or multiply by the mask '
+                    "in a "
                     "parametrization (torch.nn.utils.parametrize)"
                 )
             return (
-                f'"{place}" is computed from other parameters, so it can\'t be copied: take ddp, or in '
-                "place of the old torch.nn.utils.weight_norm that of torch.nn.utils.parametrizations"
+                f'"{place}" is computed from other parameters, so it can\'t be copied: take ddp, '
+                "or in "
+                "place of the old torch.nn.utils.weight_norm that of "
+                "torch.nn.utils.parametrizations"
             )
     return None
 
@@ -188,19 +214,24 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     """Refuse what a copy of the model can't take along.
 
     Raises:
-        StrategyError: a hook on a parameter, or a function in a module that has closed over the model.
+        StrategyError: a hook on a parameter, or a function in a module that has closed over the
+            model.
     """
     advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
-        raise StrategyError(f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}')
+        raise StrategyError(
+            f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}'
+        )
     if (why := holding_on(model)) is not None:
         raise StrategyError(f"dp: {why}{advice}")
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
-    """Refuse the loss of another replica whose graph comes to parameters of ``model``, of which that is a copy.
+    """Refuse the loss of another replica whose graph comes to parameters of ``model``, of which
+    that is a copy.
 
-    Several threads would add to their gradients at the same time, and those of the replica would miss them.
+    Several threads would add to their gradients at the same time, and those of the replica would
+    miss them.
 
     Raises:
         StrategyError: it does, through the loss or something that the model holds.
@@ -209,7 +240,8 @@ def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
     for node in graph_nodes(total):
         if (name := names.get(id(getattr(node, "variable", None)))) is not None:
             raise StrategyError(
-                f'dp: the loss, or something that the model holds, uses "{name}" of the model itself (by a global, a '
+                f'dp: the loss, or something that the model holds, uses "{name}" of the model '
+                "itself (by a global, a "
                 "closure or a reference), not that of the replica",
                 kind="state",
                 fix="take ddp, which has no copies",
@@ -217,9 +249,12 @@ def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
 
 
 def add_gradients(
-    mine: Sequence[nn.Parameter], of_replicas: Sequence[Sequence[nn.Parameter]], place: torch.device | None
+    mine: Sequence[nn.Parameter],
+    of_replicas: Sequence[Sequence[nn.Parameter]],
+    place: torch.device | None,
 ) -> None:
-    """Add the gradients of other replicas to those of the first, in order, on the ``place`` of its parameters.
+    """Add the gradients of other replicas to those of the first, in order, on the ``place`` of its
+    parameters.
 
     Without a ``place`` all are in the same memory already.
     """
@@ -249,16 +284,21 @@ def even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, i
 
 
 def shared_by_threads(error: RuntimeError, loss: Totalled) -> StrategyError | None:
-    """What an error of replicas on threads means, where it is of something that all threads share; else None."""
+    """What an error of replicas on threads means, where it is of something that all threads
+    share; else None.
+    """
     if "forward AD level" in str(error):
         return StrategyError(
-            "dp: forward calls torch.func.jvp or its like, of which PyTorch keeps one level for all threads",
+            "dp: forward calls torch.func.jvp or its like, of which PyTorch keeps one level for "
+            "all threads",
             fix="take ddp, which has a process for each replica",
         )
     if loss.may_have_state and "modified by an inplace operation" in str(error):
         return StrategyError(
-            f"dp: {loss.name} seems to write to a tensor that it holds, while another thread computes with it",
+            f"dp: {loss.name} seems to write to a tensor that it holds, while another thread "
+            "computes with it",
             kind="state",
-            fix="take ddp, where each replica has a loss of its own, or give the loss a new tensor instead",
+            fix="take ddp, where each replica has a loss of its own, or give the loss a new "
+            "tensor instead",
         )
     return None

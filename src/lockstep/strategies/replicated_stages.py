@@ -1,8 +1,10 @@
-"""``ddp=NxPP``: N replicas in processes, each over M devices as ``pp`` (or ``mp``) has a model on them.
+"""``ddp=NxPP``: N replicas in processes, each over M devices as ``pp`` (or ``mp``) has a model on
+them.
 
-Each rank computes its local batch of every micro-batch by its own pipeline, and gradients, total and count are summed
-over the ranks as ``ddp`` sums small ones: in one flat all-reduce after backward. Micro-batches are cut from the global
-batch first, and local batches from these, so ``single`` with ``accumulate=m`` has the same results.
+Each rank computes its local batch of every micro-batch by its own pipeline, and gradients, total
+and count are summed over the ranks as ``ddp`` sums small ones: in one flat all-reduce after
+backward. Micro-batches are cut from the global batch first, and local batches from these, so
+``single`` with ``accumulate=m`` has the same results.
 """
 
 from __future__ import annotations
@@ -32,9 +34,13 @@ from lockstep.strategies.steps.step import Step
 
 @dataclass(frozen=True)
 class ReplicatedPP(Product, PP):
-    """Replicas in processes, each of stages of layers on several devices, micro-batches overlapped."""
+    """Replicas in processes, each of stages of layers on several devices, micro-batches
+    overlapped.
+    """
 
-    summary: ClassVar[str] = "a process per replica, with a local batch; in it a stage of layers per device, as pp"
+    summary: ClassVar[str] = (
+        "a process per replica, with a local batch; in it a stage of layers per device, as pp"
+    )
     good_for: ClassVar[str] = "models too large for one device, and more devices than stages"
 
     @property
@@ -62,10 +68,18 @@ class ReplicatedPP(Product, PP):
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
         """As rank 0 finds it."""
-        return world.broadcast_object(super().planned(job, world, before) if world.is_first else self)
+        return world.broadcast_object(
+            super().planned(job, world, before) if world.is_first else self
+        )
 
     def step_of(
-        self, model: nn.Module, optimizer: Optimizer, job: Job, world: World, layers: Layers, runner: Runner
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        job: Job,
+        world: World,
+        layers: Layers,
+        runner: Runner,
     ) -> Step:
         """A replica, which the others are summed with."""
         self.refuse(model, world.size)
@@ -85,8 +99,12 @@ class ReplicatedPP(Product, PP):
 class ReplicatedMP(ReplicatedPP, MP):
     """Replicas in processes, each of stages of layers on several devices, one after the other."""
 
-    summary: ClassVar[str] = "a process per replica, with a local batch; in it a stage of layers per device, as mp"
-    good_for: ClassVar[str] = "models too large for one device, whose local batch can't be split further"
+    summary: ClassVar[str] = (
+        "a process per replica, with a local batch; in it a stage of layers per device, as mp"
+    )
+    good_for: ClassVar[str] = (
+        "models too large for one device, whose local batch can't be split further"
+    )
 
     microbatches: int = 1
 

@@ -1,7 +1,7 @@
 """Weights in memory that all ranks of one machine share.
 
-The memory is a file without a name: nothing can be left behind, however a rank ends, and `/dev/shm`, which is small in
-containers, doesn't bound it.
+The memory is a file without a name: nothing can be left behind, however a rank ends, and
+`/dev/shm`, which is small in containers, doesn't bound it.
 """
 
 from __future__ import annotations
@@ -57,12 +57,14 @@ class SharedWeights:
         """Make sure that the parameters lie there still.
 
         Raises:
-            RunError: something has given one other memory, so that the other ranks no longer see it.
+            RunError: something has given one other memory, so that the other ranks no longer see
+                it.
         """
         for name, p in self._parameters.items():
             if p.data_ptr() != self._addresses[name]:
                 raise RunError(
-                    f'parameter "{name}" no longer lies in the memory that the ranks share: its .data was set; '
+                    f'parameter "{name}" no longer lies in the memory that the ranks share: its '
+                    ".data was set; "
                     "write into it, with copy_, or take ddp"
                 )
 
@@ -87,10 +89,14 @@ def _opened(world: World, size: int) -> int:
             name = path
         try:
             os.truncate(file, size)
-            if hasattr(os, "posix_fallocate"):  # else a lack of memory would show as a crash, when it is written
+            if hasattr(
+                os, "posix_fallocate"
+            ):  # else a lack of memory would show as a crash, when it is written
                 os.posix_fallocate(file, 0, size)
         except OSError as error:
-            raise RunError(f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}") from error
+            raise RunError(
+                f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}"
+            ) from error
     path = world.broadcast_object(path)
     if not world.is_first:
         file = os.open(path, os.O_RDWR)

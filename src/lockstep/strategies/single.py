@@ -1,4 +1,6 @@
-"""``single``: one device, the reference that all others are held against. So small that it is plainly right."""
+"""``single``: one device, the reference that all others are held against. So small that it is
+plainly right.
+"""
 
 from __future__ import annotations
 

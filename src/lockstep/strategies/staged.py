@@ -1,4 +1,6 @@
-"""The step of ``pp`` and ``mp``: one model with layers on several devices, and micro-batches that go through it."""
+"""The step of ``pp`` and ``mp``: one model with layers on several devices, and micro-batches
+that go through it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from lockstep.threads.random_streams import Streams, stream
 T = TypeVar("T")
 
 _FEW = 2**23
-"""Up to so many parameters one thread is taken to update sooner than several that have to be woken: an estimate."""
+"""Up to so many parameters one thread is taken to update sooner than several that have to be
+woken: an estimate.
+"""
 
 
 class StagedStep(Step):
@@ -66,7 +70,11 @@ class StagedStep(Step):
         def forward(i: int) -> Loss:
             number, part = parts[i]
             # (Its key is as ``begin_part`` has it.)
-            key = None if self._stream is None else mixed(*self._stream, *([number] if number else []))
+            key = (
+                None
+                if self._stream is None
+                else mixed(*self._stream, *([number] if number else []))
+            )
             with self._drawing(number, streams, key), self._layers.moving():
                 return self.forward_loss(self.model, self.placed(part))
 
@@ -78,14 +86,18 @@ class StagedStep(Step):
             for p in self._parameters:
                 p.grad = None
             found = self._stages(begin, forward, backward, len(parts), self._stream is not None)
-            if not self.runner.spoiled:  # else once more, with streams now, and if that won't do, in turn
+            if (
+                not self.runner.spoiled
+            ):  # else once more, with streams now, and if that won't do, in turn
                 return added(found, self._sum_at_home)
             streams = Streams()
 
     def _sum_at_home(self, values: Iterable[Number]) -> Number:
-        """Totals or counts of micro-batches on the first device. (Targets, and so counts, are not where the loss is.)
+        """Totals or counts of micro-batches on the first device. (Targets, and so counts, are not
+        where the loss is.)
 
-        One number is moved from each device, at the end: a copy between accelerators holds the queues of both.
+        One number is moved from each device, at the end: a copy between accelerators holds the
+        queues of both.
         """
         on: dict[torch.device | None, list[Number]] = {}
         for value in values:
@@ -95,7 +107,9 @@ class StagedStep(Step):
         sums = [(place, summed(some)) for place, some in on.items()]
         return summed(
             [
-                value.to(home, non_blocking=True) if isinstance(value, torch.Tensor) and place is not None else value
+                value.to(home, non_blocking=True)
+                if isinstance(value, torch.Tensor) and place is not None
+                else value
                 for place, value in sums
             ]
         )
@@ -105,11 +119,17 @@ class StagedStep(Step):
         """All stages' turns."""
         return self.runner.run(*go)
 
-    def _drawing(self, number: int, streams: Streams, key: int | None) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch, if it needs one; under a key the one that any step gives it."""
+    def _drawing(
+        self, number: int, streams: Streams, key: int | None
+    ) -> AbstractContextManager[Any]:
+        """The random stream of a micro-batch, if it needs one; under a key the one that any step
+        gives it.
+        """
         if not self.runner.streamed:
             return nullcontext()
-        return stream(lambda: streams.generator(number) if key is None else torch.Generator().manual_seed(key))
+        return stream(
+            lambda: streams.generator(number) if key is None else torch.Generator().manual_seed(key)
+        )
 
     def _seed_all(self, key: int) -> None:
         super()._seed_all(key)
@@ -118,8 +138,9 @@ class StagedStep(Step):
                 seed_on(device.torch, key)
 
     def _move_parameters(self, size: int, count: Number) -> None:
-        # The system wakes a second thread behind the first, where it waited for 6 to 12 ms until it was moved to the
-        # core that the last stage had left (Linux 6.18): as long as one thread takes for some million parameters.
+        # The system wakes a second thread behind the first, where it waited for 6 to 12 ms until it
+        # was moved to the core that the last stage had left (Linux 6.18): as long as one thread
+        # takes for some million parameters.
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
 
@@ -130,7 +151,9 @@ class StagedStep(Step):
 
         Overlapped they would mix what a model keeps in attributes, and what metrics read there.
         """
-        return super().over(batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed)
+        return super().over(
+            batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed
+        )
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""What a strategy is: its name, its settings, how many processes it wants, and how it builds a Step."""
+"""What a strategy is: its name, its settings, how many processes it wants, and how it builds a
+Step.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ class Strategy(ABC):
     summary: ClassVar[str]
     good_for: ClassVar[str]
     exact: ClassVar[Literal[True] | str] = True
-    runs_functions: ClassVar[Literal[True] | str] = "it doesn't say what an update of several losses is"
+    runs_functions: ClassVar[Literal[True] | str] = (
+        "it doesn't say what an update of several losses is"
+    )
 
     def __post_init__(self) -> None:  # noqa: B027
         """Refuse settings that are impossible."""
@@ -62,7 +66,11 @@ class Strategy(ABC):
         """Its settings that are words of a command line, with what its docstring says of each."""
         texts = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in reversed(cls.__mro__))
         entries = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", texts, re.MULTILINE))
-        words = [f.name for f in fields(cls) if f.name in cls.choices() and not re.search("Mapping|tuple", str(f.type))]
+        words = [
+            f.name
+            for f in fields(cls)
+            if f.name in cls.choices() and not re.search("Mapping|tuple", str(f.type))
+        ]
         return {name: " ".join(entries.get(name, "").replace("``", "").split()) for name in words}
 
     @abstractmethod
@@ -80,7 +88,8 @@ class Strategy(ABC):
         return 1
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
-        """Who holds what, and who reads what, in lines; none where that is plain from the strategy's name.
+        """Who holds what, and who reads what, in lines; none where that is plain from the
+        strategy's name.
 
         Args:
             devices: the names of all of them.
@@ -115,12 +124,14 @@ class Strategy(ABC):
         """
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> Strategy:
-        """This strategy, with what it leaves open settled for a job on these devices; told in a line.
+        """This strategy, with what it leaves open settled for a job on these devices; told in a
+        line.
 
         Args:
             job: with its data.
             world: this process's.
-            before: the settings of this strategy with which a run went that is taken up; None begins one.
+            before: the settings of this strategy with which a run went that is taken up; None
+                begins one.
         """
         return self
 
@@ -140,7 +151,8 @@ class Strategy(ABC):
         """
         if job.step is not None and self.runs_functions is not True:
             raise StrategyError(
-                f"{self.name} can't train a job with step=: {self.runs_functions}; take single, dp or ddp"
+                f"{self.name} can't train a job with step=: {self.runs_functions}; take single, "
+                "dp or ddp"
             )
 
     def refuse(self, model: nn.Module, replicas: int) -> None:
@@ -154,14 +166,16 @@ class Strategy(ABC):
         for name, module in _embeddings(model):
             if module.max_norm is not None:
                 raise StrategyError(
-                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, differently on each '
+                    f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, '
+                    "differently on each "
                     "device",
                     kind="state",
                     fix="use single, or normalize in a parametrization",
                 )
             if module.scale_grad_by_freq:
                 raise StrategyError(
-                    f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by how often a word is in '
+                    f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by '
+                    "how often a word is in "
                     "the batch, and each replica sees its local batch only",
                     kind="mixing",
                     fix="use single or mp, or leave it out",
@@ -176,17 +190,21 @@ class Strategy(ABC):
         wanted, each = world.layout.processes, world.layout.devices_per_process
         if world.size == 1 < wanted and each == 1:
             raise StrategyError(
-                f"{self.name} wants a process for each of the {wanted} devices, and this is one process: "
+                f"{self.name} wants a process for each of the {wanted} devices, and this is one "
+                "process: "
                 "start it with lockstep.launch(...) or torchrun, or use dp"
             )
         if wanted == 1 < world.size:
             raise StrategyError(
-                f"{self.name} is one process for all devices, and this is one of {world.size}: take ddp"
+                f"{self.name} is one process for all devices, and this is one of {world.size}: "
+                "take ddp"
             )
         if wanted != world.size:
             raise StrategyError(
-                f"{self.name} wants {wanted} processes with {each} devices each, and there are {world.size} with "
-                f"{len(world.devices)}: lockstep.launch(..., devices={world.layout.devices}, devices_per_rank={each})"
+                f"{self.name} wants {wanted} processes with {each} devices each, and there are "
+                f"{world.size} with "
+                f"{len(world.devices)}: lockstep.launch(..., devices={world.layout.devices}, "
+                f"devices_per_rank={each})"
             )
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
@@ -195,19 +213,50 @@ class Strategy(ABC):
         parts = replicas * job.accumulate
         if parts > 1:
             norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-            if any(m.training or not m.track_running_stats for m in norms) and not job.sync_batchnorm and replicas > 1:
-                text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
-                norm = "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
-                found.append(Caveat("batchnorm", text, norm if job.step else "sync_batchnorm=True keeps the results"))
+            if (
+                any(m.training or not m.track_running_stats for m in norms)
+                and not job.sync_batchnorm
+                and replicas > 1
+            ):
+                text = (
+                    "BatchNorm normalizes over each replica's local batch, not over the global "
+                    "batch"
+                )
+                norm = (
+                    "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
+                )
+                found.append(
+                    Caveat(
+                        "batchnorm",
+                        text,
+                        norm if job.step else "sync_batchnorm=True keeps the results",
+                    )
+                )
             elif any(m.training for m in norms) and job.accumulate > 1:
-                text = f"BatchNorm normalizes over each micro-batch, as single with accumulate={job.accumulate} does"
+                text = (
+                    "BatchNorm normalizes over each micro-batch, as single with "
+                    f"accumulate={job.accumulate} does"
+                )
                 found.append(Caveat("batchnorm", text))
-            if any(not m.track_running_stats for m in norms) and job.sync_batchnorm and replicas > 1:
-                text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
+            if (
+                any(not m.track_running_stats for m in norms)
+                and job.sync_batchnorm
+                and replicas > 1
+            ):
+                text = (
+                    "BatchNorm without running statistics normalizes over the local batch in "
+                    "evaluation"
+                )
                 found.append(Caveat("batchnorm evaluation", text))
-            instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+            instances = [
+                m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)
+            ]
             if any(m.track_running_stats for m in instances):
-                of = "the first replica's local batches" if replicas > 1 else "micro-batches, which move them once each"
+                of = (
+                    "the first replica's local batches"
+                    if replicas > 1
+                    else "micro-batches, which move them once each"
+                )
                 text = f"InstanceNorm's running statistics are those of {of}"
                 found.append(Caveat("buffer", text))
         if parts > 1 and hooked_parameters(model):

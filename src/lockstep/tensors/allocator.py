@@ -1,13 +1,15 @@
-"""How the CPU's memory is asked for: in huge pages, and, where a job wants it, kept from step to step.
+"""How the CPU's memory is asked for: in huge pages, and, where a job wants it, kept from step to
+step.
 
-glibc takes each large block from the system when it is asked for, and gives it back when it is freed. So the
-activations of every step are pages that the kernel clears and maps anew, 4 KiB at a time: up to 45 % of a step of
-MobileNetV2 (benchmarks/README.md). Two things help:
+glibc takes each large block from the system when it is asked for, and gives it back when it is
+freed. So the activations of every step are pages that the kernel clears and maps anew, 4 KiB at a
+time: up to 45 % of a step of MobileNetV2 (benchmarks/README.md). Two things help:
 
-- **Huge pages**, 2 MiB at a time, which PyTorch asks for where ``THP_MEM_ALLOC_ENABLE`` is set before its first tensor.
-  Processes of Lockstep's own (the command, local ranks) have that.
-- **Kept memory**: what a step frees stays with the process for the next one. The process then holds its largest step,
-  and gaps: so it is a setting of the job (``keep_memory``), and ``lockstep tune`` measures what it gains and costs.
+- **Huge pages**, 2 MiB at a time, which PyTorch asks for where ``THP_MEM_ALLOC_ENABLE`` is set
+  before its first tensor. Processes of Lockstep's own (the command, local ranks) have that.
+- **Kept memory**: what a step frees stays with the process for the next one. The process then holds
+  its largest step, and gaps: so it is a setting of the job (``keep_memory``), and ``lockstep tune``
+  measures what it gains and costs.
 
 Source: mallopt(3); ``c10/core/alignment.h`` and ``c10/core/impl/alloc_cpu.cpp`` of PyTorch.
 """
@@ -29,15 +31,20 @@ _holders = 0
 
 
 def prepare() -> None:
-    """Ask for huge pages, in a process of Lockstep's own that has no tensor yet. A person's own setting stays."""
+    """Ask for huge pages, in a process of Lockstep's own that has no tensor yet. A person's own
+    setting stays.
+    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if (libc := _glibc()) is not None:
-        # Arenas of other threads hold blocks up to 64 MiB only; larger ones could not be kept there.
+        # Arenas of other threads hold blocks up to 64 MiB only; larger ones could not be kept
+        # there.
         libc.mallopt(_ARENA_MAX, 1)
 
 
 def keep_freed_memory() -> None:
-    """Keep what is freed from now on, as long as the process lives. Without glibc this does nothing."""
+    """Keep what is freed from now on, as long as the process lives. Without glibc this does
+    nothing.
+    """
     global _holders
     with _lock:
         _holders += 1

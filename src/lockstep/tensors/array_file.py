@@ -1,15 +1,18 @@
 """Arrays on disk whose rows several processes write at once: .npy, .npz, .safetensors.
 
-All three are a header that says names, formats and shapes, then the numbers row by row. How many rows there will be is
-known before the first is computed, so where each lies is too, and every rank writes its own::
+All three are a header that says names, formats and shapes, then the numbers row by row. How many
+rows there will be is known before the first is computed, so where each lies is too, and every rank
+writes its own::
 
     0.npy   | header | row 0 | row 1 | row 2 | row 3 | row 4 |
                      | rank 0 ...... | rank 1 ...... | rank 0 ...
 
-An .npz is a zip archive of .npy files, put together at the end. NumPy's memory-mapped files would end the process by a
-signal where the disk is full; here that is an error, mostly before anything is computed.
+An .npz is a zip archive of .npy files, put together at the end. NumPy's memory-mapped files would
+end the process by a signal where the disk is full; here that is an error, mostly before anything is
+computed.
 
-Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html, https://github.com/huggingface/safetensors
+Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html,
+    https://github.com/huggingface/safetensors
 """
 
 from __future__ import annotations
@@ -67,21 +70,35 @@ class Layout:
 
     def size(self, file: str) -> int:
         """Bytes of a file."""
-        return max(len(self.headers[file]), *(array.end for array in self.arrays.values() if array.file == file))
+        return max(
+            len(self.headers[file]),
+            *(array.end for array in self.arrays.values() if array.file == file),
+        )
 
 
 SAFETENSORS_TYPES = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
-    torch.int64: "I64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
-}  # fmt: skip
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+}
 
 
 def layout(ending: str, arrays: list[Array]) -> Layout:
     """Where the rows of these arrays go.
 
     Args:
-        ending: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` is for memory, without a header.
+        ending: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` is for memory, without a
+            header.
         arrays: formats that the file lacks (bfloat16 in NumPy's) become float32.
 
     Raises:
@@ -89,7 +106,10 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
     """
     if ending == ".npy" and len(arrays) > 1:
         names = ", ".join(array.name for array in arrays)
-        raise InputError(f"out: a .npy file holds one array, and the outputs have {len(arrays)} ({names}): take .npz")
+        raise InputError(
+            f"out: a .npy file holds one array, and the outputs have {len(arrays)} ({names}): "
+            "take .npz"
+        )
     arrays = [replace(array, dtype=_kept(ending, array)) for array in arrays]
     if ending == ".safetensors":
         return _safetensors(arrays)
@@ -111,7 +131,10 @@ def _kept(ending: str, array: Array) -> torch.dtype:
         return array.dtype
     if array.dtype.is_floating_point:
         return torch.float32
-    raise InputError(f'out: a {ending} file has no format for "{array.name}", which is {array.dtype}: take .jsonl')
+    raise InputError(
+        f'out: a {ending} file has no format for "{array.name}", which is {array.dtype}: take '
+        ".jsonl"
+    )
 
 
 def _numpy_format(dtype: torch.dtype) -> str | None:
@@ -144,7 +167,9 @@ def _safetensors(arrays: list[Array]) -> Layout:
     text = json.dumps({"__metadata__": {"format": "pt"}, **fields}).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return Layout({"arrays": header}, {a.name: replace(a, start=len(header) + a.start) for a in placed})
+    return Layout(
+        {"arrays": header}, {a.name: replace(a, start=len(header) + a.start) for a in placed}
+    )
 
 
 def create(folder: Path, layout: Layout) -> None:
@@ -163,7 +188,8 @@ def create(folder: Path, layout: Layout) -> None:
 
 
 def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.Tensor) -> None:
-    """Write ``rows`` of the array of that name, from row ``first`` on, in the files that ``create`` has made.
+    """Write ``rows`` of the array of that name, from row ``first`` on, in the files that ``create``
+    has made.
 
     Raises:
         InputError: they are of another shape than those before.
@@ -179,7 +205,8 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.
     path = folder / array.file
     if not path.is_file():
         raise SaveError(
-            f"{path}: can't be opened on every rank: on several machines, name a file in a folder that all of them "
+            f"{path}: can't be opened on every rank: on several machines, name a file in a folder "
+            "that all of them "
             "share"
         )
     with writing(path, layout.size(array.file)), path.open("rb+") as file:
@@ -197,23 +224,33 @@ def archive(target: Path, folder: Path, layout: Layout) -> None:
 
 
 def mapped(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
-    """The arrays of a layout without headers, by name, as memory; the files may be taken away afterwards."""
+    """The arrays of a layout without headers, by name, as memory; the files may be taken away
+    afterwards.
+    """
     found = {}
     for name, array in layout.arrays.items():
         count = math.prod(array.shape)
         path = str(folder / array.file)
-        flat = torch.from_file(path, shared=False, size=count, dtype=array.dtype) if count else torch.empty(0)
+        flat = (
+            torch.from_file(path, shared=False, size=count, dtype=array.dtype)
+            if count
+            else torch.empty(0)
+        )
         found[name] = flat.to(array.dtype).view(array.shape)
     return found
 
 
 @contextlib.contextmanager
 def writing(path: Path, size: int | None = None) -> Iterator[None]:
-    """Raise a ``SaveError`` of one line where the file, in a folder beside the person's, can't be written."""
+    """Raise a ``SaveError`` of one line where the file, in a folder beside the person's, can't
+    be written.
+    """
     try:
         yield
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = "the disk is full" + ("" if size is None else f", {size / 1e6:,.1f} MB are needed")
+            why = "the disk is full" + (
+                "" if size is None else f", {size / 1e6:,.1f} MB are needed"
+            )
         raise SaveError(f"{path.parent.parent}: the outputs can't be written: {why}") from error

@@ -13,7 +13,9 @@ def size(count: float) -> str:
     """``1.5 GiB``, ``12 MiB``, ``300 KiB``, ``17 B``."""
     for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= one:
-            return f"{count / one:.3g} {unit}" if count < 999.5 * one else f"{count / one:,.0f} {unit}"
+            return (
+                f"{count / one:.3g} {unit}" if count < 999.5 * one else f"{count / one:,.0f} {unit}"
+            )
     return f"{count:.0f} B"
 
 

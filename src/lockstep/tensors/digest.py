@@ -8,7 +8,9 @@ _PLACES = 1009
 """A prime, so that neither rows nor columns of a matrix come to lie in one place of a digest."""
 
 _ROWS = 32
-"""Of so many places, added at once: they stay in a core's cache, and are too few for PyTorch to wake threads."""
+"""Of so many places, added at once: they stay in a core's cache, and are too few for PyTorch to
+wake threads.
+"""
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -16,18 +18,24 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 def bits_of(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """The bits of a strided tensor in one row, as whole numbers; no copy where it is contiguous."""
     flat = tensor.detach().contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(dtype)  # (a single element may have any stride)
+    return flat.as_strided((flat.numel(),), (1,)).view(
+        dtype
+    )  # (a single element may have any stride)
 
 
 def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
     """Two sums that tell different values apart: plain, and weighted by place.
 
-    It is the bits that are added, as whole numbers: the sums are the same for any number of threads, nothing is not
-    finite, and no copy as large as the tensor is made.
+    It is the bits that are added, as whole numbers: the sums are the same for any number of
+    threads, nothing is not finite, and no copy as large as the tensor is made.
     """
     if tensor is None or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    flat = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    flat = (
+        torch.view_as_real(tensor.detach().resolve_conj())
+        if tensor.is_complex()
+        else tensor.detach()
+    )
     bits = bits_of(flat, _BITS[flat.element_size()])
     rows = bits.numel() // _PLACES
     last = bits[rows * _PLACES :]

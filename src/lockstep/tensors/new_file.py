@@ -1,4 +1,6 @@
-"""Files that are never written through a link: whoever gave us the folder may have put one there."""
+"""Files that are never written through a link: whoever gave us the folder may have put one
+there.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,22 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def opened_new(path: Path) -> Iterator[BinaryIO]:
-    """A new file at this place, on the disk when the ``with`` ends; what was there, a link perhaps, is taken away."""
+    """A new file at this place, on the disk when the ``with`` ends; what was there, a link
+    perhaps, is taken away.
+    """
     path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "w+b") as file:
+    with os.fdopen(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "w+b"
+    ) as file:
         yield file
         file.flush()
         os.fsync(file.fileno())
 
 
 def write_over(path: Path, content: str | bytes) -> None:
-    """Write a file beside its place, then move it there; an OSError leaves the one before. A link is replaced."""
+    """Write a file beside its place, then move it there; an OSError leaves the one before. A
+    link is replaced.
+    """
     beside = path.with_name(f".{path.name}.part")
     try:
         with opened_new(beside) as file:

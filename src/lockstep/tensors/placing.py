@@ -1,7 +1,9 @@
-"""Placing: parameters and buffers are moved to a device as the same objects, so that ties and optimizers keep them.
+"""Placing: parameters and buffers are moved to a device as the same objects, so that ties and
+optimizers keep them.
 
-``.data =`` doesn't take a tensor of a device type that PyTorch doesn't know itself, and ``Module.to`` makes new
-parameters there, one for each name. ``torch.utils.swap_tensors`` keeps the objects; autograd is told their hooks.
+``.data =`` doesn't take a tensor of a device type that PyTorch doesn't know itself, and
+``Module.to`` makes new parameters there, one for each name. ``torch.utils.swap_tensors`` keeps the
+objects; autograd is told their hooks.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from lockstep.tensors.common_memory import common_memory_kept
 from lockstep.tensors.pytree import tensors as tensors_of
 
 _BUCKET = 32 << 20
-"""Bytes that are copied between accelerators together: enough that the start of a copy doesn't count."""
+"""Bytes that are copied between accelerators together: enough that the start of a copy doesn't
+count.
+"""
 
 
 def place_module(module: nn.Module, place: torch.device) -> None:
-    """Move a module's parameters and buffers to a device, as ``Module.to`` does, with its ties and hooks."""
+    """Move a module's parameters and buffers to a device, as ``Module.to`` does, with its ties
+    and hooks.
+    """
     with common_memory_kept(module):
         if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=place)):
             module.to(place)
@@ -53,7 +59,8 @@ def place_tensor(tensor: torch.Tensor, place: torch.device) -> None:
 def moved_in_buckets(
     tensors: Sequence[torch.Tensor], place: torch.device
 ) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
-    """Copies on another device, whose number grows with the bytes, not with the tensors: (which of them, the copies).
+    """Copies on another device, whose number grows with the bytes, not with the tensors: (which of
+    them, the copies).
 
     One that isn't dense is copied by itself.
     """
@@ -74,7 +81,9 @@ def moved_in_buckets(
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    return tensor.is_contiguous() or (
+        tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
 
 
 def _moved_together(
@@ -85,7 +94,9 @@ def _moved_together(
         return bucket, [mine[0].to(place, non_blocking=True)]
     flat = torch.cat([t.as_strided((t.numel(),), (1,)) for t in mine]).to(place, non_blocking=True)
     offsets = itertools.accumulate((t.numel() for t in mine), initial=0)
-    return bucket, [flat.as_strided(t.shape, t.stride(), at) for t, at in zip(mine, offsets, strict=False)]
+    return bucket, [
+        flat.as_strided(t.shape, t.stride(), at) for t, at in zip(mine, offsets, strict=False)
+    ]
 
 
 def _connect_hooks(tensor: torch.Tensor) -> None:

@@ -1,8 +1,10 @@
-"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, named tuples and dataclasses.
+"""Nestings: what models take and give, as tensors inside lists, tuples, mappings, named tuples and
+dataclasses.
 
-``torch.utils._pytree`` needs dataclasses and mappings to be registered one by one; a person's own batch class should
-work as it is. A nest here is anything that has ``parts``, and can be rebuilt from as many new ones. Objects of other
-classes are leaves: what is passed from layer to layer may be written to, and has to stay what it is.
+``torch.utils._pytree`` needs dataclasses and mappings to be registered one by one; a person's own
+batch class should work as it is. A nest here is anything that has ``parts``, and can be rebuilt
+from as many new ones. Objects of other classes are leaves: what is passed from layer to layer may
+be written to, and has to stay what it is.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ MAKE_SEEN = "make it a dataclass, a named tuple or a dictionary"
 
 
 def parts(nest: Any) -> list[Any] | None:
-    """What lies directly inside a nest, in order; None for a leaf (a tensor, or anything that isn't a container).
+    """What lies directly inside a nest, in order; None for a leaf (a tensor, or anything that isn't
+    a container).
 
     Raises:
         InputError: a ``PackedSequence``, whose rows are not samples.
@@ -36,7 +39,8 @@ def parts(nest: Any) -> list[Any] | None:
         return None
     if isinstance(nest, PackedSequence):
         raise InputError(
-            "a PackedSequence can't be split: pass the padded batch and its lengths, and pack them in forward"
+            "a PackedSequence can't be split: pass the padded batch and its lengths, and pack "
+            "them in forward"
         )
     if isinstance(nest, (list, tuple)):
         return list(nest)
@@ -61,7 +65,9 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
 
 
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
-    """A nest of the same type with new parts: order, keys, and whatever else a subclass carries are kept."""
+    """A nest of the same type with new parts: order, keys, and whatever else a subclass carries
+    are kept.
+    """
     if isinstance(nest, tuple):
         return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
     if type(nest) is list:
@@ -71,7 +77,9 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
         made[:] = new
     elif isinstance(nest, MutableMapping):
         own = getattr(made, "__dict__", {})
-        own |= {name: copy.copy(its) for name, its in own.items() if isinstance(its, dict)}  # where it keeps its items
+        own |= {
+            name: copy.copy(its) for name, its in own.items() if isinstance(its, dict)
+        }  # where it keeps its items
         for key, value in zip(nest, new, strict=True):
             made[key] = value
             if key in own:  # (``self.__dict__ = self``)
@@ -96,7 +104,9 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
 
 
 def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The same with the way to each: ``logits``, ``hidden.2``; "" where the nest is a tensor itself."""
+    """The same with the way to each: ``logits``, ``hidden.2``; "" where the nest is a tensor
+    itself.
+    """
     if isinstance(nest, torch.Tensor):
         yield way, nest
         return
@@ -116,14 +126,18 @@ def graph_nodes(nest: Any) -> Iterator[Any]:
 
 
 def described(nest: Any) -> str:
-    """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8, 4)]}``."""
+    """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8,
+    4)]}``.
+    """
     if isinstance(nest, torch.Tensor):
         return f"{str(nest.dtype).removeprefix('torch.')}{tuple(nest.shape)}"
     inside = parts(nest)
     if inside is None:
         return "None" if nest is None else type(nest).__name__
     if isinstance(nest, MutableMapping):
-        body = ", ".join(f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
+        body = ", ".join(
+            f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True)
+        )
         return f"{{{body}}}" if type(nest) is dict else f"{type(nest).__name__}({{{body}}})"
     if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
         body = ", ".join(f"{name}={described(value)}" for name, value in named_parts(nest))
@@ -138,17 +152,23 @@ def described(nest: Any) -> str:
 
 
 def opaque_class(nest: Any) -> str | None:
-    """The name of the first class among its leaves that keeps tensors as attributes, which are not seen."""
+    """The name of the first class among its leaves that keeps tensors as attributes, which are
+    not seen.
+    """
     if isinstance(nest, (torch.Tensor, PackedSequence, type)):
         return None
     if (inside := parts(nest)) is None:
         held = getattr(nest, "__dict__", {}).values()
-        return type(nest).__name__ if any(isinstance(value, torch.Tensor) for value in held) else None
+        return (
+            type(nest).__name__ if any(isinstance(value, torch.Tensor) for value in held) else None
+        )
     return next(filter(None, map(opaque_class, inside)), None)
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether two nests can stand for one another at this level: same type, keys and number of parts."""
+    """Whether two nests can stand for one another at this level: same type, keys and number of
+    parts.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, MutableMapping):
@@ -160,7 +180,8 @@ def each(
     function: Callable[[torch.Tensor], Any],
     nest: Any,
     *,
-    on_list: Callable[[list[Any] | tuple[Any, ...]], list[Any] | tuple[Any, ...] | None] | None = None,
+    on_list: Callable[[list[Any] | tuple[Any, ...]], list[Any] | tuple[Any, ...] | None]
+    | None = None,
     on_packed: Callable[[PackedSequence], Any] | None = None,
     on_object: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -169,7 +190,8 @@ def each(
     Args:
         function: of a tensor.
         nest: any nesting.
-        on_list: asked first of each list and tuple; what it gives is taken instead, unless that is None.
+        on_list: asked first of each list and tuple; what it gives is taken instead, unless that is
+            None.
         on_packed: of a ``PackedSequence``, which is refused otherwise.
         on_object: of any other leaf.
     """
@@ -177,28 +199,40 @@ def each(
         return function(nest)
     if on_packed is not None and isinstance(nest, PackedSequence):
         return on_packed(nest)
-    if on_list is not None and isinstance(nest, list | tuple) and (taken := on_list(nest)) is not None:
+    if (
+        on_list is not None
+        and isinstance(nest, list | tuple)
+        and (taken := on_list(nest)) is not None
+    ):
         return taken
     inside = parts(nest)
     if inside is None:
         return nest if on_object is None else on_object(nest)
-    of_part = functools.partial(each, function, on_list=on_list, on_packed=on_packed, on_object=on_object)
+    of_part = functools.partial(
+        each, function, on_list=on_list, on_packed=on_packed, on_object=on_object
+    )
     return rebuilt(nest, list(map(of_part, inside)))
 
 
 def copied_nest(nest: T) -> T:
-    """The same nest of the same tensors: what a function keeps in an object of it, this one doesn't have."""
+    """The same nest of the same tensors: what a function keeps in an object of it, this one
+    doesn't have.
+    """
     copied: T = each(lambda tensor: tensor, nest, on_packed=lambda packed: packed)
     return copied
 
 
 def clones(nest: Any) -> Any:
-    """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence`` stays.)"""
+    """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence``
+    stays.)
+    """
     return each(torch.clone, nest, on_packed=lambda packed: packed)
 
 
 def versions(nest: Any) -> list[tuple[int, int]]:
-    """What tells whether something was written to one of the tensors of a nest, taken out or put in."""
+    """What tells whether something was written to one of the tensors of a nest, taken out or put
+    in.
+    """
     with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
         return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
 
@@ -216,12 +250,19 @@ def is_lazy(tensor: torch.Tensor) -> bool:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple or a list, ``model(**inputs)`` for a dict, else ``model(inputs)``.
+    """``model(*inputs)`` for a tuple or a list, ``model(**inputs)`` for a dict, else
+    ``model(inputs)``.
 
     Raises:
         InputError: the model's forward doesn't take so many, or not by these names.
     """
-    args: Any = inputs if type(inputs) in (tuple, list) else () if isinstance(inputs, Mapping) else (inputs,)
+    args: Any = (
+        inputs
+        if type(inputs) in (tuple, list)
+        else ()
+        if isinstance(inputs, Mapping)
+        else (inputs,)
+    )
     kwargs = inputs if isinstance(inputs, Mapping) else {}
     try:
         return model(*args, **kwargs)
@@ -232,7 +273,9 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Why the arguments that ``inputs`` are don't fit the model's forward; None where they do, or nobody can tell."""
+    """Why the arguments that ``inputs`` are don't fit the model's forward; None where they do,
+    or nobody can tell.
+    """
     try:
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
@@ -246,17 +289,32 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
     if kwargs:
         return f"{said}: a dict of inputs is passed by its names"
     ragged = len({t.shape for t in args if isinstance(t, torch.Tensor)}) > 1 and len(args) > 2
-    what = "pad samples of different lengths to one tensor in collate" if ragged else "put samples together in collate"
+    what = (
+        "pad samples of different lengths to one tensor in collate"
+        if ragged
+        else "put samples together in collate"
+    )
     if isinstance(inputs, list) and len(signature.parameters) == 1:
         what += "; where forward takes the list itself, let collate give a tuple of one, (samples,)"
-    return f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}" if len(args) > 1 else said
+    return (
+        f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}"
+        if len(args) > 1
+        else said
+    )
 
 
-def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None, *, channels_last: bool = False) -> Any:
-    """Every tensor on ``device``; floating ones as ``dtype`` where given, images in ``channels_last`` layout.
+def to_device(
+    tree: Any,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    *,
+    channels_last: bool = False,
+) -> Any:
+    """Every tensor on ``device``; floating ones as ``dtype`` where given, images in
+    ``channels_last`` layout.
 
-    Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of graph
-    libraries have, is moved by ``.to(device)`` and cast by ``.to(dtype)``.
+    Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of
+    graph libraries have, is moved by ``.to(device)`` and cast by ``.to(dtype)``.
 
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
     """
@@ -300,7 +358,9 @@ def _attributes(nest: Any) -> list[str] | None:
     if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
     names = dict.fromkeys(f.name for f in dataclasses.fields(nest))
-    computed = [name for name in getattr(nest, "__dict__", ()) if not _is_cached(nest, name)]  # in __post_init__
+    computed = [
+        name for name in getattr(nest, "__dict__", ()) if not _is_cached(nest, name)
+    ]  # in __post_init__
     return list(names | dict.fromkeys(computed))
 
 

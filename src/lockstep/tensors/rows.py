@@ -1,4 +1,6 @@
-"""Rows of nestings: of each sample one in a tensor, or an item of a list. They are cut and joined."""
+"""Rows of nestings: of each sample one in a tensor, or an item of a list. They are cut and
+joined.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def batch_size_of(tree: Any) -> int:
         if tensor.dim():
             return tensor.shape[0]
     if name := opaque_class(tree):
-        raise InputError(f"the inputs are of the class {name}, whose tensors are not seen", fix=MAKE_SEEN)
+        raise InputError(
+            f"the inputs are of the class {name}, whose tensors are not seen", fix=MAKE_SEEN
+        )
     raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
 
 
@@ -46,21 +50,29 @@ def share_sizes(total: int, parts: int) -> list[int]:
 
 
 class SampleList(list[Any]):
-    """A list that has an item for each sample, as can't be seen of each part of it: one box of the only image, say."""
+    """A list that has an item for each sample, as can't be seen of each part of it: one box of
+    the only image, say.
+    """
 
 
 class ListOfBatches(list[Any]):
-    """A list of things of all samples (what each of several layers gives), also where it has as many items as those."""
+    """A list of things of all samples (what each of several layers gives), also where it has as
+    many items as those.
+    """
 
 
 def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
     """Whether a list has an item for each sample: the boxes of each image, sentences.
 
-    A dictionary or a dataclass is one sample's. Tensors are as many batches, where each of them has a row for each
-    sample. Of tuples only those of texts have one, which PyTorch's collate makes.
+    A dictionary or a dataclass is one sample's. Tensors are as many batches, where each of them has
+    a row for each sample. Of tuples only those of texts have one, which PyTorch's collate makes.
     """
     if isinstance(items, tuple):
-        return type(items) is tuple and len(items) == samples and all(isinstance(item, str | bytes) for item in items)
+        return (
+            type(items) is tuple
+            and len(items) == samples
+            and all(isinstance(item, str | bytes) for item in items)
+        )
     if isinstance(items, SampleList | ListOfBatches):
         return isinstance(items, SampleList) and len(items) == samples
     if len(items) != samples or all(map(_has_names, items)):
@@ -77,13 +89,15 @@ def _has_names(item: Any) -> bool:
 def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str = "") -> Any:
     """The nest with each list that has an item for each sample as a ``SampleList``.
 
-    Lists of dictionaries that have not are each a ``ListOfBatches``: a part of the samples may be as many as they.
+    Lists of dictionaries that have not are each a ``ListOfBatches``: a part of the samples may be
+    as many as they.
 
     Args:
         nest: of so many ``samples``.
         samples: their number.
-        known: whether the list of a name has an item for each sample, which is added to: of a list with as many items
-            as there are samples an earlier batch, with other numbers, tells what it is.
+        known: whether the list of a name has an item for each sample, which is added to: of a list
+            with as many items as there are samples an earlier batch, with other numbers, tells what
+            it is.
         way: the name of the nest.
     """
     if type(nest) is list:
@@ -100,10 +114,11 @@ def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str 
 
 
 def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = ()) -> Any:
-    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``; others are shared.
+    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``;
+    others are shared.
 
-    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are not, however many rows
-    they have.
+    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are
+    not, however many rows they have.
     """
     kept = {id(t) for name, t in named_tensors(tree) if name in shared} if shared else set()
 
@@ -123,12 +138,17 @@ def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = 
 
 
 def has_rows(tensor: torch.Tensor, samples: int) -> bool:
-    """Whether it has a row for each sample. A parameter, which a model may give among its outputs, is that of all."""
-    return bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
+    """Whether it has a row for each sample. A parameter, which a model may give among its
+    outputs, is that of all.
+    """
+    return (
+        bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
+    )
 
 
 def joined(one: Any, its: int, other: Any, others: int) -> Any:
-    """What ``cut`` would have made two batches of: ``its`` samples and ``others``; None where they don't go together.
+    """What ``cut`` would have made two batches of: ``its`` samples and ``others``; None where they
+    don't go together.
 
     What isn't cut is that of the first.
     """
@@ -137,7 +157,9 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
             return one
         fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
         return torch.cat([one, other.to(one)]) if fits else None
-    if not same_kind(one, other) and not (isinstance(one, list | tuple) and isinstance(other, list | tuple)):
+    if not same_kind(one, other) and not (
+        isinstance(one, list | tuple) and isinstance(other, list | tuple)
+    ):
         return None
     if isinstance(one, str) and one != other:
         return None
@@ -148,26 +170,34 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
     if inside is None or theirs is None or len(inside) != len(theirs):
         return one if inside is None else None
     made = [joined(mine, its, more, others) for mine, more in zip(inside, theirs, strict=True)]
-    lost = any(new is None and not (old is more is None) for new, old, more in zip(made, inside, theirs, strict=True))
+    lost = any(
+        new is None and not (old is more is None)
+        for new, old, more in zip(made, inside, theirs, strict=True)
+    )
     return None if lost else rebuilt(one, made)
 
 
 def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
-    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch, time, classes)``.
+    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch,
+    time, classes)``.
 
     None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
     """
     outputs, targets = nest
     if not isinstance(outputs, torch.Tensor) or not outputs.dim():
         return None
-    length = outputs.shape[0]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
+    length = outputs.shape[
+        0
+    ]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
     times = length // samples
     if times < 2 or times * samples != length:
         return None
     shapes = [t.shape for t in tensors(targets)]
     if any(not shape or shape[0] != samples for shape in shapes):
         return None
-    if times not in {size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)}:
+    if times not in {
+        size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)
+    }:
         return None
     return outputs.reshape(samples, times, *outputs.shape[1:]), targets
 
@@ -181,7 +211,9 @@ def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple
     return outputs.flatten(0, 1), targets
 
 
-def both_of(one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int) -> tuple[Any, Any] | None:
+def both_of(
+    one: tuple[Any, Any], its: int, other: tuple[Any, Any], others: int
+) -> tuple[Any, Any] | None:
     """The samples of two; None where they don't go together."""
     if (rows := folded(one, its)) is None:
         made: tuple[Any, Any] | None = joined(one, its, other, others)

@@ -125,14 +125,18 @@ def kept_state_on(device: torch.device) -> Iterator[None]:
         put_state_on(device, state)
 
 
-def _generator_on(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+def _generator_on(
+    device: torch.device,
+) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
     """How PyTorch's generator of a device is asked where it stands, and put there."""
     if device.type == "cpu":
         return torch.get_rng_state, torch.set_rng_state
     module: Any = torch.get_device_module(device)
     if device.type == "mps":
         return module.get_rng_state, module.set_rng_state
-    return functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device)
+    return functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(
+        state, device
+    )
 
 
 def other_states() -> tuple[Any, Any]:
@@ -149,7 +153,9 @@ def set_other_states(wanted: tuple[Any, Any]) -> None:
 def same(a: States, b: States) -> bool:
     """Whether nothing was drawn between the two."""
     of_torch = zip((a.torch, *a.accelerators), (b.torch, *b.accelerators), strict=True)
-    return all(torch.equal(one, other) for one, other in of_torch) and same_others(a.others, b.others)
+    return all(torch.equal(one, other) for one, other in of_torch) and same_others(
+        a.others, b.others
+    )
 
 
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
@@ -158,7 +164,9 @@ def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
 
 
 def generators_in(holder: Any) -> list[Any]:
-    """The generators that an object holds, also in objects within it; of large ones the first items are looked at."""
+    """The generators that an object holds, also in objects within it; of large ones the first
+    items are looked at.
+    """
     found, seen, ahead = [], set[int](), deque([holder])
     while ahead and len(seen) < _MOST:
         one = ahead.popleft()
@@ -168,7 +176,13 @@ def generators_in(holder: Any) -> list[Any]:
         if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
             found.append(one)
             continue
-        items = one.values() if isinstance(one, Mapping) else one if isinstance(one, list | tuple | set) else ()
+        items = (
+            one.values()
+            if isinstance(one, Mapping)
+            else one
+            if isinstance(one, list | tuple | set)
+            else ()
+        )
         ahead.extend(itertools.islice(items, _OF_EACH))
         ahead.extend(getattr(one, "__dict__", {}).values())
     return found

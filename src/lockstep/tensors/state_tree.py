@@ -1,8 +1,9 @@
 """A state as JSON and tensors by name, so that it can be kept without pickle.
 
-``encoded`` turns nested dicts, lists and tuples into values that JSON has, and names each tensor by its place:
-``{"model": {"0.weight": tensor}}`` becomes ``{"model": {"0.weight": {"$": "tensor", "of": "model/0.weight"}}}`` and
-``{"model/0.weight": tensor}``. What JSON lacks is a dict with ``"$"``, its type. `decoded` makes the same again.
+``encoded`` turns nested dicts, lists and tuples into values that JSON has, and names each tensor by
+its place: ``{"model": {"0.weight": tensor}}`` becomes ``{"model": {"0.weight": {"$": "tensor",
+"of": "model/0.weight"}}}`` and ``{"model/0.weight": tensor}``. What JSON lacks is a dict with
+``"$"``, its type. `decoded` makes the same again.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ _LAYOUTS = {torch.sparse_coo: "coo"}
 
 
 def encoded(state: Any) -> tuple[Any, dict[str, torch.Tensor | RowShard]]:
-    """A state as what JSON holds, and its tensors by their places in it, in types that safetensors files have.
+    """A state as what JSON holds, and its tensors by their places in it, in types that safetensors
+    files have.
 
-    Tensors are not copied, but for sparse ones. Of a tensor whose rows are on several ranks there is this rank's part.
+    Tensors are not copied, but for sparse ones. Of a tensor whose rows are on several ranks there
+    is this rank's part.
 
     Raises:
         InputError: something in it is neither a tensor nor a plain value; its place is named.
@@ -61,10 +64,18 @@ def _encoded(value: Any, place: str, tensors: dict[str, torch.Tensor | RowShard]
     if kind is dict and all(type(key) is str for key in value) and "$" not in value:
         return {key: _encoded(item, _under(place, key), tensors) for key, item in value.items()}
     if kind.__name__ in _LISTS and not hasattr(value, "_fields"):
-        return {"$": kind.__name__, "of": [_encoded(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]}
+        return {
+            "$": kind.__name__,
+            "of": [_encoded(item, f"{place}/{i}", tensors) for i, item in enumerate(value)],
+        }
     if kind.__name__ in _DICTS:
-        pairs = [(key, _encoded(item, _under(place, str(key)), tensors)) for key, item in value.items()]
-        return {"$": kind.__name__, "of": [[_encoded(key, place, tensors), item] for key, item in pairs]}
+        pairs = [
+            (key, _encoded(item, _under(place, str(key)), tensors)) for key, item in value.items()
+        ]
+        return {
+            "$": kind.__name__,
+            "of": [[_encoded(key, place, tensors), item] for key, item in pairs],
+        }
     if kind in (float, complex):
         return {"$": kind.__name__, "of": repr(value)}
     if kind in (bytes, bytearray):
@@ -74,9 +85,15 @@ def _encoded(value: Any, place: str, tensors: dict[str, torch.Tensor | RowShard]
     if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         whole = numpy.ascontiguousarray(value)
         body = base64.b64encode(whole.tobytes()).decode()
-        return {"$": "numpy", "of": body, "dtype": whole.dtype.str, "shape": None if value.ndim == 0 else value.shape}
+        return {
+            "$": "numpy",
+            "of": body,
+            "dtype": whole.dtype.str,
+            "shape": None if value.ndim == 0 else value.shape,
+        }
     raise InputError(
-        f'"{place}" is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold: keep it as tensors, '
+        f'"{place}" is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold: '
+        "keep it as tensors, "
         "numbers, texts, or lists and dicts of them"
     )
 
@@ -93,12 +110,20 @@ def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor 
         held = {name: _of_tensor(part, f"{place}/{name}", tensors) for name, part in parts.items()}
         return {"$": "sparse", "of": held, "shape": list(value.shape)}
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise InputError(f'"{place}" is a tensor of {value.layout}, quantized or on meta, which no checkpoint can hold')
+        raise InputError(
+            f'"{place}" is a tensor of {value.layout}, quantized or on meta, which no checkpoint '
+            "can hold"
+        )
     value = value.resolve_conj().resolve_neg()
     if value.is_complex():
-        return {"$": "complex tensor", "of": _of_tensor(torch.view_as_real(value), f"{place}/real", tensors)}
+        return {
+            "$": "complex tensor",
+            "of": _of_tensor(torch.view_as_real(value), f"{place}/real", tensors),
+        }
     if value.dtype not in SAFETENSORS_TYPES:
-        whole = value.clone(memory_format=torch.contiguous_format)  # (a single element may have any stride)
+        whole = value.clone(
+            memory_format=torch.contiguous_format
+        )  # (a single element may have any stride)
         bits = whole.view(torch.uint8 if value.itemsize == 1 else torch.int32)
         held = _of_tensor(bits, f"{place}/bits", tensors)
         return {"$": "bits", "of": held, "dtype": str(value.dtype).removeprefix("torch.")}
@@ -126,7 +151,9 @@ def decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
     if kind == "sparse":
         parts = {name: decoded(part, tensors) for name, part in of.items()}
         where, values = parts["indices"], parts["values"]
-        return torch.sparse_coo_tensor(where, values, tree["shape"], is_coalesced=True, check_invariants=True)
+        return torch.sparse_coo_tensor(
+            where, values, tree["shape"], is_coalesced=True, check_invariants=True
+        )
     if kind in _LISTS:
         return _LISTS[kind](decoded(item, tensors) for item in of)
     if kind in _DICTS:

@@ -1,1 +1,3 @@
-"""Threads that compute at the same time: the pool, random streams, exchanges, batch norm over replicas."""
+"""Threads that compute at the same time: the pool, random streams, exchanges, batch norm over
+replicas.
+"""

@@ -1,8 +1,10 @@
-"""Parametrized: tensors that PyTorch computes as they are read, of which each replica caches its own.
+"""Parametrized: tensors that PyTorch computes as they are read, of which each replica caches its
+own.
 
-Inside ``torch.nn.utils.parametrize.cached()`` such a tensor is kept under the identity of the module that it was
-registered on, which all its copies go by: every replica would compute with the first one's, and send gradients through
-that one's graph. So a replica is of a class of its own, that keeps them by replica.
+Inside ``torch.nn.utils.parametrize.cached()`` such a tensor is kept under the identity of the
+module that it was registered on, which all its copies go by: every replica would compute with the
+first one's, and send gradients through that one's graph. So a replica is of a class of its own,
+that keeps them by replica.
 
 (torch 2.11 to 2.13; to be deleted when PyTorch's key is the module that is read.)
 """
@@ -23,9 +25,11 @@ _here = threading.local()
 
 
 def cache_apart(copied: nn.Module, original: nn.Module | None = None) -> None:
-    """Let a copy of a module cache parametrized tensors for itself; any other module stays as it is.
+    """Let a copy of a module cache parametrized tensors for itself; any other module stays as it
+    is.
 
-    Copies that each thread makes anew of one ``original`` go on with what the one before them has cached.
+    Copies that each thread makes anew of one ``original`` go on with what the one before them has
+    cached.
     """
     if "parametrizations" not in copied._modules:
         return
@@ -36,16 +40,23 @@ def cache_apart(copied: nn.Module, original: nn.Module | None = None) -> None:
         return  # the copy of a copy
     made = vars(kind).get("_apart")
     if made is None or vars(made)["_cached_apart"] != names:
-        reads = {name: property(functools.partial(_read, name), functools.partial(_write, name)) for name in names}
+        reads = {
+            name: property(functools.partial(_read, name), functools.partial(_write, name))
+            for name in names
+        }
         body = {**reads, "_cached_apart": names, "__module__": kind.__module__}
-        made = types.new_class(kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body))
+        made = types.new_class(
+            kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body)
+        )
         kind._apart = made  # type: ignore[attr-defined]  # PyTorch made that class for this one module
     object.__setattr__(copied, "__class__", made)
 
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Meanwhile this thread's replicas cache nothing: each chunk of a batch goes backward through its own graph."""
+    """Meanwhile this thread's replicas cache nothing: each chunk of a batch goes backward
+    through its own graph.
+    """
     before, _here.off = getattr(_here, "off", False), True
     try:
         yield
@@ -62,7 +73,11 @@ def _read(name: str, replica: Any) -> Tensor:
     sources = list(compute.parameters())
     key = ("replica", replica._cached_as, threading.get_ident(), name)
     of, found = cache.get(key, ((), None))
-    if found is None or len(of) != len(sources) or any(a is not b for a, b in zip(of, sources, strict=True)):
+    if (
+        found is None
+        or len(of) != len(sources)
+        or any(a is not b for a, b in zip(of, sources, strict=True))
+    ):
         found = compute()
         cache[key] = sources, found
     return found  # type: ignore[no-any-return]

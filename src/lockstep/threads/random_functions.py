@@ -1,8 +1,10 @@
-"""Masks: the functions that draw inside of themselves, written out so that they draw from a given generator.
+"""Masks: the functions that draw inside of themselves, written out so that they draw from a given
+generator.
 
-PyTorch's dropout, attention and recurrent layers take no generator. Each function here computes the same as one of
-them, with the same calls in the same order on the CPU, so that from one state of a generator the same bits come.
-The first argument is the generator, the second the function that is replaced.
+PyTorch's dropout, attention and recurrent layers take no generator. Each function here computes the
+same as one of them, with the same calls in the same order on the CPU, so that from one state of a
+generator the same bits come. The first argument is the generator, the second the function that is
+replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ def _channels(input: Tensor) -> Tensor:
     return input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
 
 
-def _scale(generator: Generator, input: Tensor, p: float, train: bool, per_channel: bool) -> Tensor | None:
+def _scale(
+    generator: Generator, input: Tensor, p: float, train: bool, per_channel: bool
+) -> Tensor | None:
     """What dropout multiplies by, or None for one that does nothing."""
     _checked(p)
     if p == 0 or not train or input.numel() == 0:
@@ -57,9 +61,16 @@ def _dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
 
 
 def _functional_dropout(
-    generator: Generator, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    generator: Generator,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Tensor:
-    """``F.dropout``, which would call ``torch.dropout``: the one that is called most goes the short way."""
+    """``F.dropout``, which would call ``torch.dropout``: the one that is called most goes the
+    short way.
+    """
     if p < 0.0 or p > 1.0:
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     return (_DROPOUT_ if inplace else _DROPOUT)(generator, func, input, p, training)
@@ -77,14 +88,21 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with its dropout mask. query: (..., length, width); key, value: (..., source, width).
+    """Attention with its dropout mask. query: (..., length, width); key, value: (..., source,
+    width).
 
-    With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides take the root of
-    the scale, and a row in which all is masked gives zeros.
+    With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides
+    take the root of the scale, and a row in which all is masked gives zeros.
     """
     if dropout_p == 0.0:
         output: Tensor = func(
-            query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+            query,
+            key,
+            value,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
         )
         return output
     if is_causal and attn_mask is not None:
@@ -102,7 +120,9 @@ def _attention(
     scores = (query * signed) @ (key.transpose(-2, -1) * root)
     if attn_mask is not None:
         if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape, dtype=scores.dtype).masked_fill_(~attn_mask, -math.inf)
+            attn_mask = torch.zeros(attn_mask.shape, dtype=scores.dtype).masked_fill_(
+                ~attn_mask, -math.inf
+            )
         scores = scores + attn_mask
     weights = torch._safe_softmax(scores, -1)
     noise = _scale(generator, weights, dropout_p, True, False)
@@ -119,7 +139,9 @@ def _layers(
     layers: int,
     dropout: float,
 ) -> tuple[Tensor, ...]:
-    """A recurrent network layer by layer, with dropout between them. hidden: (layers x directions, batch, width)."""
+    """A recurrent network layer by layer, with dropout between them. hidden: (layers x
+    directions, batch, width).
+    """
     several = not isinstance(hidden, Tensor)
     states = [hidden] if isinstance(hidden, Tensor) else list(hidden)
     cut = [state.chunk(layers) for state in states]
@@ -128,7 +150,9 @@ def _layers(
     output = input
     for layer in range(layers):
         mine = [state[layer] for state in cut]
-        output, *ends = run(output, mine if several else mine[0], weights[layer * each : (layer + 1) * each])
+        output, *ends = run(
+            output, mine if several else mine[0], weights[layer * each : (layer + 1) * each]
+        )
         for kept, end in zip(last, ends, strict=True):
             kept.append(end)
         if layer < layers - 1:
@@ -138,7 +162,9 @@ def _layers(
 
 
 def _recurrent(generator: Generator, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """``torch._VF.lstm`` and its like, in both of their forms: a padded batch, or packed data and its batch sizes."""
+    """``torch._VF.lstm`` and its like, in both of their forms: a padded batch, or packed data
+    and its batch sizes.
+    """
     if isinstance(args[3], (list, tuple)):
         input, sizes, hidden, weights, bias, layers, dropout, train, both_ways = args
 

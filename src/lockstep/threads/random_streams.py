@@ -1,11 +1,13 @@
 """Random: a stream of random numbers for each thread.
 
-All threads of a process draw from one CPU generator, so which replica gets which dropout mask depends on how their
-threads happened to take turns: the same seed gave four results in four runs. ``with stream(generator):`` makes what
-this thread draws on the CPU come from ``generator``. It draws what PyTorch would have drawn from its own generator in
-that state: under ``stream`` and without, one thread computes the same bits.
+All threads of a process draw from one CPU generator, so which replica gets which dropout mask
+depends on how their threads happened to take turns: the same seed gave four results in four runs.
+``with stream(generator):`` makes what this thread draws on the CPU come from ``generator``. It
+draws what PyTorch would have drawn from its own generator in that state: under ``stream`` and
+without, one thread computes the same bits.
 
-It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in its thread (and only there):
+It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in its thread (and only
+there):
 
 ==========================================  =============================================================
 functions that take a ``generator``         are given ours, unless the caller gave one
@@ -15,8 +17,9 @@ others
 a few rare ones                             one at a time, with our state lent to PyTorch's generator
 ==========================================  =============================================================
 
-Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's and NumPy's random.
-Accelerators have a generator per device already, and what is drawn there is left alone.
+Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's
+and NumPy's random. Accelerators have a generator per device already, and what is drawn there is
+left alone.
 """
 
 from __future__ import annotations
@@ -41,8 +44,8 @@ def stream(generator: Source | None) -> contextlib.AbstractContextManager[Any]:
     """Draw random numbers on the CPU from ``generator``, in this thread, inside a ``with``.
 
     Args:
-        generator: a CPU generator that no other thread uses meanwhile, or a function that gives one, called once
-            something is drawn; None changes nothing.
+        generator: a CPU generator that no other thread uses meanwhile, or a function that gives
+            one, called once something is drawn; None changes nothing.
     """
     return contextlib.nullcontext() if generator is None else _Stream(generator)
 
@@ -62,8 +65,8 @@ def source() -> Source | None:
 class Streams:
     """Generators for several threads, seeded by one number from the stream that the caller is in.
 
-    That number is drawn when the first of them draws: what computes without random numbers leaves the caller's stream
-    as it was.
+    That number is drawn when the first of them draws: what computes without random numbers leaves
+    the caller's stream as it was.
     """
 
     def __init__(self) -> None:
@@ -114,7 +117,11 @@ class _Stream(TorchFunctionMode):
         _here.streams.pop()
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         route = _ROUTES.get(func)
         if route is None:
@@ -125,21 +132,29 @@ class _Stream(TorchFunctionMode):
 _Route = Callable[[_Stream, Any, tuple[Any, ...], Mapping[str, Any]], Any]
 
 
-def _with_generator(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def _with_generator(
+    mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """The function takes a generator: give it ours, unless it has one or draws elsewhere."""
-    given = kwargs.get("generator") is not None or any(isinstance(arg, torch.Generator) for arg in args)
+    given = kwargs.get("generator") is not None or any(
+        isinstance(arg, torch.Generator) for arg in args
+    )
     if given or not _on_cpu(args, kwargs):
         return func(*args, **kwargs)
     return func(*args, **{**kwargs, "generator": mode.generator})
 
 
 def _on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function draws on the CPU: by its ``device``, or its first tensor, or the default device."""
+    """Whether a function draws on the CPU: by its ``device``, or its first tensor, or the
+    default device.
+    """
     device = kwargs.get("device")
     if device is None:
         if args and isinstance(args[0], torch.Tensor):
             return args[0].is_cpu
-        tensor = next((item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)), None)
+        tensor = next(
+            (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)), None
+        )
         device = torch.get_default_device() if tensor is None else tensor.device
     return torch.device(device).type == "cpu"
 
@@ -156,14 +171,17 @@ def _drawn_here(write: Callable[..., Any]) -> _Route:
 
 
 def _seen_inside(function: Any) -> _Route:
-    """The function is Python, and calls what draws: run its code, in which those calls come back to us.
+    """The function is Python, and calls what draws: run its code, in which those calls come back to
+    us.
 
-    Inside a mode's handler the mode is off, and with it on again the function would only ask for its handler: so
-    this is the same code, in which that question is always answered with no.
+    Inside a mode's handler the mode is off, and with it on again the function would only ask for
+    its handler: so this is the same code, in which that question is always answered with no.
     """
     asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**function.__globals__, **dict.fromkeys(asked, lambda *args: False)}
-    inner = types.FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    inner = types.FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
+    )
     inner.__kwdefaults__ = function.__kwdefaults__
 
     def route(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -180,7 +198,9 @@ _lending = threading.Lock()
 
 
 def _lent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The function draws from PyTorch's generator and can't be told otherwise: lend that one our state meanwhile."""
+    """The function draws from PyTorch's generator and can't be told otherwise: lend that one our
+    state meanwhile.
+    """
     if not _on_cpu(args, kwargs):
         return func(*args, **kwargs)
     generator = mode.generator  # before PyTorch's is lent: it may be seeded from that one
@@ -196,14 +216,36 @@ def _lent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _routes() -> dict[Any, _Route]:
     taking = [
-        *(torch.rand, torch.randn, torch.randint, torch.randperm, torch.rand_like, torch.randn_like),
-        *(torch.randint_like, torch.normal, torch.bernoulli, torch.multinomial, torch.poisson, torch.binomial),
+        *(
+            torch.rand,
+            torch.randn,
+            torch.randint,
+            torch.randperm,
+            torch.rand_like,
+            torch.randn_like,
+        ),
+        *(
+            torch.randint_like,
+            torch.normal,
+            torch.bernoulli,
+            torch.multinomial,
+            torch.poisson,
+            torch.binomial,
+        ),
         *(torch._standard_gamma, torch._sample_dirichlet, torch.rrelu, torch.rrelu_),
         *(nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.kaiming_uniform_),
         *(
             getattr(torch.Tensor, name)
             for name in (
-                *("bernoulli", "multinomial", "bernoulli_", "uniform_", "normal_", "exponential_", "random_"),
+                *(
+                    "bernoulli",
+                    "multinomial",
+                    "bernoulli_",
+                    "uniform_",
+                    "normal_",
+                    "exponential_",
+                    "random_",
+                ),
                 *("cauchy_", "geometric_", "log_normal_"),
             )
         ),
@@ -212,7 +254,14 @@ def _routes() -> dict[Any, _Route]:
     for function, write in random_functions.WRITTEN.items():
         routes[function] = _drawn_here(write)
     for function in (
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax, F.multi_head_attention_forward),
+        *(
+            F.dropout1d,
+            F.dropout2d,
+            F.dropout3d,
+            F.rrelu,
+            F.gumbel_softmax,
+            F.multi_head_attention_forward,
+        ),
     ):
         routes[function] = _seen_inside(function)
     rare = [

@@ -1,13 +1,15 @@
-"""Recompute: activation checkpointing that draws the same numbers again, in threads with random streams of their own.
+"""Recompute: activation checkpointing that draws the same numbers again, in threads with random
+streams of their own.
 
-``torch.utils.checkpoint`` saves and restores the state of PyTorch's generator, which is not what a thread inside
-`lockstep.threads.random_streams.stream` draws from; and the autograd engine runs a recomputation without the thread's
-function modes. So dropout inside a checkpoint would get another mask the second time, silently, and gradients would be
-wrong.
+``torch.utils.checkpoint`` saves and restores the state of PyTorch's generator, which is not what a
+thread inside `lockstep.threads.random_streams.stream` draws from; and the autograd engine runs a
+recomputation without the thread's function modes. So dropout inside a checkpoint would get another
+mask the second time, silently, and gradients would be wrong.
 
-``install`` wraps the two functions of PyTorch through which its checkpoints go. Outside of a stream they do what they
-did, unless somebody else has to see to what a recomputation runs in, as stages on several accelerators do. (torch 2.11
-to 2.13; to be deleted when a checkpoint can be told of a generator.)
+``install`` wraps the two functions of PyTorch through which its checkpoints go. Outside of a stream
+they do what they did, unless somebody else has to see to what a recomputation runs in, as stages on
+several accelerators do. (torch 2.11 to 2.13; to be deleted when a checkpoint can be told of a
+generator.)
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def install(later: Later | None = None) -> None:
     without_reentrance = _checkpoint._checkpoint_without_reentrant_generator
     apply = _checkpoint.CheckpointFunction.apply
 
-    def replaying_generator(function: Callable[..., Any], preserves: bool, *args: Any, **kwargs: Any) -> Any:
+    def replaying_generator(
+        function: Callable[..., Any], preserves: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         # Here the first run of the function is not by this name: every call is a recomputation.
         preserves = preserves and not _is_replayed(args)
         return without_reentrance(_replaying(function, is_first=False), preserves, *args, **kwargs)
@@ -64,8 +68,9 @@ def checkpoints() -> int:
 def _is_replayed(args: tuple[Any, ...]) -> bool:
     """Whether all that is drawn comes from the thread's stream, not from PyTorch's generators.
 
-    The state of the one of the CPU, which threads share, must not be read then: where the garbage collector runs
-    meanwhile, and another thread sets the state, each waits for what the other holds (torch 2.13).
+    The state of the one of the CPU, which threads share, must not be read then: where the garbage
+    collector runs meanwhile, and another thread sets the state, each waits for what the other holds
+    (torch 2.13).
     """
     on_cpu = all(arg.device.type == "cpu" for arg in args if isinstance(arg, torch.Tensor))
     return on_cpu and random_streams.current() is not None
@@ -94,7 +99,9 @@ def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[...,
     return run
 
 
-def _stream_again(generator: torch.Generator) -> Callable[[], contextlib.AbstractContextManager[Any]]:
+def _stream_again(
+    generator: torch.Generator,
+) -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """The thread's stream as it is now."""
     start = generator.get_state()
 

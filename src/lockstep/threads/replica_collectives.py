@@ -1,7 +1,9 @@
-"""Exchange: small tensors handed round between all that work on one micro-batch, replicas on threads or ranks.
+"""Exchange: small tensors handed round between all that work on one micro-batch, replicas on
+threads or ranks.
 
-``torch.nn.SyncBatchNorm`` refuses CPU tensors, and knows processes only. Here each party puts its tensor into a box
-for each other, and takes theirs out of its own: one wait, no barrier, and the order of the sum is always the same::
+``torch.nn.SyncBatchNorm`` refuses CPU tensors, and knows processes only. Here each party puts its
+tensor into a box for each other, and takes theirs out of its own: one wait, no barrier, and the
+order of the sum is always the same::
 
     party 0  ──t0──▶ box 0→1        takes box 1→0, box 2→0   stacks t0, t1, t2
     party 1  ──t1──▶ box 1→0 ...    takes box 0→1, box 2→1   stacks t0, t1, t2
@@ -23,22 +25,26 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import Observer, observed
 from lockstep.launch.world import World, wait_awake
 
-_exchanging = observed(lambda observer, session, tensor: observer.collective("batch norm", session.parties))
+_exchanging = observed(
+    lambda observer, session, tensor: observer.collective("batch norm", session.parties)
+)
 
 
 class ThreadExchange:
     """Between replicas on threads of one process.
 
-    The caller says ``begin`` before each step, each replica's thread ``enter`` before each of its micro-batches. The
-    backward of a micro-batch must run in the thread of its forward (on accelerators autograd has a thread for each
-    device, which will do), and ``abort`` must be called where a replica raises: ``team.on_abort.append(x.abort)``.
+    The caller says ``begin`` before each step, each replica's thread ``enter`` before each of its
+    micro-batches. The backward of a micro-batch must run in the thread of its forward (on
+    accelerators autograd has a thread for each device, which will do), and ``abort`` must be called
+    where a replica raises: ``team.on_abort.append(x.abort)``.
 
     Args:
         parties: how many replicas there are.
         observers: are told of each exchange.
 
     Attributes:
-        layers, channels: names of the batch norms that exchange, by their numbers, and the most channels of one.
+        layers, channels: names of the batch norms that exchange, by their numbers, and the most
+            channels of one.
     """
 
     layers: tuple[str, ...] = ()
@@ -57,7 +63,8 @@ class ThreadExchange:
         """Begin a step.
 
         Args:
-            parties: how many replicas take part, the first so many; a list where that differs by micro-batch.
+            parties: how many replicas take part, the first so many; a list where that differs by
+                micro-batch.
 
         Raises:
             InputError: more than there are, or fewer than one.
@@ -66,7 +73,8 @@ class ThreadExchange:
         for count in each:
             if not 1 <= count <= self.size:
                 raise InputError(
-                    f"{count} replicas in a micro-batch, but there are {self.size}: 1 to {self.size} can be"
+                    f"{count} replicas in a micro-batch, but there are {self.size}: 1 to "
+                    f"{self.size} can be"
                 )
         self._rooms = [_Room(count) for count in each]
 
@@ -74,17 +82,25 @@ class ThreadExchange:
         """The calling thread computes this replica's share of this micro-batch from now on.
 
         Raises:
-            InputError: that micro-batch hasn't so many parties, or there is no such micro-batch in this step.
+            InputError: that micro-batch hasn't so many parties, or there is no such micro-batch in
+                this step.
         """
         if not 0 <= micro_batch < len(self._rooms):
-            raise InputError(f"micro-batch {micro_batch} of {len(self._rooms)}: say begin with a number for each")
+            raise InputError(
+                f"micro-batch {micro_batch} of {len(self._rooms)}: say begin with a number for each"
+            )
         room = self._rooms[micro_batch]
         if not 0 <= replica < room.parties:
-            raise InputError(f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take part in it")
+            raise InputError(
+                f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take "
+                "part in it"
+            )
         self._here.session = _Seat(room, replica, self._observers)
 
     def leave(self, replica: int, micro_batch: int = 0) -> None:
-        """This replica's share of this micro-batch is done, backward too: one that still waits for it stops waiting."""
+        """This replica's share of this micro-batch is done, backward too: one that still waits
+        for it stops waiting.
+        """
         self._rooms[micro_batch].leave(replica)
 
     def session(self) -> Session:
@@ -92,13 +108,17 @@ class ThreadExchange:
         seat: _Seat | None = getattr(self._here, "session", None)
         if seat is None or seat.room not in self._rooms:
             raise StrategyError(
-                "synchronised batch norm was called in training mode outside of a step: call model.eval() before a "
-                "forward of your own (or, with an exchange of your own, exchange.begin and exchange.enter)"
+                "synchronised batch norm was called in training mode outside of a step: call "
+                "model.eval() before a "
+                "forward of your own (or, with an exchange of your own, exchange.begin and "
+                "exchange.enter)"
             )
         return seat
 
     def abort(self) -> None:
-        """Free those that wait for one another: they raise ``StrategyError``. ``begin`` mends it."""
+        """Free those that wait for one another: they raise ``StrategyError``. ``begin`` mends
+        it.
+        """
         for room in self._rooms:
             room.abort()
 
@@ -115,7 +135,9 @@ class _Room:
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
-        self.boxes: list[list[SimpleQueue[Any]]] = [[SimpleQueue() for _ in range(parties)] for _ in range(parties)]
+        self.boxes: list[list[SimpleQueue[Any]]] = [
+            [SimpleQueue() for _ in range(parties)] for _ in range(parties)
+        ]
 
     def leave(self, party: int) -> None:
         for box in self.boxes[party]:
@@ -146,27 +168,38 @@ class _Seat:
         found = [tensor if other == me else boxes[other][me].get() for other in range(self.parties)]
         if any(item is _GONE for item in found):
             raise StrategyError(
-                f"sync_batchnorm: replica {me} stopped waiting: another one failed, or took a branch without this "
+                f"sync_batchnorm: replica {me} stopped waiting: another one failed, or took a "
+                "branch without this "
                 "batch norm; let each forward call all of them, or leave sync_batchnorm off"
             )
         if tensor.device.type != "cpu" and len({item.device for item in found}) < self.parties:
             raise StrategyError(
-                f"{self.parties} replicas on {len({item.device for item in found})} {tensor.device.type} devices can't "
-                "synchronise batch norm: autograd has one thread for each device, so they would wait forever"
+                f"{self.parties} replicas on {len({item.device for item in found})} "
+                f"{tensor.device.type} devices can't "
+                "synchronise batch norm: autograd has one thread for each device, so they would "
+                "wait forever"
             )
         if any(item.shape != tensor.shape for item in found):
             raise StrategyError(
-                "sync_batchnorm: replicas have come to different batch norms at the same time, since forward takes "
-                "branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
+                "sync_batchnorm: replicas have come to different batch norms at the same time, "
+                "since forward takes "
+                "branches by its samples: let each forward call all of them, or leave "
+                "sync_batchnorm off"
             )
         return torch.stack([item.to(tensor.device) for item in found])
 
     @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type == "cpu" and threading.get_ident() != self._thread and self.parties > 1:
+        if (
+            tensor.device.type == "cpu"
+            and threading.get_ident() != self._thread
+            and self.parties > 1
+        ):
             raise StrategyError(
-                "synchronised batch norm: backward runs in another thread than forward, where the replicas would wait "
-                "for each other forever: run loss and backward of each replica inside its own thread"
+                "synchronised batch norm: backward runs in another thread than forward, where the "
+                "replicas would wait "
+                "for each other forever: run loss and backward of each replica inside its own "
+                "thread"
             )
         return self.gather(tensor).sum(0)
 
@@ -196,7 +229,8 @@ class RankExchange:
     def begin(self, parties: int) -> None:
         """Begin a micro-batch. Every rank calls this, with the same number, those that sit out too.
 
-        A group of so many ranks is made the first time, if it wasn't before, which takes all ranks together.
+        A group of so many ranks is made the first time, if it wasn't before, which takes all ranks
+        together.
 
         Args:
             parties: how many ranks take part, the first so many.
@@ -210,7 +244,9 @@ class RankExchange:
         self.parties = parties
 
     def make_group(self, parties: int) -> None:
-        """Make the group of the first so many ranks, where it is to be another one than that of all."""
+        """Make the group of the first so many ranks, where it is to be another one than that of
+        all.
+        """
         if 1 < parties < self._world.size and parties not in self._groups:
             group = dist.new_group(list(range(parties)))
             assert group is not None

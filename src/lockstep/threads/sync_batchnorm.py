@@ -1,17 +1,20 @@
-r"""Synchronised batch norm: every replica normalises over the micro-batch that one device would have seen.
+r"""Synchronised batch norm: every replica normalises over the micro-batch that one device would
+have seen.
 
-``torch.nn.SyncBatchNorm`` works between processes with GPUs only. This one works on CPU devices too, between threads or
-ranks, with shares of any size, and is exact. With the count :math:`n_i`, mean :math:`m_i` and sum of squared deviations
-:math:`M_i` of each replica's share, those of the whole are (Chan, Golub, LeVeque 1979)
+``torch.nn.SyncBatchNorm`` works between processes with GPUs only. This one works on CPU devices
+too, between threads or ranks, with shares of any size, and is exact. With the count :math:`n_i`,
+mean :math:`m_i` and sum of squared deviations :math:`M_i` of each replica's share, those of the
+whole are (Chan, Golub, LeVeque 1979)
 
 .. math:: N = \sum n_i \qquad m = \sum n_i m_i / N \qquad M = \sum M_i + n_i (m_i - m)^2
 
-and with :math:`s = 1 / \sqrt{M / N + \epsilon}` and :math:`\hat x = s (x - m)` the gradient of a share is
+and with :math:`s = 1 / \sqrt{M / N + \epsilon}` and :math:`\hat x = s (x - m)` the gradient of a
+share is
 
 .. math:: dx = w s \Bigl(dy - \frac{1}{N} \sum dy - \frac{\hat x}{N} \sum dy\,\hat x\Bigr)
 
-with both sums over all replicas. The gradients of weight and bias stay the replica's own sums: whoever adds up
-gradients adds these too.
+with both sums over all replicas. The gradients of weight and bias stay the replica's own sums:
+whoever adds up gradients adds these too.
 """
 
 from __future__ import annotations
@@ -32,10 +35,12 @@ _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def synchronise(module: nn.Module, exchange: Exchange) -> int:
-    """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d``, and ``nn.SyncBatchNorm``, normalise over all parties.
+    """Make every ``nn.BatchNorm1d``, ``2d`` and ``3d``, and ``nn.SyncBatchNorm``, normalise over
+    all parties.
 
-    The modules stay the same objects of the same classes, with their parameters, buffers, hooks and names: only their
-    ``forward`` is another one. ``InstanceNorm`` is left alone. In eval mode they behave as before.
+    The modules stay the same objects of the same classes, with their parameters, buffers, hooks and
+    names: only their ``forward`` is another one. ``InstanceNorm`` is left alone. In eval mode they
+        behave as before.
 
     Args:
         module: is changed in place. Copies made of it afterwards are parties to the same exchange.
@@ -46,7 +51,8 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
 
     Raises:
         InputError: a lazy batch norm that hasn't seen data yet.
-        StrategyError: a batch norm of another class, or with a forward of its own, which computes nobody knows what.
+        StrategyError: a batch norm of another class, or with a forward of its own, which computes
+            nobody knows what.
     """
     found: dict[str, _BatchNorm] = {}
     for name, part in module.named_modules():
@@ -54,12 +60,17 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
         is_own = replaced is None or getattr(replaced, "__module__", None) == __name__
         if type(part) in _KINDS and is_own:
             found[name] = cast(_BatchNorm, part)
-        elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(part, nn.modules.batchnorm._NormBase):
-            raise InputError(f"{name or 'the model'} is lazy and has seen no data yet: run the model once before")
+        elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(
+            part, nn.modules.batchnorm._NormBase
+        ):
+            raise InputError(
+                f"{name or 'the model'} is lazy and has seen no data yet: run the model once before"
+            )
         elif isinstance(part, _BatchNorm):
             what = f"is a {type(part).__name__}" if is_own else "has had its forward replaced"
             raise StrategyError(
-                f"{name or 'the model'} {what}, and only PyTorch's own BatchNorm1d, 2d and 3d can be synchronised: "
+                f"{name or 'the model'} {what}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
+                "be synchronised: "
                 "use one of those, or leave sync_batchnorm off"
             )
     for number, part in enumerate(found.values()):
@@ -79,30 +90,45 @@ def end_forward(exchange: RankExchange) -> None:
         _gathered(exchange, exchange, torch.zeros(1, dtype=torch.float64), len(exchange.layers))
 
 
-def _gathered(exchange: Exchange, session: Session, mine: torch.Tensor, number: int) -> torch.Tensor:
+def _gathered(
+    exchange: Exchange, session: Session, mine: torch.Tensor, number: int
+) -> torch.Tensor:
     """What everybody has of batch norm ``number``: ``(parties, len(mine))``.
 
-    On CPUs each sends that number too, and as much for a small layer as for the largest: gloo ends a process that is
-    sent more than it expects.
+    On CPUs each sends that number too, and as much for a small layer as for the largest: gloo ends
+    a process that is sent more than it expects.
 
     Raises:
         StrategyError: another one has come to another batch norm.
     """
     if mine.device.type != "cpu":  # which would be waited for
         return session.gather(mine)
-    sent = torch.cat([mine.new_tensor([number]), mine, mine.new_zeros(max(0, 2 * exchange.channels + 1 - len(mine)))])
+    sent = torch.cat(
+        [
+            mine.new_tensor([number]),
+            mine,
+            mine.new_zeros(max(0, 2 * exchange.channels + 1 - len(mine))),
+        ]
+    )
     found = session.gather(sent)
     if not bool((found[:, 0] == number).all()):
         names = [*(f'batch norm "{name}"' for name in exchange.layers), "the end of forward"]
-        comes = ", ".join(f"replica {party} to {names[int(its)]}" for party, its in enumerate(found[:, 0].tolist()))
+        comes = ", ".join(
+            f"replica {party} to {names[int(its)]}"
+            for party, its in enumerate(found[:, 0].tolist())
+        )
         raise StrategyError(
-            f"sync_batchnorm: replicas have come to different batch norms at the same time ({comes}), since forward "
-            "takes branches by its samples: let each forward call all of them, or leave sync_batchnorm off"
+            "sync_batchnorm: replicas have come to different batch norms at the same time "
+            f"({comes}), since forward "
+            "takes branches by its samples: let each forward call all of them, or leave "
+            "sync_batchnorm off"
         )
     return found[:, 1 : 1 + len(mine)]
 
 
-def _over_all(exchange: Exchange, number: int) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
+def _over_all(
+    exchange: Exchange, number: int
+) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
     """The forward of batch norm ``number``, with the statistics of all parties in training."""
 
     def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
@@ -114,13 +140,24 @@ def _over_all(exchange: Exchange, number: int) -> Callable[[_BatchNorm, torch.Te
             self.num_batches_tracked.add_(1)
             if momentum is None:  # the average of all batches so far
                 momentum = 1.0 / float(self.num_batches_tracked)
-        tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        tracked = (
+            (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+        )
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, *tracked, momentum or 0.0, self.eps, exchange, session, number
+            input,
+            self.weight,
+            self.bias,
+            *tracked,
+            momentum or 0.0,
+            self.eps,
+            exchange,
+            session,
+            number,
         )
         return output
 
-    # Replicas wait for one another in it: no part of it is compiled, and PyTorch's compiler isn't shown it.
+    # Replicas wait for one another in it: no part of it is compiled, and PyTorch's compiler isn't
+    # shown it.
     return cast(Callable[..., torch.Tensor], torch.compiler.disable(forward))  # type: ignore[no-untyped-call]
 
 
@@ -145,13 +182,16 @@ class _Normalise(torch.autograd.Function):
         wide = torch.float32 if input.device.type == "mps" else torch.float64
         count = input.numel() // input.shape[1]
         mean, var = _statistics(input, dtype)
-        mine = torch.cat([mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)])
+        mine = torch.cat(
+            [mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)]
+        )
         found = _gathered(exchange, session, mine, number)
         means, squares, counts = torch.split(found, [len(mean), len(mean), 1], dim=1)
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
             raise ValueError(
-                f"Expected more than 1 value per channel when training, got input size {tuple(input.shape)} "
+                "Expected more than 1 value per channel when training, got input size "
+                f"{tuple(input.shape)} "
                 f"on each of {session.parties} replicas"
             )
         mean = (counts * means).sum(0) / total
@@ -164,7 +204,8 @@ class _Normalise(torch.autograd.Function):
         mean, var = mean.to(dtype), (square / total).to(dtype)
         ctx.save_for_backward(input, weight, mean, var, total)
         ctx.eps, ctx.session, ctx.bias_dtype = eps, session, None if bias is None else bias.dtype
-        # PyTorch's own kernels: in eval mode they normalise with the statistics that they are given.
+        # PyTorch's own kernels: in eval mode they normalise with the statistics that they are
+        # given.
         return F.batch_norm(input, mean, var, _as(weight, dtype), _as(bias, dtype), False, 0.0, eps)
 
     @staticmethod
@@ -173,17 +214,24 @@ class _Normalise(torch.autograd.Function):
         input, weight, mean, var, total = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
-        # In eval mode the kernel gives dy w / sqrt(var + eps), and beside it the replica's own sums of dy xhat and dy.
+        # In eval mode the kernel gives dy w / sqrt(var + eps), and beside it the replica's own sums
+        # of dy xhat and dy.
         if input.numel():
             grad_input, grad_weight, grad_bias = torch.ops.aten.native_batch_norm_backward(
                 grad, input, scale, mean, var, None, None, False, ctx.eps, [wants_input, True, True]
             )
         else:  # that kernel divides by the size
-            grad_input, grad_weight, grad_bias = torch.zeros_like(input), torch.zeros_like(mean), torch.zeros_like(mean)
+            grad_input, grad_weight, grad_bias = (
+                torch.zeros_like(input),
+                torch.zeros_like(mean),
+                torch.zeros_like(mean),
+            )
         if wants_input:
             means = ctx.session.sum(torch.stack([grad_weight, grad_bias]).to(total.dtype)) / total
             by_mean, by_bias = (-means.to(mean.dtype) * scale * (var + ctx.eps).rsqrt()).unbind(0)
-            grad_input = grad_input + F.batch_norm(input, mean, var, by_mean, by_bias, False, 0.0, ctx.eps)
+            grad_input = grad_input + F.batch_norm(
+                input, mean, var, by_mean, by_bias, False, 0.0, ctx.eps
+            )
         return (
             grad_input if wants_input else None,
             grad_weight.to(weight.dtype) if wants_weight else None,
@@ -199,7 +247,9 @@ def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
         return zeros, zeros
     values = input.to(dtype)
     if input.device.type in ("cpu", "cuda"):
-        mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)  # 3 to 30 times as fast as var_mean
+        mean, var = torch.batch_norm_update_stats(
+            values, None, None, 0.0
+        )  # 3 to 30 times as fast as var_mean
     else:
         var, mean = torch.var_mean(values, [0, *range(2, input.dim())], correction=0)
     return mean, var

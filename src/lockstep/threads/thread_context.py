@@ -1,7 +1,7 @@
 """What a computing thread takes over from the thread that calls it.
 
-PyTorch keeps grad mode, autocast and the default device per thread, so a bare thread computes gradients inside
-somebody's ``no_grad`` and in full precision inside somebody's ``autocast``.
+PyTorch keeps grad mode, autocast and the default device per thread, so a bare thread computes
+gradients inside somebody's ``no_grad`` and in full precision inside somebody's ``autocast``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-_followers: contextvars.ContextVar[tuple[Callable[[Device], contextlib.AbstractContextManager[Any]], ...]] = (
-    contextvars.ContextVar("followers", default=())
-)
+_followers: contextvars.ContextVar[
+    tuple[Callable[[Device], contextlib.AbstractContextManager[Any]], ...]
+] = contextvars.ContextVar("followers", default=())
 
 
 @contextlib.contextmanager
 def followed_by(make: Callable[[Device], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """Meanwhile threads that compute for this one do so inside ``make(device)``: modes of PyTorch's are per thread."""
+    """Meanwhile threads that compute for this one do so inside ``make(device)``: modes of
+    PyTorch's are per thread.
+    """
     token = _followers.set((*_followers.get(), make))
     try:
         yield
@@ -36,12 +38,14 @@ def followed_by(make: Callable[[Device], contextlib.AbstractContextManager[Any]]
 
 
 class Caller:
-    """The state of the calling thread: grad and inference mode, autocast, context variables, streams, default device.
+    """The state of the calling thread: grad and inference mode, autocast, context variables,
+    streams, default device.
 
     A default device that is an accelerator becomes each thread's own accelerator; slots need none.
 
     Args:
-        devices: those that will compute; the caller's current stream on each accelerator among them is kept.
+        devices: those that will compute; the caller's current stream on each accelerator among them
+            is kept.
     """
 
     __slots__ = ("autocast", "cache", "context", "default", "grad", "inference", "streams")
@@ -51,14 +55,19 @@ class Caller:
         self.inference = torch.is_inference_mode_enabled()
         busy = [device for device in devices if not device.is_slot]
         kinds = {"cpu", *(device.type for device in busy)}
-        self.autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        ]
         self.cache = torch.is_autocast_cache_enabled()
         self.default = torch.get_default_device() if busy else _CPU
         self.context = contextvars.copy_context()
         self.streams = {device: torch.accelerator.current_stream(device.torch) for device in busy}
 
     def run(self, function: Callable[[], T], device: Device) -> T:
-        """Call ``function`` in this thread as if it were the caller's, but computing on ``device``."""
+        """Call ``function`` in this thread as if it were the caller's, but computing on
+        ``device``.
+        """
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_cache_enabled(self.cache)
         for kind, enabled, dtype in self.autocast:
@@ -68,7 +77,8 @@ class Caller:
             try:
                 return self._run_in_modes(function, device)
             finally:
-                torch.clear_autocast_cache()  # it would outlive the caller's ``with``, and its weights
+                # it would outlive the caller's ``with``, and its weights
+                torch.clear_autocast_cache()
         return self._run_in_modes(function, device)
 
     def _run_in_modes(self, function: Callable[[], T], device: Device) -> T:
@@ -84,7 +94,13 @@ class Caller:
             if self.default.type == device.type and not device.is_slot:
                 stack.enter_context(device.torch)  # "the accelerator" means each thread's own
             if device in self.streams:
-                one = self.streams[device]  # whose object only one of the threads on a card can enter
-                own = torch.Stream(stream_id=one.stream_id, device_index=one.device_index, device_type=one.device_type)
+                one = self.streams[
+                    device
+                ]  # whose object only one of the threads on a card can enter
+                own = torch.Stream(
+                    stream_id=one.stream_id,
+                    device_index=one.device_index,
+                    device_type=one.device_type,
+                )
                 stack.enter_context(own)
             return context.run(function)

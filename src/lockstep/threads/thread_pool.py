@@ -1,7 +1,8 @@
 """Team: threads that stay, one per device, and compute at the same time.
 
-A thread made for each call costs more than a small step, and forgets its thread limit: OpenMP's belongs to the thread
-that sets it, so a thread here sets its own once, is kept on the cores of its slot, and waits for the next call.
+A thread made for each call costs more than a small step, and forgets its thread limit: OpenMP's
+belongs to the thread that sets it, so a thread here sets its own once, is kept on the cores of its
+slot, and waits for the next call.
 
 ::
 
@@ -33,20 +34,25 @@ from lockstep.threads.thread_context import Caller
 T = TypeVar("T")
 
 _PATIENCE = 5.0
-"""Seconds that an interrupted caller waits for the threads to come to the end of what they compute."""
+"""Seconds that an interrupted caller waits for the threads to come to the end of what they
+compute.
+"""
 
 
 class Team:
     """One thread for each device, for as long as the team lives.
 
     Args:
-        devices: where each computes. One device may occur several times, and has a thread each time.
-        role: what the threads are for, in the notes of errors: ``replica 1 on cpu:1``; "" adds no note.
+        devices: where each computes. One device may occur several times, and has a thread each
+            time.
+        role: what the threads are for, in the notes of errors: ``replica 1 on cpu:1``; "" adds no
+            note.
 
     Attributes:
         devices: as given.
-        on_abort: called, once per failing run, as soon as one thread has raised or the caller was interrupted: they
-            must free threads that wait for the failed one (``exchange.abort``, ``barrier.abort``).
+        on_abort: called, once per failing run, as soon as one thread has raised or the caller was
+            interrupted: they must free threads that wait for the failed one (``exchange.abort``,
+                ``barrier.abort``).
     """
 
     def __init__(self, devices: Sequence[Device], role: str = "replica") -> None:
@@ -67,19 +73,29 @@ class Team:
             What each returned, in the order of the devices; None for those that sat out.
 
         Raises:
-            InputError: not as many functions as devices, or called from one of the team's own threads.
-            Exception: the first that was raised, with its own type and traceback and a note that names the device.
+            InputError: not as many functions as devices, or called from one of the team's own
+                threads.
+            Exception: the first that was raised, with its own type and traceback and a note that
+                names the device.
         """
         if len(callables) != len(self.devices):
-            raise InputError(f"{len(callables)} functions for {len(self.devices)} devices: give one for each, or None")
+            raise InputError(
+                f"{len(callables)} functions for {len(self.devices)} devices: give one for each, "
+                "or None"
+            )
         if not all(worker.is_alive for worker in self._workers):
-            self._workers = [worker if worker.is_alive else _Worker(worker.device) for worker in self._workers]
+            self._workers = [
+                worker if worker.is_alive else _Worker(worker.device) for worker in self._workers
+            ]
         busy = [number for number, function in enumerate(callables) if function is not None]
         if not busy:
             return [None] * len(callables)
         here = threading.get_ident()
         if any(worker.ident == here for worker in self._workers):
-            raise InputError("a function of a team can't run that same team, which would wait for itself: make another")
+            raise InputError(
+                "a function of a team can't run that same team, which would wait for itself: make "
+                "another"
+            )
         call = _Call(len(callables), len(busy), self.on_abort)
         caller = Caller(self.devices)
         for number in busy:
@@ -90,7 +106,9 @@ class Team:
         return call.results
 
     def start(self, number: int, function: Callable[[], T]) -> Future[T]:
-        """Call one function in the thread of device ``number``, after what it was given before, and don't wait."""
+        """Call one function in the thread of device ``number``, after what it was given before,
+        and don't wait.
+        """
         pending: _Started[T] = _Started()
         if not self._workers[number].is_alive:
             self._workers[number] = _Worker(self.devices[number])
@@ -160,14 +178,18 @@ class _Call:
                 if not is_watched():  # a training says it of all its ranks
                     os.write(2, f"lockstep: {threads_line(report_after())}\n".encode())
                 self._finished.acquire()
-        except BaseException:  # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle
+        except (
+            BaseException
+        ):  # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle
             self._abort()
             self._finished.acquire(timeout=_PATIENCE)
             raise
 
     def _abort(self) -> None:
         for hook in tuple(self._on_abort):
-            with contextlib.suppress(Exception):  # one that fails must not keep the others from being freed
+            with contextlib.suppress(
+                Exception
+            ):  # one that fails must not keep the others from being freed
                 hook()
 
 
@@ -179,7 +201,8 @@ class _Worker:
         self.tasks: SimpleQueue[Any] = SimpleQueue()
         self._process = os.getpid()
         self._closed = False
-        # A new thread's limit is also remembered as that of all threads that have none yet: put the caller's back.
+        # A new thread's limit is also remembered as that of all threads that have none yet: put the
+        # caller's back.
         before = torch.get_num_threads()
         ready: SimpleQueue[BaseException | None] = SimpleQueue()
         thread = threading.Thread(
@@ -204,13 +227,17 @@ class _Worker:
         self._finalizer()
 
 
-_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any]] = weakref.WeakKeyDictionary()
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any]] = (
+    weakref.WeakKeyDictionary()
+)
 """All threads of all teams, and what wakes them."""
 
 
 @atexit.register
 def _end_all() -> None:
-    """Let idle threads end while Python still runs: one that wakes up later, in PyTorch's C++, may end the process."""
+    """Let idle threads end while Python still runs: one that wakes up later, in PyTorch's C++,
+    may end the process.
+    """
     threads = list(_threads.items())
     for _, tasks in threads:
         tasks.put(None)
@@ -218,9 +245,12 @@ def _end_all() -> None:
         thread.join(timeout=1.0)
 
 
-def _work(device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]) -> None:
+def _work(
+    device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]
+) -> None:
     try:
-        torch.get_num_threads()  # a thread's first question sets its limit to the process's, over one set before
+        # a thread's first question sets its limit to the process's, over one set before
+        torch.get_num_threads()
         _devices.settle(device)
         _devices.pin(device)
     except BaseException as failure:
@@ -235,7 +265,9 @@ def _work(device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseExcept
         del call, result, error
 
 
-def _attempt(function: Callable[[], Any], device: Device, caller: Caller) -> tuple[Any, BaseException | None]:
+def _attempt(
+    function: Callable[[], Any], device: Device, caller: Caller
+) -> tuple[Any, BaseException | None]:
     try:
         return caller.run(function, device), None
     except BaseException as error:
@@ -243,14 +275,17 @@ def _attempt(function: Callable[[], Any], device: Device, caller: Caller) -> tup
 
 
 _idle: dict[Device, list[_Worker]] = {}
-"""Threads that ``borrowed`` teams have handed back. Taking one out is a single ``pop``, which needs no lock."""
+"""Threads that ``borrowed`` teams have handed back. Taking one out is a single ``pop``, which
+needs no lock.
+"""
 
 
 @contextlib.contextmanager
 def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[Team]:
     """A team of threads that are idle now, or new ones; they are handed back at the end.
 
-    Calls inside calls, and from several threads, get threads of their own: they never wait for one another.
+    Calls inside calls, and from several threads, get threads of their own: they never wait for one
+    another.
     """
     team = Team((), role)
     team.devices = tuple(devices)
@@ -262,7 +297,9 @@ def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[Team]
         _hand_back(team)
         raise
     else:
-        _hand_back(team)  # after Ctrl-C they may still compute: then they end instead, with their team
+        _hand_back(
+            team
+        )  # after Ctrl-C they may still compute: then they end instead, with their team
 
 
 def _idle_worker(device: Device) -> _Worker:

@@ -1,6 +1,8 @@
-"""Which samples were used in which step: written by each rank as it trains, added up over all that a run went through.
+"""Which samples were used in which step: written by each rank as it trains, added up over all that
+a run went through.
 
-Each start of a run has files of its own, ``audit/2-rank-0.jsonl``: first where it began, then a line for each update::
+Each start of a run has files of its own, ``audit/2-rank-0.jsonl``: first where it began, then a
+line for each update::
 
     {"start": 2, "rank": 0, "ranks": 2, "step": 40, "samples": 1437, "order": false}
     [41, 0, 40, [17, 903, ...]]                      step, epoch, batch, this process's samples
@@ -35,7 +37,11 @@ class Audit:
 
     def __init__(self, world: World, folder: RunFolder, train_data: Any, *, order: bool) -> None:
         self._several = world.size > 1
-        starts = [int(found[1]) for path in folder.audit.glob("*") if (found := _FILE.fullmatch(path.name))]
+        starts = [
+            int(found[1])
+            for path in folder.audit.glob("*")
+            if (found := _FILE.fullmatch(path.name))
+        ]
         start = world.broadcast_object(max(starts, default=0) + 1)
         folder.audit.mkdir(parents=True, exist_ok=True, mode=0o700)
         head = {
@@ -53,7 +59,12 @@ class Audit:
     def note(self, step: int, batch: Batch) -> None:
         """Write the line of an update."""
         if self._several:
-            samples = [int(index) for part in batch.parts if part.samples is not None for index in part.samples]
+            samples = [
+                int(index)
+                for part in batch.parts
+                if part.samples is not None
+                for index in part.samples
+            ]
         else:
             samples = [] if batch.samples is None else batch.samples.tolist()
         self._write([step, batch.epoch, batch.index, samples])
@@ -140,10 +151,16 @@ def _has_ended(run: RunFolder, epochs: int) -> bool:
 
 
 def _said(epoch: Epoch, head: dict[str, Any]) -> tuple[str, bool]:
-    """An epoch's line, and whether nothing is wrong with it. A person's own order may leave out and repeat samples."""
+    """An epoch's line, and whether nothing is wrong with it. A person's own order may leave out
+    and repeat samples.
+    """
     of = head["samples"]
     twice = sorted(sample for sample, times in epoch.samples.items() if times > 1)
-    never = [] if of is None or not epoch.whole else [sample for sample in range(of) if sample not in epoch.samples]
+    never = (
+        []
+        if of is None or not epoch.whole
+        else [sample for sample in range(of) if sample not in epoch.samples]
+    )
     used = counted(epoch.samples.total(), "sample")
     so_far = "" if epoch.whole else " so far"
     if head["order"]:

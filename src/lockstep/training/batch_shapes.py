@@ -1,6 +1,7 @@
 """The first step, looked at once: shapes inside (a replica's share) and outside (the global batch).
 
-A batch of 30 on two devices is 30 x 8 outside and 15 x 8 inside. Nothing of this costs a later step anything.
+A batch of 30 on two devices is 30 x 8 outside and 15 x 8 inside. Nothing of this costs a later step
+anything.
 """
 
 from __future__ import annotations
@@ -38,21 +39,25 @@ class FirstStep(Observer):
         self._seen[where] = part.size, shapes_of(part.inputs), shapes_of(outputs)
 
     def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
-        """After the update on a global batch of ``size``: the shapes over all ranks and their devices, alike on each.
+        """After the update on a global batch of ``size``: the shapes over all ranks and their
+        devices, alike on each.
 
         Returns:
-            ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each replica, by the first
-            of its ``devices``.
+            ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each
+            replica, by the first of its ``devices``.
         """
         self._step.observers.remove(self)
-        mine = [self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))]
+        mine = [
+            self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))
+        ]
         found = [one for theirs in world.gather_objects(mine) for one in theirs]
         if not found:  # a strategy whose forward is its own
             return {"inputs": {}, "outputs": {}, "devices": []}
         firsts = devices[:: world.layout.devices // world.layout.local_batches]
         # Devices without a sample are the last ones.
         inside = [
-            {"device": d, "inputs": given, "outputs": made} for d, (_, given, made) in zip(firsts, found, strict=False)
+            {"device": d, "inputs": given, "outputs": made}
+            for d, (_, given, made) in zip(firsts, found, strict=False)
         ]
         sizes = [rows for rows, _, _ in found]
         return {
@@ -63,34 +68,51 @@ class FirstStep(Observer):
 
 
 def shapes_of(nest: Any) -> Shapes:
-    """The shapes of all tensors in a nest, but for nested ones, whose rows are of different sizes."""
+    """The shapes of all tensors in a nest, but for nested ones, whose rows are of different
+    sizes.
+    """
     unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
-    return {way: list(tensor.shape) for way, tensor in named_tensors(unpacked) if not tensor.is_nested}
+    return {
+        way: list(tensor.shape) for way, tensor in named_tensors(unpacked) if not tensor.is_nested
+    }
 
 
 def _together(every: list[Shapes], sizes: list[int], size: int) -> Shapes:
-    """The shapes of the global batch, of ``size`` samples, where those of its shares are ``every``."""
+    """The shapes of the global batch, of ``size`` samples, where those of its shares are
+    ``every``.
+    """
     whole: Shapes = {}
     for name, first in every[0].items():
-        alike = [shapes[name] for shapes in every if name in shapes and len(shapes[name]) == len(first)]
-        spans: Shape = [
-            min(column) if len(set(column)) == 1 else [min(column), max(column)] for column in zip(*alike, strict=True)
+        alike = [
+            shapes[name] for shapes in every if name in shapes and len(shapes[name]) == len(first)
         ]
-        if first and len(alike) == len(sizes) and all(s[0] == n for s, n in zip(alike, sizes, strict=True)):
+        spans: Shape = [
+            min(column) if len(set(column)) == 1 else [min(column), max(column)]
+            for column in zip(*alike, strict=True)
+        ]
+        if (
+            first
+            and len(alike) == len(sizes)
+            and all(s[0] == n for s, n in zip(alike, sizes, strict=True))
+        ):
             spans[0] = size
         whole[name] = spans
     return whole
 
 
 def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
-    """``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``; None where there is no tensor to tell of."""
+    """``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``; None where there is no
+    tensor to tell of.
+    """
     if not shapes["inputs"] or not shapes["outputs"]:
         return None
     said = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
     groups: dict[str, list[str]] = {}
     for one in shapes["devices"]:
         if one["inputs"] and one["outputs"]:
-            groups.setdefault(f"{written(one['inputs'])} -> {written(one['outputs'])}", []).append(one["device"])
+            groups.setdefault(f"{written(one['inputs'])} -> {written(one['outputs'])}", []).append(
+                one["device"]
+            )
     several = len(shapes["devices"]) > 1
     if not several and micro_batches == 1:
         return said
@@ -98,7 +120,9 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
         return f"{said}; summary.json has them for each device"
     of = " in a micro-batch" if micro_batches > 1 else ""
     if len(groups) == 1:
-        return f"{said}; {f'each device{of}' if several else 'each micro-batch'}: {next(iter(groups))}"
+        return (
+            f"{said}; {f'each device{of}' if several else 'each micro-batch'}: {next(iter(groups))}"
+        )
     shown = [f"{_listed(devices)}{of}: {words}" for words, devices in groups.items()]
     return "; ".join([said, *(shown if len(shown) <= 4 else [*shown[:3], "..."])])
 
@@ -106,7 +130,8 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
 def written(shapes: Shapes) -> str:
     """``30 x 8``, ``(tokens 30 x 12, mask 30 x 12)``."""
     words = [
-        f"{name} {_dimensions(shape)}" if not _is_number(name) else _dimensions(shape) for name, shape in shapes.items()
+        f"{name} {_dimensions(shape)}" if not _is_number(name) else _dimensions(shape)
+        for name, shape in shapes.items()
     ]
     shown = words if len(words) <= 4 else [*words[:3], f"... {len(words)} in all"]
     return shown[0] if len(words) == 1 else f"({', '.join(shown)})"

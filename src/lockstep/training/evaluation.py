@@ -1,4 +1,6 @@
-"""Evaluation: the loss and the metrics over a dataset, each sample counted once, on any number of devices."""
+"""Evaluation: the loss and the metrics over a dataset, each sample counted once, on any number
+of devices.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _LARGEST = 2**30
 
 _COLLATES = Caveat(
     "collate",
-    "collate is given each device's local batch, so outputs that depend on how far it pads, or on the other samples, "
+    "collate is given each device's local batch, so outputs that depend on how far it pads, or on "
+    "the other samples, "
     "differ from those of one device",
 )
 
@@ -42,32 +45,44 @@ def say_what_collates(job: Job, step: Step) -> None:
 
 
 def try_out(
-    step: Step, loaders: Mapping[str, AnyLoader], metrics: Mapping[str, Any], world: World, seed: int
+    step: Step,
+    loaders: Mapping[str, AnyLoader],
+    metrics: Mapping[str, Any],
+    world: World,
+    seed: int,
 ) -> dict[str, float]:
-    """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch later.
+    """Evaluate the first batch of each set, so that what is wrong with it isn't found an epoch
+    later.
 
-    What the model, the loss and the metrics count or keep is afterwards as it was. Gives the values, by the names in a
-    record.
+    What the model, the loss and the metrics count or keep is afterwards as it was. Gives the
+    values, by the names in a record.
 
     Raises:
-        JobError: a metric raises, or gives something other than a total and a count; a sample isn't a pair.
+        JobError: a metric raises, or gives something other than a total and a count; a sample isn't
+            a pair.
     """
     with kept_state([*step.models(), *functions_of(metrics).values()]), step.loss.kept():
         with _kept_parameters(step):
-            # The check of a loss has to know what outputs are, and threads what they can't compute at once; else the
-            # first evaluation looks at the model.
+            # The check of a loss has to know what outputs are, and threads what they can't compute
+            # at once; else the first evaluation looks at the model.
             looks = not step.loss.is_known or world.data.local_batches > 1
             values = dict[str, float]()
             if loaders:
-                values = evaluate_sets(step, loaders, metrics, world, seed, looks=looks, most=1, prefix="eval_")
+                values = evaluate_sets(
+                    step, loaders, metrics, world, seed, looks=looks, most=1, prefix="eval_"
+                )
         step.compare_ranks(step.eval_check)
     return values
 
 
 @contextlib.contextmanager
 def _kept_parameters(step: Step) -> Iterator[None]:
-    """Put back afterwards what forward writes in evaluation mode, an embedding with ``max_norm`` say."""
-    of_models = () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
+    """Put back afterwards what forward writes in evaluation mode, an embedding with ``max_norm``
+    say.
+    """
+    of_models = (
+        () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
+    )
     every = {id(p): p for p in (*step.parts().values(), *of_models)}.values()
     is_small = sum(p.nbytes for p in every) <= _LARGEST
     # (Ranks that don't meet share their parameters, and another one may train by now.)
@@ -90,18 +105,32 @@ def evaluate_sets(
     most: int | None = None,
     prefix: str = "",
 ) -> dict[str, float]:
-    """The loss, its parts and each metric of each set, as ``"clean/loss"``, after the first one's loss as ``"loss"``.
+    """The loss, its parts and each metric of each set, as ``"clean/loss"``, after the first one's
+    loss as ``"loss"``.
 
-    A set whose name is "" is the only one: its loss and parts have the ``prefix`` before their names, its metrics have
-    their own. The rest is as in ``evaluate``.
+    A set whose name is "" is the only one: its loss and parts have the ``prefix`` before their
+    names, its metrics have their own. The rest is as in ``evaluate``.
     """
     found = {
-        name: evaluate(step, loader, metrics, world, seed, looks=looks, most=most, prefix="" if name else prefix)
+        name: evaluate(
+            step,
+            loader,
+            metrics,
+            world,
+            seed,
+            looks=looks,
+            most=most,
+            prefix="" if name else prefix,
+        )
         for name, loader in loaders.items()
     }
     if "" in found:
         return found[""]
-    values = {f"{name}/{metric}": value for name, values in found.items() for metric, value in values.items()}
+    values = {
+        f"{name}/{metric}": value
+        for name, values in found.items()
+        for metric, value in values.items()
+    }
     return {f"{prefix}loss": next(iter(values.values())), **values}
 
 
@@ -132,7 +161,9 @@ class Evaluations:
         self._at = None if self._at is None else -1
 
     def make(self) -> dict[str, float]:
-        """The loss and the metrics of each set at this step, computed once; empty where there are no sets."""
+        """The loss and the metrics of each set at this step, computed once; empty where there
+        are no sets.
+        """
         if self._loaders and not self.is_done:
             job, world, looks = self._job, self._step.world, self._at is None
             self._found = evaluate_sets(
@@ -154,18 +185,21 @@ def evaluate(
     most: int | None = None,
     prefix: str = "",
 ) -> dict[str, float]:
-    """The mean loss (``"loss"``), that of each of its parts by their names, and each metric over all samples.
+    """The mean loss (``"loss"``), that of each of its parts by their names, and each metric over
+    all samples.
 
     The values are the same on every rank.
 
     Args:
         step: the model under its strategy.
         loader: this rank's shares of the evaluation set.
-        metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics ``Metric`` objects, which
-            are updated on each rank and merged on all.
+        metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics
+            ``Metric`` objects, which are updated on each rank and merged on all.
         world: who evaluates.
-        seed: gives each batch a random stream, the same in each evaluation, for models that draw in evaluation too.
-        looks: whether to say what the model does in evaluation that depends on the number of devices.
+        seed: gives each batch a random stream, the same in each evaluation, for models that draw in
+            evaluation too.
+        looks: whether to say what the model does in evaluation that depends on the number of
+            devices.
         most: batches, at most.
         prefix: before the names of the loss and its parts.
 
@@ -181,9 +215,13 @@ def evaluate(
         for batch in itertools.islice(loader.epoch(0), most):
             if looks and is_power_of_two(batch.index + 1):
                 shares = functools.partial(step.first_shares, batch)
-                seen = look_at_evaluation(step, shares, batch.size, step.loss.judged, again=batch.index > 0)
+                seen = look_at_evaluation(
+                    step, shares, batch.size, step.loss.judged, again=batch.index > 0
+                )
                 if not batch.index:
-                    check.of_batch, check.bent = (seen.of_batch, seen.bent) if seen is not None else ({}, ())
+                    check.of_batch, check.bent = (
+                        (seen.of_batch, seen.bent) if seen is not None else ({}, ())
+                    )
                     check.follow_first(world)
             yield batch
 
@@ -199,8 +237,18 @@ def evaluate(
     step.tell_of_loss()
     here = losses.read()
     mine = [(*here, float(len(here.parts))), *its.sums()]
-    summed = world.all_reduce(torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)).tolist()
-    parts = added(world.gather_objects(here)).parts if summed[0][2] else {}  # some rank has parts: all ask for them
+    summed = world.all_reduce(
+        torch.tensor(mine, dtype=torch.float64, device=world.exchange_device)
+    ).tolist()
+    parts = (
+        added(world.gather_objects(here)).parts if summed[0][2] else {}
+    )  # some rank has parts: all ask for them
     if both := next((name for name in parts if name in metrics), None):
-        raise JobError(f'metrics: "{both}" is the name of a part of the loss too: give one of them another name')
-    return {**Loss(summed[0][0], summed[0][1], parts).means(prefix), **its.values(summed[1:], world)}
+        raise JobError(
+            f'metrics: "{both}" is the name of a part of the loss too: give one of them another '
+            "name"
+        )
+    return {
+        **Loss(summed[0][0], summed[0][1], parts).means(prefix),
+        **its.values(summed[1:], world),
+    }

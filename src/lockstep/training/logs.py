@@ -1,4 +1,6 @@
-"""Logs within epochs: what the steps since the last one came to, as a record, a line and an event of rank 0."""
+"""Logs within epochs: what the steps since the last one came to, as a record, a line and an
+event of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lockstep.strategies.steps.update_result import added
 
 
 class Logs:
-    """Sums up the steps between two logs; only rank 0 does so, from what it has read of them anyway.
+    """Sums up the steps between two logs; only rank 0 does so, from what it has read of them
+    anyway.
 
     Where the ranks don't meet in an update, the loss is that of rank 0's local batches.
 
@@ -51,7 +54,9 @@ class Logs:
         """Count the samples of an update."""
         self._samples += batch.size
         if self._are_tokens is None:
-            self._are_tokens = _are_tokens(batch) and getattr(self._job.loss, "weight", None) is None
+            self._are_tokens = (
+                _are_tokens(batch) and getattr(self._job.loss, "weight", None) is None
+            )
 
     def log(self, paused: float) -> dict[str, float]:
         """Say what the steps since the last log came to, all of them read; gives that, by name.
@@ -78,7 +83,9 @@ class Logs:
         return values
 
     def _words(self, values: Mapping[str, float]) -> Iterator[str]:
-        """``step 300/5,000``, ``loss 0.1234``, ``lr 0.0010``, ``8,000 samples/s``, ``3:20 left``."""
+        """``step 300/5,000``, ``loss 0.1234``, ``lr 0.0010``, ``8,000 samples/s``, ``3:20
+        left``.
+        """
         step = self._step.world.step
         yield f"step {step:,}" + (f"/{self._steps:,}" if self._steps else "")
         for name, value in values.items():
@@ -94,10 +101,16 @@ class Logs:
 
 
 def _are_tokens(batch: Batch) -> bool | None:
-    """Whether targets are whole numbers of shape (batch, time); None where this process has none of them."""
-    every: list[Any] = [part for parts in batch.shares or [batch.parts] for part in parts if part.size]
+    """Whether targets are whole numbers of shape (batch, time); None where this process has none
+    of them.
+    """
+    every: list[Any] = [
+        part for parts in batch.shares or [batch.parts] for part in parts if part.size
+    ]
     if not every:
         return None
     targets = every[0].targets
-    whole = isinstance(targets, torch.Tensor) and not (targets.is_floating_point() or targets.is_complex())
+    whole = isinstance(targets, torch.Tensor) and not (
+        targets.is_floating_point() or targets.is_complex()
+    )
     return whole and targets.dim() == 2

@@ -1,7 +1,7 @@
 """The training loop that every rank runs: epochs, evaluation, saving.
 
-The loop is the same under every strategy. Whatever the ranks must agree on (the end, the best epoch, a stop) follows
-from numbers that have been summed over them, or is told by rank 0.
+The loop is the same under every strategy. Whatever the ranks must agree on (the end, the best
+epoch, a stop) follows from numbers that have been summed over them, or is told by rank 0.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
-    """Train on this rank; gives the run's summary (empty where it was stopped) and its folder, alike on every rank."""
+    """Train on this rank; gives the run's summary (empty where it was stopped) and its folder,
+    alike on every rank.
+    """
     plan = for_devices(plan, world)
     job = the_job(plan.job)
     world.folder = path = world.broadcast_object(plan.folder)
@@ -70,7 +72,9 @@ class _Training(Setup):
         self.interrupted = False  # by a signal: what was done is saved
         self.record: dict[str, float] = {}
         self.data: dict[str, Any] = {}  # a fingerprint of the training data
-        self.kept_record: dict[str, Any] | None = None  # the last line of the metrics, as the state has it
+        self.kept_record: dict[str, Any] | None = (
+            None  # the last line of the metrics, as the state has it
+        )
         self.samples, self.seconds = 0, 0.0
         self.paused = 0.0  # seconds of evaluations, and of all that an epoch ends with
         self.profiler: Profiler | None = None
@@ -82,9 +86,11 @@ class _Training(Setup):
         self.shapes: dict[str, Any] = {}
         self.told = Teller(world, job, folder)
         self.callbacks = Callbacks(job, self.step, folder.path, self.told)
-        self.saves = Saves(job, folder, self.step, self.scheduler, self.train_data, self.loader, self.callbacks)
+        self.saves = Saves(
+            job, folder, self.step, self.scheduler, self.train_data, self.loader, self.callbacks
+        )
 
-    # ---- the whole --------------------------------------------------------------------------------------------------
+    # ---- the whole -------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
         began = time.perf_counter()
@@ -95,7 +101,9 @@ class _Training(Setup):
             self.saves.load_data()
         else:
             self.saves.refuse_unsaveable()
-        self.triggers = Triggers(self.job, self.world, self.loader.batches_of, together=self.step.together)
+        self.triggers = Triggers(
+            self.job, self.world, self.loader.batches_of, together=self.step.together
+        )
         self._said_before += map(Line.note, (*self.saves.notes, *self.triggers.notes()))
         # Only now that nothing can be refused any more does the folder change.
         if self.world.is_first:
@@ -118,11 +126,15 @@ class _Training(Setup):
                 stack.enter_context(self.profiler)
             before = self.plan.resume and self.world.broadcast_object(self.folder.audit.is_dir())
             if self.plan.audit or before:  # an audit with a gap would say nothing
-                self.audit = Audit(self.world, self.folder, self.train_data, order=self.job.order is not None)
+                self.audit = Audit(
+                    self.world, self.folder, self.train_data, order=self.job.order is not None
+                )
                 stack.callback(self.audit.close)
             if not self.plan.resume and not any(map(is_stream, self.eval_data.values())):
                 self.saves.refuse_unknown(
-                    try_out(self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed)
+                    try_out(
+                        self.step, self.eval_loaders, self.job.metrics, self.world, self.job.seed
+                    )
                 )
             if self.job.log_every is not None and self.world.is_first:
                 self.logs = Logs(self.job, self.step, self.steps, self.recent)
@@ -138,7 +150,12 @@ class _Training(Setup):
             self.saves.finish()
             self.step.write_weights(self.folder.model)
             summary = self.summary(
-                time.perf_counter() - began, self.epoch, self.record, self.shapes, self.samples, self.seconds
+                time.perf_counter() - began,
+                self.epoch,
+                self.record,
+                self.shapes,
+                self.samples,
+                self.seconds,
             )
             self.callbacks.call("finish", self.epoch, self.record)
         return summary
@@ -150,7 +167,7 @@ class _Training(Setup):
             return True
         return self.epochs is not None and self.epoch >= self.epochs
 
-    # ---- one epoch --------------------------------------------------------------------------------------------------
+    # ---- one epoch -------------------------------------------------------------------------------
 
     def _one_epoch(self) -> None:
         number = self.epoch + 1
@@ -172,11 +189,17 @@ class _Training(Setup):
         if self.callbacks:  # which the last evaluation within a stream's epoch came before
             self.evaluations.forget()
         ends = bool(self.stopped) or self._is_at_last_step or (finished and number == self.epochs)
-        evaluates = finished and (self.evaluations.owed or self.triggers.evaluates_at_end(number, self.eval_loaders))
+        evaluates = finished and (
+            self.evaluations.owed or self.triggers.evaluates_at_end(number, self.eval_loaders)
+        )
         self.ends_unevaluated = ends and not evaluates
         if evaluates:
             self.record |= self._evaluate()
-        self.record |= {"lr": lr, "seconds": seconds, "samples_per_second": samples / seconds if seconds else 0.0}
+        self.record |= {
+            "lr": lr,
+            "seconds": seconds,
+            "samples_per_second": samples / seconds if seconds else 0.0,
+        }
         shows = not self.ends_unevaluated and (evaluates or self.triggers.at_end(LOG, number))
         if shows:
             self._call("evaluated", number, whole=evaluates or not self.eval_loaders)
@@ -186,7 +209,12 @@ class _Training(Setup):
                 judged = self.evaluations.judged if self.eval_loaders else self.record["train_loss"]
                 move_on(self.scheduler, judged, self.step)
                 self.evaluations.judged = None
-        ends = ends or bool(self.stopped) or self.triggers.at_end(SAVE, number) or self.saves.is_best(self.record)
+        ends = (
+            ends
+            or bool(self.stopped)
+            or self.triggers.at_end(SAVE, number)
+            or self.saves.is_best(self.record)
+        )
         self._save(number, checkpoint=ends, shows=shows)
         self.paused += time.perf_counter() - trained
 
@@ -197,9 +225,12 @@ class _Training(Setup):
         return values
 
     def _train_epoch(self) -> tuple[int, dict[str, float], bool]:
-        """Go through the rest of an epoch; gives its samples, its mean losses, and whether it came to its end."""
+        """Go through the rest of an epoch; gives its samples, its mean losses, and whether it
+        came to its end.
+        """
         world, job, step = self.world, self.job, self.step
-        # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end, the first one has it.)
+        # Of the part of this epoch that an earlier run has done. (Where ranks sum up at the end,
+        # the first one has it.)
         partial = self.partial if step.together or world.is_first else None
         sums = Sums(partial, None if self.logs is None else self.logs.add)
         samples = size = 0  # (that of the first batch)
@@ -255,9 +286,12 @@ class _Training(Setup):
         return samples, loss.means("train_"), finished
 
     def _until_all_stop(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches up to the last step, or to where the ranks stop together because they were asked to."""
+        """The batches up to the last step, or to where the ranks stop together because they were
+        asked to.
+        """
         step, world = self.step, self.world
-        # (Ranks that read a stream wait for one another at each batch, so none may leave before the others.)
+        # (Ranks that read a stream wait for one another at each batch, so none may leave before the
+        # others.)
         may_stop = step.together or not is_stream(self.train_data)
         for batch in () if self._is_at_last_step or self.stopped else batches:
             yield batch
@@ -265,14 +299,18 @@ class _Training(Setup):
                 break
         if world.size > 1 and not step.together:  # they learn of it at different batches
             places = world.gather_objects((self.position, step.stopping, self.stopped))
-            yield from itertools.islice(batches, max(position for position, *_ in places) - self.position)
+            yield from itertools.islice(
+                batches, max(position for position, *_ in places) - self.position
+            )
             step.stopping = any(stopping for _, stopping, _ in places)
             self.stopped = next((stopped for *_, stopped in places if stopped), "")
         self.interrupted = step.stopping
 
     @property
     def _is_at_last_step(self) -> bool:
-        return bool(self.stopped) or (self.job.steps is not None and self.world.step >= self.job.steps)
+        return bool(self.stopped) or (
+            self.job.steps is not None and self.world.step >= self.job.steps
+        )
 
     def _end_first(self, size: int) -> None:
         """After the first update: say the shapes inside and outside."""
@@ -282,7 +320,9 @@ class _Training(Setup):
         if self.world.is_first and (line := line_of(self.shapes, self.parts)) is not None:
             self.world.tell(Line(line))
 
-    def _call(self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True) -> None:
+    def _call(
+        self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True
+    ) -> None:
         values = self.record if values is None else values
         self.stopped = self.callbacks.call(kind, number, values, whole=whole) or self.stopped
 
@@ -290,7 +330,7 @@ class _Training(Setup):
         if self.job.on_event or self.callbacks:
             self.step.after_events()
 
-    # ---- saving and taking up ---------------------------------------------------------------------------------------
+    # ---- saving and taking up --------------------------------------------------------------------
 
     def _save(self, number: int, *, checkpoint: bool = True, shows: bool = True) -> None:
         """At the end of an epoch, or where the training was stopped."""
@@ -311,7 +351,8 @@ class _Training(Setup):
     def _evaluate_end(self) -> None:
         """Evaluate a training that ends within an epoch, or where no evaluation was due.
 
-        It is saved by then, since a run that goes on has nothing that the scheduler or callbacks make of that.
+        It is saved by then, since a run that goes on has nothing that the scheduler or callbacks
+        make of that.
         """
         number = self.epoch + (self.position > 0)
         for kind in ("log", "epoch") if self.position else ():
@@ -325,7 +366,9 @@ class _Training(Setup):
         self._call("saved", number)
 
     def _log(self, sums: Sums) -> None:
-        """Tell and write down what the steps since the last log came to, with what callbacks add to that."""
+        """Tell and write down what the steps since the last log came to, with what callbacks add
+        to that.
+        """
         values: dict[str, float] = {}
         if self.logs is not None:
             sums.read()
@@ -338,7 +381,8 @@ class _Training(Setup):
     def _within(self, due: frozenset[str], sums: Sums) -> None:
         """Evaluate and save within an epoch, whose loss so far came to that, as far as it is due.
 
-        An evaluation that is owed is made before the next step of whoever resumes, if the ranks are to stop now.
+        An evaluation that is owed is made before the next step of whoever resumes, if the ranks are
+        to stop now.
         """
         is_end = self._is_at_last_step or self.position == self.loader.batches_of(self.epoch)
         if is_end or self.step.stopping:
@@ -384,15 +428,25 @@ class _Training(Setup):
             self.step.skips.number = state.get("skipped", 0)
         self.stopped = state.get("stopped") or ""
         self.stopped = "on_event" if self.stopped is True else self.stopped  # earlier versions
-        self.evaluations.owed, self.evaluations.judged = state.get("owed", False), state.get("judged")
+        self.evaluations.owed, self.evaluations.judged = (
+            state.get("owed", False),
+            state.get("judged"),
+        )
         self.recent = Loss(*(state.get("recent") or self.recent))
         is_beyond = self.job.steps is not None and self.world.step > self.job.steps
-        is_beyond = is_beyond or (self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0))
+        is_beyond = is_beyond or (
+            self.epochs is not None and (self.epoch, self.position) > (self.epochs, 0)
+        )
         if not is_beyond and (
-            self.plan.again or not self.world.broadcast_object(has_ended(self.folder, self.world.step))
+            self.plan.again
+            or not self.world.broadcast_object(has_ended(self.folder, self.world.step))
         ):
-            if self.kept_record is not None:  # it may have reached its last step, and not its last file
-                self.record = {n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")}
+            if (
+                self.kept_record is not None
+            ):  # it may have reached its last step, and not its last file
+                self.record = {
+                    n: v for n, v in self.kept_record.items() if n not in ("epoch", "step")
+                }
             self.ends_unevaluated = state.get("ends_unevaluated", False)
             return
         if self.stopped:
@@ -400,4 +454,6 @@ class _Training(Setup):
             self.saves.notes.append(f"{self.stopped} had stopped the run after {after}: it goes on")
             self.stopped = ""
         if self._is_at_last_step or self._is_done():
-            raise nothing_left(self.epoch, self.world.step, None if self._is_at_last_step else self.epochs or 1)
+            raise nothing_left(
+                self.epoch, self.world.step, None if self._is_at_last_step else self.epochs or 1
+            )

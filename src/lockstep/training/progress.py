@@ -20,7 +20,9 @@ from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
 class Pace:
-    """Tells the display where the training is, some times a second; ``epochs`` and ``steps`` are all, where known."""
+    """Tells the display where the training is, some times a second; ``epochs`` and ``steps`` are
+    all, where known.
+    """
 
     def __init__(self, world: World, epochs: int | None, steps: int | None) -> None:
         self._world = world
@@ -28,12 +30,15 @@ class Pace:
         self._steps = steps
         self._began = self._last = time.perf_counter()
         self._first_step = world.step
-        self._interval = 0.2 if world.is_first and world.device.is_slot else 1.0  # (an accelerator is waited for)
+        self._interval = (
+            0.2 if world.is_first and world.device.is_slot else 1.0
+        )  # (an accelerator is waited for)
 
     def show(self, epoch: int, samples: int, sums: Sums) -> None:
         """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
 
-        Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far, total / count.
+        Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far,
+        total / count.
         """
         now = time.perf_counter()
         if now - self._last < self._interval:
@@ -45,7 +50,11 @@ class Pace:
         total, count = sums.read()
         elapsed = now - self._began
         step = self._world.step
-        left = None if self._steps is None else (self._steps - step) * elapsed / (step - self._first_step)
+        left = (
+            None
+            if self._steps is None
+            else (self._steps - step) * elapsed / (step - self._first_step)
+        )
         self._world.tell(
             Progress(
                 epoch=epoch,
@@ -61,7 +70,9 @@ class Pace:
 
 
 class Teller(Callback):
-    """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the person's functions."""
+    """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the
+    person's functions.
+    """
 
     def __init__(self, world: World, job: Job, folder: RunFolder) -> None:
         self._folder = folder
@@ -75,14 +86,20 @@ class Teller(Callback):
             try:
                 from torch.utils.tensorboard import SummaryWriter
             except ImportError as error:
-                raise JobError("tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]") from error
-            self._writer = SummaryWriter(str(training.folder), purge_step=training.step + 1 if training.step else None)
+                raise JobError(
+                    "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
+                ) from error
+            self._writer = SummaryWriter(
+                str(training.folder), purge_step=training.step + 1 if training.step else None
+            )
         self._tell("started", training)
 
     def on_logged(self, training: TrainingContext) -> None:
         """Told as ``"logged"``: a log within an epoch."""
         if training.world.is_first:
-            self._folder.add_metrics({"epoch": training.epoch, "step": training.step, **training.metrics})
+            self._folder.add_metrics(
+                {"epoch": training.epoch, "step": training.step, **training.metrics}
+            )
         self._write(training)
         self._tell("logged", training)
 
@@ -110,20 +127,26 @@ class Teller(Callback):
     def _tell(self, kind: Any, training: TrainingContext) -> None:
         if not training.world.is_first:
             return
-        event = Event(kind, training.epoch, training.step, dict(training.metrics), str(training.folder))
+        event = Event(
+            kind, training.epoch, training.step, dict(training.metrics), str(training.folder)
+        )
         training.world.tell(event)
         if not self._functions:
             return
         answers = [function(event) for function in self._functions]
         for answer in answers:
             if answer not in (None, "stop"):
-                raise JobError(f'on_event: a function answered {answer!r}; None or "stop" is expected')
+                raise JobError(
+                    f'on_event: a function answered {answer!r}; None or "stop" is expected'
+                )
         if "stop" in answers:
             training.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Those of the functions that have one, in their order."""
-        states = [function.state_dict() if has_state(function) else None for function in self._functions]
+        states = [
+            function.state_dict() if has_state(function) else None for function in self._functions
+        ]
         return {"functions": states} if any(state is not None for state in states) else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,7 +26,8 @@ class Run:
 
     Attributes:
         folder: where its files are (see ``lockstep.launch.run_folder``).
-        summary: the content of ``summary.json``; empty where the training was stopped before it wrote one.
+        summary: the content of ``summary.json``; empty where the training was stopped before it
+            wrote one.
         job: the job, where this process knows it.
     """
 
@@ -35,14 +36,21 @@ class Run:
     job: Job | JobFile | None = None
 
     @classmethod
-    def open(cls, folder: str | Path, job: Job | JobFile | str | Path | None = None, *, trust_job: bool = False) -> Run:
+    def open(
+        cls,
+        folder: str | Path,
+        job: Job | JobFile | str | Path | None = None,
+        *,
+        trust_job: bool = False,
+    ) -> Run:
         """The run that is kept in a folder.
 
         Args:
             folder: of the run.
-            job: its job, where that was not a file, so that it can't be found again; or the path of its job file, where
-                that isn't the one that the folder names.
-            trust_job: take the job file that the folder names, though it isn't as it was when the run was trained.
+            job: its job, where that was not a file, so that it can't be found again; or the path of
+                its job file, where that isn't the one that the folder names.
+            trust_job: take the job file that the folder names, though it isn't as it was when the
+                run was trained.
 
         Raises:
             FolderError: no run is kept there.
@@ -58,21 +66,28 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last evaluation's metrics, and the loss as ``"loss"``; empty where the training was stopped."""
+        """The last evaluation's metrics, and the loss as ``"loss"``; empty where the training
+        was stopped.
+        """
         return {"loss": self.summary["loss"], **self.summary["metrics"]} if self.summary else {}
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``: a record for each epoch, and for each log and evaluation within one."""
+        """The lines of ``metrics.jsonl``: a record for each epoch, and for each log and
+        evaluation within one.
+        """
         return RunFolder(self.folder).read_metrics()
 
     def model(self, weights: str | Path | None = None, *, best: bool = False) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode: the final weights, or those of the best evaluation.
+        """The trained model on the CPU, in evaluation mode: the final weights, or those of the best
+        evaluation.
 
-        Its outputs are those that ``predict`` gives. To go on training it by hand, call ``.train()``.
+        Its outputs are those that ``predict`` gives. To go on training it by hand, call
+        ``.train()``.
 
         Args:
-            weights: another file of weights, in the run's folder or elsewhere, as ``"ema.safetensors"``.
+            weights: another file of weights, in the run's folder or elsewhere, as
+                ``"ema.safetensors"``.
             best: the weights of the best evaluation.
 
         Raises:
@@ -106,9 +121,15 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
             lines.append(f"step {step:>8}  damaged: {error}")
             continue
         size = sum(size for size, _ in index.files.values())
-        where = f"{counted(index.about['epoch'], 'epoch')} and {counted(index.about['position'], 'batch', 'es')}"
+        where = (
+            f"{counted(index.about['epoch'], 'epoch')} and "
+            f"{counted(index.about['position'], 'batch', 'es')}"
+        )
         parts = counted(len(index.files), "part")
-        lines.append(f"step {step:>8}  after {where}, {parts}, {size / 1e6:,.1f} MB{', whole' if verify else ''}")
+        lines.append(
+            f"step {step:>8}  after {where}, {parts}, {size / 1e6:,.1f} "
+            f"MB{', whole' if verify else ''}"
+        )
     lines += [f"set aside: {path.name}" for path in sorted(folder.checkpoints.glob("*.damaged*"))]
     return lines or [f"{folder.path}: it has no checkpoint"], whole
 
@@ -128,7 +149,8 @@ def trained_of(
         run: a Run or the path of its folder.
         best: the weights of the best evaluation.
         weights: another safetensors file: in the run's folder, or else by its path.
-        job_parameters: keyword arguments for the function of its job file, over those it was run with.
+        job_parameters: keyword arguments for the function of its job file, over those it was run
+            with.
         job, trust: as for ``job_of``; a job itself too.
 
     Raises:
@@ -161,7 +183,9 @@ def _weights_in(folder: Path, file: Path) -> Path:
             return path
     every = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
     its = ", ".join(str(path) for path in every if path.parts[0] != "checkpoints") or "none"
-    raise FolderError(f"weights: there is no file {file}, in {folder} or by this path; the run has {its}")
+    raise FolderError(
+        f"weights: there is no file {file}, in {folder} or by this path; the run has {its}"
+    )
 
 
 def job_of(
@@ -174,11 +198,12 @@ def job_of(
 ) -> JobFile:
     """The job of a run, as it was run, with some parameters and settings replaced.
 
-    ``job`` is the path of another job file than the one that the folder names; ``trust`` takes that one, whatever is
-    in it.
+    ``job`` is the path of another job file than the one that the folder names; ``trust`` takes that
+    one, whatever is in it.
 
     Raises:
-        FolderError: there is no such run, its job was not a file or is another one now, or a secret has to be given.
+        FolderError: there is no such run, its job was not a file or is another one now, or a secret
+            has to be given.
     """
     folder = RunFolder.existing(run)
     config = folder.read_json(folder.config)
@@ -192,9 +217,15 @@ def job_of(
     parameters, settings = parameters or {}, settings or {}
     for name, value in config["set"].items():
         if value == HIDDEN and name not in parameters:
-            raise FolderError(f"{folder.path}: {name} looks like a secret and isn't kept: give it, --set {name}=VALUE")
+            raise FolderError(
+                f"{folder.path}: {name} looks like a secret and isn't kept: give it, --set "
+                f"{name}=VALUE"
+            )
     # A parameter with a setting's name, given now, wins over that setting as it was.
     before, given = (
-        {name: value for name, value in config[key].items() if name not in parameters} for key in ("settings", "given")
+        {name: value for name, value in config[key].items() if name not in parameters}
+        for key in ("settings", "given")
     )
-    return JobFile(str(job or config["file"]), {**config["set"], **parameters}, {**given, **settings}, before)
+    return JobFile(
+        str(job or config["file"]), {**config["set"], **parameters}, {**given, **settings}, before
+    )

@@ -1,4 +1,6 @@
-"""The page of one run: what it reached, its curves, memory, where the time went, sizes on each device."""
+"""The page of one run: what it reached, its curves, memory, where the time went, sizes on each
+device.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,16 @@ from lockstep.report.timeline_charts import turns_of
 from lockstep.strategies import kind_of
 
 _NOT_CURVES = {
-    "epoch", "step", "lr", "seconds", "samples_per_second", "tokens_per_second", "loss", "train_loss", "eval_loss"
-}  # fmt: skip
+    "epoch",
+    "step",
+    "lr",
+    "seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "loss",
+    "train_loss",
+    "eval_loss",
+}
 
 _CHOSEN = ("microbatches", "split_size", "schedule")  # which may have been chosen for this machine
 
@@ -44,7 +54,10 @@ def page_of(kept: RunFolder) -> Page:
         ("job", config["file"] or config["job"]),
         ("strategy", config["strategy"]),
         ("devices", ", ".join(devices)),
-        *((who, what) for who, _, what in (line.partition(": ") for line in config.get("mesh", ()))),
+        *(
+            (who, what)
+            for who, _, what in (line.partition(": ") for line in config.get("mesh", ()))
+        ),
         *((name, str(value)) for name, value in summary.get("versions", {}).items()),
     ]
     return Page(
@@ -71,15 +84,25 @@ def _verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -
     found = (("Evaluation loss", "eval_loss"), ("Training loss", "train_loss"), ("Loss", "loss"))
     which, loss = next((which, last[name]) for which, name in found if name in last)
     reached = [f"{which} {short(loss)}"]
-    reached += [f"{name} {short(last[name])}" for name in last if name not in _NOT_CURVES and last[name] is not None]
+    reached += [
+        f"{name} {short(last[name])}"
+        for name in last
+        if name not in _NOT_CURVES and last[name] is not None
+    ]
     said = f"{', '.join(reached)} after {counted(last['epoch'], 'epoch')}"
     if summary:
-        said += f", {short(summary['samples_per_second'])} samples per second, {short(summary['seconds'])} s in all"
+        said += (
+            f", {short(summary['samples_per_second'])} samples per second, "
+            f"{short(summary['seconds'])} s in all"
+        )
     return f"{said}."
 
 
 def _sections(
-    kept: RunFolder, config: Mapping[str, Any], summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
+    kept: RunFolder,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    history: Sequence[Mapping[str, Any]],
 ) -> Iterator[Section]:
     yield Section("What was learned", list(_curves(history)))
     yield Section("How fast", list(_rates(history)))
@@ -90,14 +113,24 @@ def _sections(
     if summary.get("peak_memory_bytes"):
         peaks = summary["peak_memory_bytes"]
         devices = summary["devices"]
-        names = devices if len(devices) == len(peaks) else [f"process {i}" for i in range(len(peaks))]
+        names = (
+            devices if len(devices) == len(peaks) else [f"process {i}" for i in range(len(peaks))]
+        )
         chart = Bars("MiB", names, [peak / 2**20 for peak in peaks])
-        yield Section("Memory", [Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")])
+        yield Section(
+            "Memory",
+            [Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")],
+        )
     if inside := summary.get("shapes", {}).get("devices"):
         rows = [[one["device"], _sizes(one["inputs"]), _sizes(one["outputs"])] for one in inside]
         title = "Sizes of the first micro-batch"
-        yield Section("What each device sees", [Table("devices", title, ["device", "inputs", "outputs"], rows)])
-    settings = [[name, str(value)] for name, value in config["settings"].items() if value is not None]
+        yield Section(
+            "What each device sees",
+            [Table("devices", title, ["device", "inputs", "outputs"], rows)],
+        )
+    settings = [
+        [name, str(value)] for name, value in config["settings"].items() if value is not None
+    ]
     yield Section("Settings", [Table("settings", "Of the job", ["setting", "value"], settings)])
 
 
@@ -107,8 +140,12 @@ def _curves(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     losses = {name: _points(history, by, f"{name}_loss") for name in ("train", "eval")}
     losses["train, since the last log"] = _points(history, by, "loss")
     if history:
-        yield Figure("loss", "Loss", Lines(by, "loss", {name: line for name, line in losses.items() if line}))
-    for name in dict.fromkeys(name for record in history for name in record if name not in _NOT_CURVES):
+        yield Figure(
+            "loss", "Loss", Lines(by, "loss", {name: line for name, line in losses.items() if line})
+        )
+    for name in dict.fromkeys(
+        name for record in history for name in record if name not in _NOT_CURVES
+    ):
         yield Figure(_file_of(name), name, Lines(by, name, {name: _points(history, by, name)}))
 
 
@@ -117,18 +154,29 @@ def _rates(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
     if epochs:
         names = [f"epoch {record['epoch']}" for record in epochs[:40]]
         rates = [record["samples_per_second"] for record in epochs[:40]]
-        caption = "The first epoch warms up." + (" The first 40 epochs." if len(epochs) > 40 else "")
-        yield Figure("speed", "Samples per second", Bars("samples per second", names, rates), caption)
+        caption = "The first epoch warms up." + (
+            " The first 40 epochs." if len(epochs) > 40 else ""
+        )
+        yield Figure(
+            "speed", "Samples per second", Bars("samples per second", names, rates), caption
+        )
 
 
 def _points(history: Sequence[Mapping[str, Any]], by: str, name: str) -> list[tuple[float, float]]:
-    return [(float(one[by]), float(one[name])) for one in history if isinstance(one.get(name), int | float)]
+    return [
+        (float(one[by]), float(one[name]))
+        for one in history
+        if isinstance(one.get(name), int | float)
+    ]
 
 
 def _time(profile: Mapping[str, Any]) -> Section:
     whose = next(whose for whose in ("replica", "device", "rank") if f"{whose}s" in profile)
     rows = profile[f"{whose}s"]
-    names = [row["device"] if whose == "device" else f"{whose} {row[whose]} {row['device']}" for row in rows]
+    names = [
+        row["device"] if whose == "device" else f"{whose} {row[whose]} {row['device']}"
+        for row in rows
+    ]
     parts = {kind: [1e3 * row["seconds"][kind] for row in rows] for kind in rows[0]["seconds"]}
     steps = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
     figure = Figure("time", "A step, in milliseconds", Stacks("ms", names, parts), steps)
@@ -143,7 +191,9 @@ def _turns(kept: RunFolder) -> Iterator[Figure]:
 
 
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:
-    return ", ".join(f"{name} {' x '.join(map(str, shape))}".strip() for name, shape in shapes.items())
+    return ", ".join(
+        f"{name} {' x '.join(map(str, shape))}".strip() for name, shape in shapes.items()
+    )
 
 
 def _file_of(name: str) -> str:
@@ -161,16 +211,33 @@ def command(config: Mapping[str, Any]) -> str:
         return ""
     devices = config["devices"]
     kind = devices[0].partition(":")[0]
-    said = f"{len(devices)}xcpu" if kind == "cpu" else f"{kind}:{','.join(d.partition(':')[2] for d in devices)}"
-    words = ["lockstep", "train", config["file"], "--strategy", config["strategy"], "--devices", said]
+    said = (
+        f"{len(devices)}xcpu"
+        if kind == "cpu"
+        else f"{kind}:{','.join(d.partition(':')[2] for d in devices)}"
+    )
+    words = [
+        "lockstep",
+        "train",
+        config["file"],
+        "--strategy",
+        config["strategy"],
+        "--devices",
+        said,
+    ]
     usual = strategy.usual()
     for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
         value = own.get(name)
         if value is not None and (name in _CHOSEN or value != usual[name]):
-            words += [f"--{name.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else str(value)]
+            words += [
+                f"--{name.replace('_', '-')}",
+                str(value).lower() if isinstance(value, bool) else str(value),
+            ]
     if own.get("device_map") is not None:  # the one that was found too
         words += ["--map", json.dumps(own["device_map"])]
-    words += [word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")]
+    words += [
+        word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")
+    ]
     for name, value in config["given"].items():
         words += [f"--{name.replace('_', '-')}", str(value).lower()]
     return shlex.join(words)

@@ -36,18 +36,28 @@ class Saves:
         callbacks: Callbacks,
     ) -> None:
         world = step.world
-        self._job, self._world, self._folder, self._step, self._scheduler = job, world, folder, step, scheduler
+        self._job, self._world, self._folder, self._step, self._scheduler = (
+            job,
+            world,
+            folder,
+            step,
+            scheduler,
+        )
         self._loader, self._callbacks = loader, callbacks
         self._data = train_data if has_state(train_data) else None
         self.notes: list[str] = []
         self._is_stream = is_stream(train_data)
         if self._data is not None and job.loader_workers != 0 and not self._is_stream:
             self._data = None
-            self.notes.append("train_data has a state, which loader workers would change: loader_workers=0 saves it")
+            self.notes.append(
+                "train_data has a state, which loader workers would change: loader_workers=0 "
+                "saves it"
+            )
         if self._data is not None and forgets_samples(train_data):
             self._data = None
             self.notes.append(
-                "train_data has a shuffle buffer that is not in its state: a resumed run goes through it again to its "
+                "train_data has a shuffle buffer that is not in its state: a resumed run goes "
+                "through it again to its "
                 "place"
             )
         if self._data is not None:
@@ -71,12 +81,16 @@ class Saves:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
                 own["train_data"] = state_of(self._data)
         try:
-            encoded({**own, "optimizer": self._step.optimizer_state(whole=not self._step.keeps_shards)})
+            encoded(
+                {**own, "optimizer": self._step.optimizer_state(whole=not self._step.keeps_shards)}
+            )
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
     def _beside(self, place: Mapping[str, Any], *, whole: bool = True) -> dict[str, Any]:
-        """The states of what is around the step; those of callbacks are rank 0's, or rows unless they are ``whole``."""
+        """The states of what is around the step; those of callbacks are rank 0's, or rows unless
+        they are ``whole``.
+        """
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "callbacks": self._callbacks.state_dict(whole=whole),
@@ -84,7 +98,9 @@ class Saves:
         }
 
     def _data_state(self, epoch: int, position: int) -> Any:
-        """Of a stream, which all ranks read, rank 0's; else that of each rank; None where there is none."""
+        """Of a stream, which all ranks read, rank 0's; else that of each rank; None where there
+        is none.
+        """
         if self._data is None:
             return None
         state = self._loader.state_at(epoch, position)
@@ -93,7 +109,8 @@ class Saves:
         return self._world.gather_objects(state_of(self._data) if state is None else state)
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse what goes by a metric that an evaluation, which gave these, doesn't have.
+        """Before the first step, refuse what goes by a metric that an evaluation, which gave these,
+        doesn't have.
 
         Raises:
             JobError: something does.
@@ -113,7 +130,9 @@ class Saves:
         """What is to be small; NaN where there are no values of an evaluation."""
         value = values.get(self._metric, math.nan)
         if self._metric not in values and "eval_loss" in values:
-            raise JobError(f'best: there is no "{self._metric}"; {nearest(self._metric, list(values))}')
+            raise JobError(
+                f'best: there is no "{self._metric}"; {nearest(self._metric, list(values))}'
+            )
         return -value if self._more_is_better else value
 
     def save(self, place: Mapping[str, Any], values: Mapping[str, float] | None = None) -> None:
@@ -121,7 +140,8 @@ class Saves:
 
         Args:
             place: where the training is, as plain values; ``step`` and ``epoch`` among them.
-            values: of an evaluation, which decides whether the weights are the best ones so far; None where none was.
+            values: of an evaluation, which decides whether the weights are the best ones so far;
+                None where none was.
 
         Raises:
             SaveError: it, or the one before, can't be written.
@@ -151,7 +171,9 @@ class Saves:
         self._writer.save(place["step"], whole, about, before)
 
     def save_best(self, values: Mapping[str, float]) -> None:
-        """Write the weights of an evaluation after which no checkpoint is made, if they are the best ones so far."""
+        """Write the weights of an evaluation after which no checkpoint is made, if they are the
+        best ones so far.
+        """
         if self.is_best(values):
             self._best = self._measured(values)
             self.finish()
@@ -169,18 +191,25 @@ class Saves:
         if self._folder.earlier_state.is_file() and not self._folder.checkpoints.is_dir():
             state = load_earlier(self._folder.earlier_state)
         else:
-            state = load_newest(self._folder.checkpoints, self._world, self.notes.append, self._split)
+            state = load_newest(
+                self._folder.checkpoints, self._world, self.notes.append, self._split
+            )
         for name in ("seed", "batch_size"):
             if state[name] != getattr(self._job, name):
                 raise JobError(
-                    f"{name}: the run was made with {state[name]}, not {getattr(self._job, name)}: resume it with that"
+                    f"{name}: the run was made with {state[name]}, not "
+                    f"{getattr(self._job, name)}: resume it with that"
                 )
         self._step.load_state_dict(state)
-        best: float = self._world.broadcast_object(self._best_in(state) if self._world.is_first else math.inf)
+        best: float = self._world.broadcast_object(
+            self._best_in(state) if self._world.is_first else math.inf
+        )
         self._best = best
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        earlier = {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}  # earlier versions
+        earlier = (
+            {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}
+        )  # earlier versions
         self._callbacks.load_state_dict({**earlier, **state.get("callbacks", {})})
         self.notes += self._callbacks.notes
         self._data_states = state.get("train_data")
@@ -194,7 +223,9 @@ class Saves:
         return self._step.split(self._callbacks.beside(name), shape)
 
     def _best_in(self, state: Mapping[str, Any]) -> float:
-        """The best value of a run that is taken up, its evaluation after that checkpoint included; on rank 0."""
+        """The best value of a run that is taken up, its evaluation after that checkpoint
+        included; on rank 0.
+        """
         if not self._has_best(state):
             return math.inf
         records = self._folder.read_metrics() if self._folder.best.is_file() else []
@@ -203,24 +234,37 @@ class Saves:
         return min([before, *map(self._measured, last)])
 
     def _has_best(self, state: Mapping[str, Any]) -> bool:
-        """Whether the best weights so far are there as they were written, and were chosen by the same metric."""
+        """Whether the best weights so far are there as they were written, and were chosen by the
+        same metric.
+        """
         if math.isinf(state["best"]):
             return True
         name, more = state.get("best_of", ("eval_loss", False))
         if (name, more) != (self._metric, self._more_is_better):
-            was, now = (f"{n}:{'max' if m else 'min'}" for n, m in ((name, more), (self._metric, self._more_is_better)))
-            self.notes.append(f"best: it was {was} and is {now}: the best weights are looked for anew from here on")
+            was, now = (
+                f"{n}:{'max' if m else 'min'}"
+                for n, m in ((name, more), (self._metric, self._more_is_better))
+            )
+            self.notes.append(
+                f"best: it was {was} and is {now}: the best weights are looked for anew from here "
+                "on"
+            )
             return False
         try:
             load_weights(self._folder.best)
         except FolderError as error:
-            why = first_line(error) if self._folder.best.is_file() else f"{self._folder.best} isn't there any more"
+            why = (
+                first_line(error)
+                if self._folder.best.is_file()
+                else f"{self._folder.best} isn't there any more"
+            )
             self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return False
         return True
 
     def load_data(self) -> None:
-        """Give the training data their state back; nothing may look at a sample between this and the first step.
+        """Give the training data their state back; nothing may look at a sample between this and
+        the first step.
 
         Raises:
             JobError: they don't take it.
@@ -230,7 +274,8 @@ class Saves:
             return
         if len(states) != self._world.size:
             self.notes.append(
-                f"train_data's state was saved by {len(states)} processes, and these are {self._world.size}: each "
+                f"train_data's state was saved by {len(states)} processes, and these are "
+                f"{self._world.size}: each "
                 "begins with that of the first"
             )
             states = states[:1] * self._world.size

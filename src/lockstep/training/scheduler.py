@@ -30,7 +30,9 @@ def scheduler_of(job: Job, step: Step) -> Any:
                 scheduler = _made(job.lr_scheduler, step.optimizer)
         return scheduler
     assert isinstance(step.optimizer, Optimizers)
-    return Schedulers({name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()})
+    return Schedulers(
+        {name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()}
+    )
 
 
 class Schedulers:
@@ -55,19 +57,25 @@ def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.O
     except Exception as error:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise JobError("lr_scheduler: it was made over another optimizer than the one that the function is given")
+        raise JobError(
+            "lr_scheduler: it was made over another optimizer than the one that the function is "
+            "given"
+        )
     if not hasattr(scheduler, "state_dict"):
         raise JobError(
-            f"lr_scheduler: the function gave a {type(scheduler).__name__}, which has no state_dict: give one that "
+            f"lr_scheduler: the function gave a {type(scheduler).__name__}, which has no "
+            "state_dict: give one that "
             "makes a scheduler of the optimizer (lambda optimizer: StepLR(optimizer, 10))"
         )
     return scheduler
 
 
 def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
-    """What the person has to know where a scheduler of a fixed length is moved on more or less often than that.
+    """What the person has to know where a scheduler of a fixed length is moved on more or less
+    often than that.
 
-    ``moves`` is how often the training moves it on, once in ``every`` step or epoch; None where that isn't known.
+    ``moves`` is how often the training moves it on, once in ``every`` step or epoch; None where
+    that isn't known.
 
     Raises:
         JobError: it would raise before the end.
@@ -82,13 +90,19 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
     said = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, {once}"
     if moves > length:
         raise JobError(f"lr_scheduler: {said}")
-    return f'{said}: lr_scheduler_every="step" moves it on more often' if every == "epoch" and moves < length else None
+    return (
+        f'{said}: lr_scheduler_every="step" moves it on more often'
+        if every == "epoch" and moves < length
+        else None
+    )
 
 
 def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
-    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there is none.
+    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there
+    is none.
 
-    One that isn't PyTorch's may read what the optimizer of the ``step`` has: it is lent what it has on one device.
+    One that isn't PyTorch's may read what the optimizer of the ``step`` has: it is lent what it has
+    on one device.
     """
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
@@ -109,4 +123,6 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
 def _is_of_pytorch(scheduler: Any) -> bool:
     """Whether its class, and those of schedulers in it, are PyTorch's own."""
     within = getattr(scheduler, "_schedulers", ())
-    return type(scheduler).__module__ == "torch.optim.lr_scheduler" and all(map(_is_of_pytorch, within))
+    return type(scheduler).__module__ == "torch.optim.lr_scheduler" and all(
+        map(_is_of_pytorch, within)
+    )

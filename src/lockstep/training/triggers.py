@@ -20,12 +20,15 @@ _NOTHING: frozenset[str] = frozenset()
 class Triggers:
     """What is due after a step, alike on every rank.
 
-    Steps and epochs are counted by each rank; a part of an epoch is due at the step that completes it. A time is looked
-    at by rank 0, which then tells the others what is due, and at which step it looks again: about when the next time is
-    over, and at most after twice as many steps. All times are looked at together.
+    Steps and epochs are counted by each rank; a part of an epoch is due at the step that completes
+    it. A time is looked at by rank 0, which then tells the others what is due, and at which step it
+    looks again: about when the next time is over, and at most after twice as many steps. All times
+    are looked at together.
     """
 
-    def __init__(self, job: Job, world: World, batches_of: Callable[[int], int | None], *, together: bool) -> None:
+    def __init__(
+        self, job: Job, world: World, batches_of: Callable[[int], int | None], *, together: bool
+    ) -> None:
         self._world, self._batches_of, self._together = world, batches_of, together
         self._every = {
             LOG: Every.read(job.log_every, "log_every"),
@@ -34,13 +37,20 @@ class Triggers:
         }
         # Ranks that don't meet in their updates would meet in other collectives at the same time.
         within = {what: every for what, every in self._every.items() if together or what == LOG}
-        self._steps = {what: every.steps for what, every in within.items() if every.steps is not None}
-        self._seconds = {what: every.seconds for what, every in within.items() if every.seconds is not None}
-        self._epochs = {what: every.epochs for what, every in within.items() if every.epochs and every.is_within}
+        self._steps = {
+            what: every.steps for what, every in within.items() if every.steps is not None
+        }
+        self._seconds = {
+            what: every.seconds for what, every in within.items() if every.seconds is not None
+        }
+        self._epochs = {
+            what: every.epochs for what, every in within.items() if every.epochs and every.is_within
+        }
         for what in self._epochs if batches_of(0) is None else ():
             name = f"{what}_every"
             raise JobError(
-                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no length that is known: give "
+                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no "
+                "length that is known: give "
                 "steps (100) or a time (10min)"
             )
         # A log is rank 0's alone, unless functions see it that may stop the training.
@@ -55,9 +65,15 @@ class Triggers:
         """What a person has to know of them."""
         for what, every in {} if self._together else self._every.items():
             if every.is_within and what == LOG:
-                yield "log_every: these ranks don't meet in a step, so that the losses within an epoch are rank 0's"
+                yield (
+                    "log_every: these ranks don't meet in a step, so that the losses within an "
+                    "epoch are rank 0's"
+                )
             elif every.is_within:
-                yield f"{what}_every: these ranks meet at the end of an epoch only, and {_DOES[what]} there"
+                yield (
+                    f"{what}_every: these ranks meet at the end of an epoch only, and "
+                    f"{_DOES[what]} there"
+                )
 
     def after_step(self, epoch: int, position: int) -> frozenset[str]:
         """What is due after this step; ``at_end`` tells what an epoch's end makes due.
@@ -73,8 +89,13 @@ class Triggers:
         if self._epochs:
             of = self._batches_of(epoch)
             assert of is not None
-            now, before = Fraction(epoch * of + position, of), Fraction(epoch * of + position - 1, of)
-            due |= {what for what, epochs in self._epochs.items() if now // epochs > before // epochs}
+            now, before = (
+                Fraction(epoch * of + position, of),
+                Fraction(epoch * of + position - 1, of),
+            )
+            due |= {
+                what for what, epochs in self._epochs.items() if now // epochs > before // epochs
+            }
         if self._seconds and step >= self._look:
             due |= self._over()
         if self._log_after is not None and time.monotonic() - self._last[LOG] >= self._log_after:
@@ -100,7 +121,9 @@ class Triggers:
         return epoch % every.epochs == 0
 
     def evaluates_at_end(self, epoch: int, sets: Mapping[str, Any]) -> bool:
-        """Whether callbacks are told of an evaluation there; without evaluation ``sets`` where the epoch is logged."""
+        """Whether callbacks are told of an evaluation there; without evaluation ``sets`` where
+        the epoch is logged.
+        """
         return self.at_end(EVALUATE, epoch) or (not sets and self.at_end(LOG, epoch))
 
     def done(self, what: str) -> None:

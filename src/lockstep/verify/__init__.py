@@ -1,13 +1,14 @@
-"""Verify: a job under ``single`` and under a strategy, from the same weights on the same batches, and why they differ.
+"""Verify: a job under ``single`` and under a strategy, from the same weights on the same batches,
+and why they differ.
 
 ::
 
-    verification   the answer, and how it is found          preflight      in which number format, how large a batch
-    batches        which batches, and which differ in kind  training_run   one side, an update at a time
-    paired_run     both at once, compared after each update comparison     what is compared, and what was found
-    layer_watch    the first layer that gave other values   determinism    dropout, or batch norm, taken out
-    experiments    where experiments run, and noise there   diagnosis      the experiments that find why they differ
-    causes         the table of causes: kind, text, fix     harness        whole trainings compared, for tests
+    verification  the answer, and how it is found          preflight     in which number format, how large a batch
+    batches       which batches, and which differ in kind  training_run  one side, an update at a time
+    paired_run    both at once, compared after each update comparison    what is compared, and what was found
+    layer_watch   the first layer that gave other values   determinism   dropout, or batch norm, taken out
+    experiments   where experiments run, and noise there   diagnosis     the experiments that find why they differ
+    causes        the table of causes: kind, text, fix     harness       whole trainings compared, for tests
 """
 
 from lockstep.verify.comparison import Comparison, Update

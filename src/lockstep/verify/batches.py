@@ -1,15 +1,17 @@
-"""Batches: those of a job that both sides train on: the first ones, the smaller last one, and those of another kind.
+"""Batches: those of a job that both sides train on: the first ones, the smaller last one, and those
+of another kind.
 
 ::
 
-    epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |      where the job has a smaller last batch
+    epoch 0   | 0 | 1 | ..... | k | ... | last, smaller |     where the job has a smaller last batch
     epoch 1   | 0 | 1 |
 
-k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class, NaN. The first of
-epoch 1 shows the update after the smaller batch. Of each evaluation set the batches are 0, 1 and the last.
+k stands for up to three batches whose targets differ in kind from the others: a mask, a rare class,
+NaN. The first of epoch 1 shows the update after the smaller batch. Of each evaluation set the
+batches are 0, 1 and the last.
 
-They come from the job's own loader in its own order. A stream, which can't be skipped through, is taken to end after
-two and a half batches.
+They come from the job's own loader in its own order. A stream, which can't be skipped through, is
+taken to end after two and a half batches.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from lockstep.tensors.pytree import holds_packed, named_tensors
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, batch_size: int, epoch: int, more: Collection[int] = ()) -> list[int]:
+def places_of(
+    loader: AnyLoader, batch_size: int, epoch: int, more: Collection[int] = ()
+) -> list[int]:
     """The numbers of the batches of the course in an epoch, with ``more`` in the first one."""
     batches = loader.batches_of(epoch)
     if batches is None:  # a stream that ends early: all of it, but no more than is wanted
@@ -54,14 +58,18 @@ class Excerpt:
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         """Those of an epoch; what lies between is skipped, not fetched."""
-        for _, run in itertools.groupby(enumerate(self._places), key=lambda pair: pair[1] - pair[0]):
+        for _, run in itertools.groupby(
+            enumerate(self._places), key=lambda pair: pair[1] - pair[0]
+        ):
             neighbours = [place for _, place in run]
             yield from itertools.islice(self._loader.epoch(epoch, neighbours[0]), len(neighbours))
 
 
 def begun(dataset: Any, batch_size: int) -> Any:
     """A dataset as it is; of a stream the first two and a half batches."""
-    return _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
+    return (
+        _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
+    )
 
 
 class _Begun(torch.utils.data.IterableDataset[Any]):
@@ -89,10 +97,14 @@ _FEW = 32
 Trait = tuple[str, Any, Any]
 
 
-def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) -> tuple[tuple[int, ...], int]:
-    """Batches of the first epoch whose targets have something that those of no batch ``taken`` have.
+def others_in_kind(
+    loader: AnyLoader, taken: Collection[int], seconds: float
+) -> tuple[tuple[int, ...], int]:
+    """Batches of the first epoch whose targets have something that those of no batch ``taken``
+    have.
 
-    Gives their numbers, the most different first, and how many batches were looked at in so many seconds at most.
+    Gives their numbers, the most different first, and how many batches were looked at in so many
+    seconds at most.
     """
     end = time.perf_counter() + seconds
     found: dict[int, set[Trait]] = {}
@@ -112,7 +124,9 @@ def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) ->
 
 
 def traits(targets: Any, size: int) -> set[Trait]:
-    """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes come, and rare numbers."""
+    """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes
+    come, and rare numbers.
+    """
     found: set[Trait] = set()
     for name, tensor in () if holds_packed(targets) else named_tensors(targets):
         if not tensor.dim() or tensor.shape[0] != size or not tensor.numel() or tensor.is_complex():

@@ -1,13 +1,14 @@
-"""Cause search: why two sides part, found by experiments, each of which takes one thing out of the question.
+"""Cause search: why two sides part, found by experiments, each of which takes one thing out of the
+question.
 
 ::
 
-    the start differs, other samples, other learning rates          seen as it is
-    single against single also parts                                the job can't be repeated: operators? numbers? data?
-    equal once all draws, or batch norms, are taken out             that is it
-    single, its batches cut as for the devices, parts from single   the model or its loss: a buffer, state, samples that
-                                                                    act on one another, a backward of its own
-    it doesn't                                                      the strategy: sums, buffers, ranks that drift
+    the start differs, other samples, other learning rates         seen as it is
+    single against single also parts                               the job can't be repeated: operators? numbers? data?
+    equal once all draws, or batch norms, are taken out            that is it
+    single, its batches cut as for the devices, parts from single  the model or its loss: a buffer, state, samples that
+                                                                   act on one another, a backward of its own
+    it doesn't                                                     the strategy: sums, buffers, ranks that drift
 
 Each experiment goes no further than the update that parts, which is the first one mostly.
 """
@@ -28,10 +29,19 @@ Layer = tuple[str, str]
 
 
 class Diagnosis:
-    """The search for why the two sides of an experiment part; ``first`` is the first update that differs, if any."""
+    """The search for why the two sides of an experiment part; ``first`` is the first update that
+    differs, if any.
+    """
 
-    def __init__(self, laboratory: Laboratory, experiment: Experiment, found: Comparison, noise: Noise) -> None:
-        self.laboratory, self.experiment, self.found, self.noise = laboratory, experiment, found, noise
+    def __init__(
+        self, laboratory: Laboratory, experiment: Experiment, found: Comparison, noise: Noise
+    ) -> None:
+        self.laboratory, self.experiment, self.found, self.noise = (
+            laboratory,
+            experiment,
+            found,
+            noise,
+        )
         self.bounds: Bounds = noise.bounds(found)
         self.first: Update | None = self.bounds.first_apart(found)
         updates = self.first.number if self.first is not None else None
@@ -75,7 +85,7 @@ class Diagnosis:
         watched = watched if isinstance(watched, Comparison) else Comparison()
         return _layer_of(watched, self.bounds, self.first)
 
-    # ---- what shows as it is ----------------------------------------------------------------------------------------
+    # ---- what shows as it is ---------------------------------------------------------------------
 
     def _seen(self) -> list[Caveat]:
         first = self.first
@@ -88,7 +98,7 @@ class Diagnosis:
             return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
         return []
 
-    # ---- can the job be repeated at all? ----------------------------------------------------------------------------
+    # ---- can the job be repeated at all? ---------------------------------------------------------
 
     def _of_the_job_alone(self) -> list[Caveat]:
         alone = self._again.of_single()
@@ -104,7 +114,11 @@ class Diagnosis:
             return [cause("start", name=self.found.start[0])] if self.found.start else []
         strict = self._try(alone.but(deterministic=True))
         if isinstance(strict, Comparison):
-            return [cause("operators", name="")] if self.noise.hold(strict) else [cause("unseeded model")]
+            return (
+                [cause("operators", name="")]
+                if self.noise.hold(strict)
+                else [cause("unseeded model")]
+            )
         said = str(strict)
         if "deterministic implementation" in said:
             return [cause("operators", name=f", {said.split(' does not have')[0].split()[-1]}")]
@@ -112,11 +126,15 @@ class Diagnosis:
             return [cause("operators", name=", torch.empty")]
         return [cause("unseeded model")]
 
-    # ---- draws and batch norms, taken out ---------------------------------------------------------------------------
+    # ---- draws and batch norms, taken out --------------------------------------------------------
 
     def _taken_out(self) -> list[Caveat]:
         present: list[Thing] = ["draws"] if self.found.drew else []
-        if self.found.normalises and self.experiment.shares > 1 and not self.experiment.loaded.sync_batchnorm:
+        if (
+            self.found.normalises
+            and self.experiment.shares > 1
+            and not self.experiment.loaded.sync_batchnorm
+        ):
             present.append("norms")
         if not present:
             return []
@@ -151,7 +169,9 @@ class Diagnosis:
         things |= self.experiment.still
         settings = dict(self.experiment.settings)
         if "draws" in things:
-            settings["activation_checkpointing"] = None  # which computes again where nothing is held still
+            settings["activation_checkpointing"] = (
+                None  # which computes again where nothing is held still
+            )
         if "norms" in things and self._synchronises:
             together = {**settings, "sync_batchnorm": True}
             tried = self._try(self._again.but(settings=together, still=things - {"norms"}))
@@ -161,7 +181,7 @@ class Diagnosis:
         tried = self._try(self._again.but(settings=settings, still=things))
         return tried if isinstance(tried, Comparison) else None
 
-    # ---- what an experiment before has left -------------------------------------------------------------------------
+    # ---- what an experiment before has left ------------------------------------------------------
 
     def _of_the_ranks(self) -> list[Caveat]:
         if self.found.drifted:
@@ -181,7 +201,7 @@ class Diagnosis:
             return [cause("drawing", where="evaluation", left=drawing.worst)]
         return [cause("mixing: in evaluation", loss=losses[0])] if losses else [cause("unknown")]
 
-    # ---- a model whose numbers depend on how a batch is cut ---------------------------------------------------------
+    # ---- a model whose numbers depend on how a batch is cut --------------------------------------
 
     def _of_the_cut(self) -> list[Caveat]:
         shares, found = self.experiment.shares, self.found
@@ -206,7 +226,9 @@ class Diagnosis:
             if written := [name for name in apart if name not in first.gradients]:
                 return [cause("state: parameter", name=written[0])]
         if tried.layer is not None:
-            if found.apart_attributes and not found.mixes:  # else it may be a record that acts on nothing
+            if (
+                found.apart_attributes and not found.mixes
+            ):  # else it may be a record that acts on nothing
                 return [cause("state", name=found.apart_attributes[0])]
             if found.own_buffers:
                 return [_buffer(found.own_buffers)]
@@ -215,7 +237,10 @@ class Diagnosis:
         if found.reads:
             name = found.reads[0]
             return [
-                cause("auxiliary loss", output=f'the model\'s output "{name}"' if name else "an output of the model")
+                cause(
+                    "auxiliary loss",
+                    output=f'the model\'s output "{name}"' if name else "an output of the model",
+                )
             ]
         if first is not None and first.losses_apart > bounds.of("loss", ""):
             return [cause("loss")]
@@ -225,7 +250,7 @@ class Diagnosis:
             return [cause("hook", names=quoted(tried.hooked))]
         return [_own_backward(tried.functions, first)]
 
-    # ---- a strategy that does something else ------------------------------------------------------------------------
+    # ---- a strategy that does something else -----------------------------------------------------
 
     def _of_the_strategy(self) -> list[Caveat]:
         found, first = self.found, self.first
@@ -252,18 +277,27 @@ class Diagnosis:
         return bool(self._beyond) and all(kind == wanted for kind, _, _ in self._beyond)
 
     def _one_ratio(self, first: Update) -> float | None:
-        """How many times one device's gradient the strategy's is, where that is the same for all parameters."""
+        """How many times one device's gradient the strategy's is, where that is the same for all
+        parameters.
+        """
         ratios = list(first.ratios.values())
         if any(kind == "gradients" and name not in first.ratios for kind, name, _ in self._beyond):
             return None
-        if not ratios or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios)) or abs(ratios[0] - 1) < 1e-6:
+        if (
+            not ratios
+            or max(ratios) - min(ratios) > 1e-6 * max(map(abs, ratios))
+            or abs(ratios[0] - 1) < 1e-6
+        ):
             return None
         return sum(ratios) / len(ratios)
 
     def _try(self, experiment: Experiment) -> Comparison | Exception:
         try:
             return self.laboratory.compared(experiment)
-        except (LockstepError, RuntimeError) as error:  # the latter of an operator that isn't deterministic
+        except (
+            LockstepError,
+            RuntimeError,
+        ) as error:  # the latter of an operator that isn't deterministic
             return error
 
 
@@ -275,7 +309,9 @@ def _sampler(first: Update) -> Caveat:
         f"leaves out {listed('sample', rows.left_out)}" if rows.left_out else "",
         f"takes {rows.others} that are not of the batch" if rows.others else "",
     ]
-    return cause("sampler", faults=" and ".join(filter(None, faults)), batch=first.batch, epoch=first.epoch)
+    return cause(
+        "sampler", faults=" and ".join(filter(None, faults)), batch=first.batch, epoch=first.epoch
+    )
 
 
 def _buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
@@ -293,7 +329,11 @@ def _own_backward(functions: Sequence[str], first: Update | None) -> Caveat:
     if ratios:
         name, ratio = next(iter(ratios.items()))
         seen = f' (the gradient of "{name}" is {ratio:.4g} times as large when the batch is split)'
-    which = f"autograd function {quoted(functions)}" if functions else "a backward of the model, or a hook in it,"
+    which = (
+        f"autograd function {quoted(functions)}"
+        if functions
+        else "a backward of the model, or a hook in it,"
+    )
     return cause("autograd function", which=which, seen=seen)
 
 
@@ -301,6 +341,8 @@ def _layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> Laye
     """The first layer that differs; where only backward does, the one in which it begins to."""
     if watched.layer is not None or first is None:
         return watched.layer
-    apart = {name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"}
+    apart = {
+        name.rpartition(".")[0] for kind, name, _ in bounds.beyond(first) if kind == "gradients"
+    }
     last = next((name for name in reversed(watched.called) if name in apart), None)
     return None if last is None else (last, "in backward")

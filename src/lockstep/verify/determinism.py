@@ -1,7 +1,7 @@
 """Still: a model with dropout, all that it draws, or its batch norms taken out of the question.
 
-Both sides get the same. Dropout is out from the start, where its masks would differ; of the others an experiment
-shows whether they are the cause.
+Both sides get the same. Dropout is out from the start, where its masks would differ; of the others
+an experiment shows whether they are the cause.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ def _built(build: Callable[[], nn.Module], things: frozenset[Thing]) -> nn.Modul
     return model
 
 
-def _still(function: Callable[..., Any], things: frozenset[Thing], *args: Any, **kwargs: Any) -> Any:
+def _still(
+    function: Callable[..., Any], things: frozenset[Thing], *args: Any, **kwargs: Any
+) -> Any:
     with still(things):
         return function(*args, **kwargs)
 

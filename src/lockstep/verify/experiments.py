@@ -1,6 +1,8 @@
-"""Laboratory: where experiments run, one after another; and noise: how far one device is from itself there.
+"""Laboratory: where experiments run, one after another; and noise: how far one device is from
+itself there.
 
-What experiments have in common is made once: the processes, what the person's job imports there, and its data.
+What experiments have in common is made once: the processes, what the person's job imports there,
+and its data.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ from lockstep.verify.paired_run import both_sides
 
 
 class Laboratory:
-    """Where experiments run: in this process, or on ranks that stay for the next where the strategy wants several.
+    """Where experiments run: in this process, or on ranks that stay for the next where the strategy
+    wants several.
 
     Those start as soon as it is entered.
     """
@@ -68,10 +71,11 @@ _OURS = ("sync_batchnorm", "activation_checkpointing")
 
 
 def _with_data_of_before(world: World, experiment: Experiment) -> Job:
-    """The job with the data that an experiment before this one has made on these ranks: they may take long to make.
+    """The job with the data that an experiment before this one has made on these ranks: they may
+    take long to make.
 
-    A stream is made anew; and so is all in the person's own process, where data that can't be made twice are looked
-    for. (A job that isn't a file comes with its data each time.)
+    A stream is made anew; and so is all in the person's own process, where data that can't be made
+    twice are looked for. (A job that isn't a file comes with its data each time.)
     """
     global _data
     job = experiment.loaded
@@ -84,26 +88,30 @@ def _with_data_of_before(world: World, experiment: Experiment) -> Job:
 
 
 _CERTAIN = 1e-5
-"""A difference in float64 of losses or gradients that no rounding makes, so that none is measured."""
+"""A difference in float64 of losses or gradients that no rounding makes, so that none is
+measured.
+"""
 
 _TOO_MUCH = 1e-3
 """What is no rounding in float32 either: a job that can't be repeated."""
 
 _FEWEST, _FEWEST_OF_OPTIMIZERS = 5, 3
-"""Updates that are measured at least: a loss in float32 comes out the same to the bit by chance, once. What an
-optimizer makes of gradients that agree (Adam of one that is zero: a sign by chance) shows sooner: it has many."""
+"""Updates that are measured at least: a loss in float32 comes out the same to the bit by chance,
+once. What an optimizer makes of gradients that agree (Adam of one that is zero: a sign by chance)
+shows sooner: it has many.
+"""
 
 
 class Noise:
     """The bounds for a job, measured when they are first needed.
 
-    Noise is what one device differs by from itself where its sums are taken in another order. What takes float64 and
-    gives 1e-10 or less needs no measuring. What gives more may be a model that computes in float32 inside, or an Adam
-    on a gradient that is zero but for rounding.
+    Noise is what one device differs by from itself where its sums are taken in another order. What
+    takes float64 and gives 1e-10 or less needs no measuring. What gives more may be a model that
+    computes in float32 inside, or an Adam on a gradient that is zero but for rounding.
 
-    It is measured with the same things taken out of the model as in the comparison that is judged: a bias before a
-    batch norm has the gradient zero only while that normalises. Of what draws, the draws are always out, since they
-    would fall on other samples once these are mixed.
+    It is measured with the same things taken out of the model as in the comparison that is judged:
+    a bias before a batch norm has the gradient zero only while that normalises. Of what draws, the
+    draws are always out, since they would fall on other samples once these are mixed.
     """
 
     def __init__(self, laboratory: Laboratory, experiment: Experiment) -> None:
@@ -126,7 +134,9 @@ class Noise:
         if self.bounds(comparison).hold(comparison):
             return True
         things = _out_of(comparison)
-        first = self._least.first_apart(comparison)  # of which an optimizer may make much in the next ones
+        first = self._least.first_apart(
+            comparison
+        )  # of which an optimizer may make much in the next ones
         computed = comparison.computed if first is None else first.computed
         if things in self._measured or (self._exact and computed > _CERTAIN):
             return False
@@ -134,10 +144,12 @@ class Noise:
         return self._measured[things].hold(comparison)
 
     def repeats(self, twice: Comparison) -> bool:
-        """Whether one device against itself, the same in all, gave the same but for sums in any order.
+        """Whether one device against itself, the same in all, gave the same but for sums in any
+        order.
 
-        What it draws may be as small as another order of sums would make it once: where that part is more than rounding
-        in any format, nothing is measured, which would take the draws for noise.
+        What it draws may be as small as another order of sums would make it once: where that part
+        is more than rounding in any format, nothing is measured, which would take the draws for
+        noise.
         """
         return self.bounds(twice).hold(twice) or (twice.computed <= COARSE and self.hold(twice))
 
@@ -159,4 +171,6 @@ class Noise:
 
 def _out_of(comparison: Comparison) -> frozenset[Thing]:
     """What has to be out of the model where its noise is measured."""
-    return frozenset((*comparison.still, "draws")) if comparison.drew else frozenset(comparison.still)
+    return (
+        frozenset((*comparison.still, "draws")) if comparison.drew else frozenset(comparison.still)
+    )

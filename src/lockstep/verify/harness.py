@@ -4,8 +4,8 @@ For each parameter, with d its change since the common start::
 
     difference = max|d_a - d_b| / max(max|d_b|, learning rate x steps)
 
-in float64, where rounding is near 1e-15 and a wrong weight of one sample shows as 1e-3. SGD shows errors of scale that
-Adam would hide.
+in float64, where rounding is near 1e-15 and a wrong weight of one sample shows as 1e-3. SGD shows
+errors of scale that Adam would hide.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Differences:
         parameters: by name, as the formula of this module says.
         buffers: by name, max|a - b| over max(max|b|, 1).
         history: the largest relative difference of a loss or metric of any epoch, by name.
-        moved: by name, whether the parameter changed at all (where nothing moves, nothing is shown).
+        moved: by name, whether the parameter changed at all (where nothing moves, nothing is
+            shown).
     """
 
     parameters: dict[str, float]
@@ -72,7 +73,8 @@ def parity(
     """Train a job under two strategies, and compare.
 
     Args:
-        job: what to train; take one whose epochs end with a smaller batch, and at least two of them.
+        job: what to train; take one whose epochs end with a smaller batch, and at least two of
+            them.
         strategy: the one in question.
         devices: its devices.
         against: the one to hold it against.
@@ -84,7 +86,14 @@ def parity(
     job = job.replace(**{"save_frozen": True, **settings}, precision=precision)
     with tempfile.TemporaryDirectory() as folder:
         a = train(job, strategy=strategy, devices=devices, folder=folder, quiet=True)
-        b = train(job, strategy=against, devices=against_devices, folder=folder, quiet=True, **(against_settings or {}))
+        b = train(
+            job,
+            strategy=against,
+            devices=against_devices,
+            folder=folder,
+            quiet=True,
+            **(against_settings or {}),
+        )
         return differences(job, a, b)
 
 
@@ -93,7 +102,9 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
     start = build_model(job.replace(precision="fp64"), World(devices=parse("1xcpu")))
     ends = [load_weights(RunFolder(run.folder).model) for run in (a, b)]
     if ends[0].keys() != ends[1].keys():
-        raise AssertionError(f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}")
+        raise AssertionError(
+            f"the state dicts have different names: {sorted(ends[0].keys() ^ ends[1].keys())}"
+        )
     reach = next(record["lr"] for record in b.history if "lr" in record) * b.summary["steps"]
     parameters, moved = {}, {}
     for name, p in start.named_parameters():
@@ -101,12 +112,18 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
         change = largest(db)
         parameters[name] = change_apart(largest(da - db), change, reach)
         moved[name] = change > 0
-    buffers = {name: buffer_apart(ends[0][name], ends[1][name]) for name, _ in start.named_buffers() if name in ends[0]}
+    buffers = {
+        name: buffer_apart(ends[0][name], ends[1][name])
+        for name, _ in start.named_buffers()
+        if name in ends[0]
+    }
     return Differences(parameters, buffers, _histories(a, b), moved)
 
 
 def change_apart(apart: float, change: float, reach: float) -> float:
-    """The measure itself, of one parameter: max|d_a - d_b| over the larger of max|d_b| and learning rate x steps."""
+    """The measure itself, of one parameter: max|d_a - d_b| over the larger of max|d_b| and
+    learning rate x steps.
+    """
     scale = max(change, reach)
     return apart / scale if scale else apart
 
@@ -136,7 +153,9 @@ def largest(tensor: torch.Tensor) -> float:
 def _histories(a: Run, b: Run) -> dict[str, float]:
     mine = {record["step"]: record for record in a.history}
     worst: dict[str, float] = {}
-    for right in b.history:  # the other may have records beside, where it was stopped within an epoch
+    for (
+        right
+    ) in b.history:  # the other may have records beside, where it was stopped within an epoch
         left = mine.get(right["step"], {})
         for name in (left.keys() | right.keys()) - set(_TIMES):
             x, y = left.get(name, math.inf), right.get(name, math.inf)
@@ -149,4 +168,6 @@ def _histories(a: Run, b: Run) -> dict[str, float]:
 def same_bits(a: nn.Module, b: nn.Module) -> bool:
     """Whether two models hold the same parameters and buffers to the last bit."""
     mine, theirs = a.state_dict(), b.state_dict()
-    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(mine[name], theirs[name]) for name in mine
+    )

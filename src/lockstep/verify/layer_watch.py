@@ -1,7 +1,9 @@
-"""Layers: what each module of a model gave over a batch, in a few sums, so that two sides can be compared.
+"""Layers: what each module of a model gave over a batch, in a few sums, so that two sides can be
+compared.
 
-A batch may have been cut in any way: sums over its samples are those of its parts, added. An output whose numbers of
-all parts are not as many as those of the whole (it has no row for each sample, or is padded otherwise) isn't compared.
+A batch may have been cut in any way: sums over its samples are those of its parts, added. An output
+whose numbers of all parts are not as many as those of the whole (it has no row for each sample, or
+is padded otherwise) isn't compared.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ Told = dict[Place, torch.Tensor]
 
 
 class Watch:
-    """Looks at every module of some replicas while they run, each in a thread of its own, or in several."""
+    """Looks at every module of some replicas while they run, each in a thread of its own, or in
+    several.
+    """
 
     def __init__(self) -> None:
         self.told: Told = {}
@@ -77,7 +81,9 @@ class Watch:
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    """How many numbers there are; their sum, a weighted sum, the sum of their absolute values, that of squares."""
+    """How many numbers there are; their sum, a weighted sum, the sum of their absolute values,
+    that of squares.
+    """
     flat = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).cpu().double()
     weighted = (flat @ torch.linspace(0.1, 1, flat.shape[1], dtype=flat.dtype)).sum()
     size = torch.tensor(float(flat.numel()), dtype=flat.dtype)
@@ -90,9 +96,11 @@ def _add(whole: Told, part: Told) -> None:
 
 
 def first_apart(every: Iterable[Told], theirs: Told, bound: float) -> tuple[str, str] | None:
-    """Name and class of the first module, in the order of one device (``theirs``), that gave other numbers.
+    """Name and class of the first module, in the order of one device (``theirs``), that gave other
+    numbers.
 
-    ``every`` is what each rank of the strategy saw; differences up to ``bound`` of the numbers' size are rounding.
+    ``every`` is what each rank of the strategy saw; differences up to ``bound`` of the numbers'
+    size are rounding.
     """
     ours: Told = {}
     for told in every:

@@ -5,8 +5,8 @@
     rank 0   update of single | update of the strategy | compare      update of single | ...
     rank 1                    | update of the strategy |                               | ...
 
-Rank 0 has a model of its own for ``single``, so that nothing large is kept or sent: what is left of an update are a few
-numbers for each parameter.
+Rank 0 has a model of its own for ``single``, so that nothing large is kept or sent: what is left of
+an update are a few numbers for each parameter.
 """
 
 from __future__ import annotations
@@ -39,11 +39,15 @@ from lockstep.verify.training_run import Side, buffer_digests
 
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
-    """An experiment on this rank, with its job; what was found, None on other ranks than the first."""
+    """An experiment on this rank, with its job; what was found, None on other ranks than the
+    first.
+    """
     with contextlib.ExitStack() as stack:
         # Each update of a large model would have its memory cleared by the kernel again.
         stack.enter_context(freed_memory_kept())
-        stack.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        stack.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
         if experiment.deterministic:
             torch.use_deterministic_algorithms(True)
         found = _PairedRun(world, experiment, job).run()
@@ -52,7 +56,9 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
 
 @contextlib.contextmanager
 def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
-    """On rank 0, while the other ranks wait for it: in the world of ``single``, on the cores of all CPU devices."""
+    """On rank 0, while the other ranks wait for it: in the world of ``single``, on the cores of
+    all CPU devices.
+    """
     before, place = _world.enter(world), place_of(devices)
     with contextlib.ExitStack() as stack:
         stack.callback(_world.enter, before)
@@ -71,7 +77,11 @@ class _PairedRun:
         self.found = Comparison(still=tuple(sorted(experiment.still)))
         self.notes: list[Caveat] = []
         world.tell = self._hear
-        self.ours = Side(job if experiment.cut is None else job.replace(accumulate=experiment.cut), world, experiment)
+        self.ours = Side(
+            job if experiment.cut is None else job.replace(accumulate=experiment.cut),
+            world,
+            experiment,
+        )
         self.theirs: Side | None = None
         self.single = World(devices=world.devices[:1])
         self.reach = 0.0
@@ -123,17 +133,19 @@ class _PairedRun:
             self._describe(theirs)
         return found
 
-    # ---- before the first update ------------------------------------------------------------------------------------
+    # ---- before the first update -----------------------------------------------------------------
 
     def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
         self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
         its = theirs.step.weights()
         tensors = {name: tensor for name, tensor in its.items() if isinstance(tensor, torch.Tensor)}
         self.found.start = tuple(
-            n for n, t in tensors.items() if n not in mine or mine[n].shape != t.shape or digest(mine[n]) != digest(t)
+            n
+            for n, t in tensors.items()
+            if n not in mine or mine[n].shape != t.shape or digest(mine[n]) != digest(t)
         )
 
-    # ---- after an update --------------------------------------------------------------------------------------------
+    # ---- after an update -------------------------------------------------------------------------
 
     def _compare(
         self,
@@ -156,7 +168,9 @@ class _PairedRun:
             elif name in values:  # frozen ones too: a teacher may follow what it sees
                 its_value = real(p)
                 change = largest(its_value - real(self.start[name]))
-                parameters[name] = change_apart(largest(real(values[name]) - its_value), change, self.reach)
+                parameters[name] = change_apart(
+                    largest(real(values[name]) - its_value), change, self.reach
+                )
         others = dict(ours.step.model.named_buffers())
         its_buffers = theirs.step.model.named_buffers()
         self.found.updates.append(
@@ -170,7 +184,9 @@ class _PairedRun:
                 gradients=gradients,
                 ratios=ratios,
                 parameters=parameters,
-                buffers={name: buffer_apart(others[name], b) for name, b in its_buffers if name in others},
+                buffers={
+                    name: buffer_apart(others[name], b) for name, b in its_buffers if name in others
+                },
                 rates=ours.rates,
                 reference_rates=theirs.rates,
                 rows=self._rows_apart(theirs, rows, batch),
@@ -180,41 +196,66 @@ class _PairedRun:
     def _rows_apart(self, theirs: Side, rows: list[bytes], batch: Batch) -> Rows:
         if not theirs.rows:
             return Rows()
-        known = [part.samples.tolist() for part in batch.parts if part.size and part.samples is not None]
+        known = [
+            part.samples.tolist() for part in batch.parts if part.size and part.samples is not None
+        ]
         samples = [sample for part in known for sample in part]
         apart = rows_apart(rows, theirs.rows, samples if len(samples) == len(theirs.rows) else None)
-        alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut in (None, self.experiment.parts)
-        if theirs.job.collate is not None and not alike:  # what is padded with others is another row
+        alike = isinstance(self.experiment.strategy, Single) and self.experiment.cut in (
+            None,
+            self.experiment.parts,
+        )
+        if (
+            theirs.job.collate is not None and not alike
+        ):  # what is padded with others is another row
             self.found.collated |= bool(apart)
             return Rows()
         return apart
 
     def _compare_replicas(self) -> None:
-        """After the first update: buffers that are other ones on each replica, and which changed it."""
+        """After the first update: buffers that are other ones on each replica, and which changed
+        it.
+        """
         here = [buffer_digests(model) for model in self.ours.step.models()]
         every = [one for mine in self.world.gather_objects(here) for one in mine]
         for name in every[0]:
             if len({values.get(name) for values in every}) > 1:
-                where = tuple(i for i, values in enumerate(every) if values.get(name) != self.ours.buffers.get(name))
+                where = tuple(
+                    i
+                    for i, values in enumerate(every)
+                    if values.get(name) != self.ours.buffers.get(name)
+                )
                 self.found.own_buffers[name] = where if len(where) < len(every) else ()
 
-    # ---- at the end -------------------------------------------------------------------------------------------------
+    # ---- at the end ------------------------------------------------------------------------------
 
     def _compare_ranks(self) -> None:
-        """Compare what is on other ranks too: parameters, plain attributes, and what layers gave."""
+        """Compare what is on other ranks too: parameters, plain attributes, and what layers
+        gave.
+        """
         ours, theirs, found = self.ours, self.theirs, self.found
         meets = self.world.size > 1 and ours.step.together
-        parameters = {name: digest(p) for name, p in ours.step.gathered_parameters().items()} if meets else {}
+        parameters = (
+            {name: digest(p) for name, p in ours.step.gathered_parameters().items()}
+            if meets
+            else {}
+        )
         attributes = ours.changed_attributes()
         gathered = self.world.gather_objects((parameters, attributes, ours.watch.told))
         on_ranks, attributes_on, told_on = zip(*gathered, strict=True)
         # All ranks need to know, since they evaluate only where there is no drift.
-        found.drifted = tuple(name for name in parameters if any(one.get(name) != parameters[name] for one in on_ranks))
+        found.drifted = tuple(
+            name
+            for name in parameters
+            if any(one.get(name) != parameters[name] for one in on_ranks)
+        )
         if theirs is None:
             return
         its = theirs.changed_attributes()
         names = {**its, **attributes}
-        found.apart_attributes = tuple(n for n in names if any(mine.get(n) != its.get(n) for mine in attributes_on))
+        found.apart_attributes = tuple(
+            n for n in names if any(mine.get(n) != its.get(n) for mine in attributes_on)
+        )
         if self.experiment.watched:
             bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
             found.layer = first_apart(told_on, theirs.watch.told, bound)
@@ -226,7 +267,9 @@ class _PairedRun:
             with self._alone():
                 its = self.theirs.evaluate()
         mine = self.ours.evaluate()
-        self.found.evaluation = {name: (value, its[name]) for name, value in mine.items() if name in its}
+        self.found.evaluation = {
+            name: (value, its[name]) for name, value in mine.items() if name in its
+        }
 
     def _describe(self, theirs: Side) -> None:
         """What was seen of the model and its loss."""
@@ -236,7 +279,9 @@ class _PairedRun:
         found.drops = any(map(drops, model.modules()))
         found.normalises = any(m.training or not m.track_running_stats for m in norms)
         found.mixes = ours.step.seen.mixes
-        found.reads = tuple(n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None)
+        found.reads = tuple(
+            n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None
+        )
         found.functions = tuple(sorted(theirs.functions | ours.functions))
         found.hooked = tuple(hooked_parameters(model))
         said = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
@@ -245,7 +290,9 @@ class _PairedRun:
 
 
 def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, how far the gradients lie apart, and how many times one is the other, where it is a multiple."""
+    """By name, how far the gradients lie apart, and how many times one is the other, where it is
+    a multiple.
+    """
     its = {name: real(grad) for name, grad in theirs.gradients.items()}
     mine = {name: real(grad) for name, grad in ours.gradients.items()}
     sizes = {name: largest(grad) for name, grad in its.items()}
@@ -262,7 +309,13 @@ def _gradients_apart(ours: Side, theirs: Side) -> tuple[dict[str, float], dict[s
         if sizes[name] <= small:
             continue
         flat = its[name].reshape(-1)
-        ratio = 1.0 if found[name] <= EXACT else float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
-        if ratio == 1.0 or largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(1.0, abs(ratio)):
+        ratio = (
+            1.0
+            if found[name] <= EXACT
+            else float(mine[name].reshape(-1) @ flat) / float(flat @ flat)
+        )
+        if ratio == 1.0 or largest(mine[name] - ratio * its[name]) <= 1e-6 * size * max(
+            1.0, abs(ratio)
+        ):
             ratios[name] = ratio
     return found, ratios

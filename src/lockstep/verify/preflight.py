@@ -1,4 +1,6 @@
-"""Preflight: a few updates of ``single``, to see whether the model computes in float64, and how long it takes."""
+"""Preflight: a few updates of ``single``, to see whether the model computes in float64, and how
+long it takes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""
 
 _DOUBT = 1.5
-"""How many times the longest an update may take, where a second one is timed: the first prepares much."""
+"""How many times the longest an update may take, where a second one is timed: the first prepares
+much.
+"""
 
 _LOOK = 2.0
 """Seconds to look at targets for."""
@@ -30,7 +34,8 @@ _LOOK = 2.0
 def preflight(
     source: Job | JobFile, job: Job, strategy: Strategy, devices: tuple[Device, ...], *, whole: bool
 ) -> tuple[Experiment, list[str]]:
-    """Find what to verify a job with: the experiment, and notes on what of the job is replaced, and why.
+    """Find what to verify a job with: the experiment, and notes on what of the job is replaced, and
+    why.
 
     Ranks take the job from ``source``. With ``whole``, batches are never cut to fewer samples.
 
@@ -59,16 +64,26 @@ def preflight(
     if job.precision not in (None, precision):
         notes.append(f"in {precision} in the place of {job.precision}")
     if precision != "fp64":
-        notes.append("the model can't compute in float64, so rounding is measured: single twice, sums mixed")
+        notes.append(
+            "the model can't compute in float64, so rounding is measured: single twice, sums mixed"
+        )
     most = job.batch_size if whole else _most(job.replace(**settings), devices, fewest, seconds)
     if most < job.batch_size:
         size = _uneven(job, max(fewest, most), shared)
-        settings |= {"batch_size": size, "eval_batch_size": min(size, job.eval_batch_size or job.batch_size)}
-        notes.append(f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes them whole)")
+        settings |= {
+            "batch_size": size,
+            "eval_batch_size": min(size, job.eval_batch_size or job.batch_size),
+        }
+        notes.append(
+            f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes "
+            "them whole)"
+        )
     more = _more(job.replace(**settings), devices, notes)
     parts = strategy.num_microbatches(job.replace(**settings))
     experiment = Experiment(source, strategy, devices, parts, settings, more)
-    if draws and (experiment.shares > 1 or not devices[0].is_slot):  # else it draws what single does
+    if draws and (
+        experiment.shares > 1 or not devices[0].is_slot
+    ):  # else it draws what single does
         # Blocks that compute again were inspected above; another look would draw masks in them.
         inspected = job.activation_checkpointing is not None
         experiment = experiment.but(still=frozenset({"dropout"}), looked=inspected)
@@ -78,7 +93,9 @@ def preflight(
 def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int, ...]:
     """Batches to verify for their targets; what wasn't looked at is noted."""
     with alone((place_of(devices),)) as world:
-        loader = job_loader(job.replace(accumulate=1), world, resolve(job.train_data, world, "train_data"))
+        loader = job_loader(
+            job.replace(accumulate=1), world, resolve(job.train_data, world, "train_data")
+        )
         try:
             batches = loader.batches_of(0)
             if batches is None:
@@ -87,14 +104,19 @@ def _more(job: Job, devices: tuple[Device, ...], notes: list[str]) -> tuple[int,
         finally:
             loader.close()
     if looked < batches:
-        notes.append(f"batches were looked for whose targets differ in kind, among the first {looked:,} of {batches:,}")
+        notes.append(
+            f"batches were looked for whose targets differ in kind, among the first {looked:,} of "
+            f"{batches:,}"
+        )
     return more
 
 
 def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
-    """About how many samples an update can take within the longest time, where ``size`` of them take ``seconds``.
+    """About how many samples an update can take within the longest time, where ``size`` of them
+    take ``seconds``.
 
-    Much of what a few samples take may be of an update, not of them: so more of them are timed, until that is long.
+    Much of what a few samples take may be of an update, not of them: so more of them are timed,
+    until that is long.
     """
     each = seconds / size
     while size < job.batch_size and seconds <= _LONGEST:
@@ -114,7 +136,9 @@ def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool, str | No
     if devices[0].type != "mps":
         try:
             return *_seconds(job.replace(precision="fp64"), devices), "fp64"
-        except Exception:  # a cast of its own, an operator that has no float64; else it is raised again
+        except (
+            Exception
+        ):  # a cast of its own, an operator that has no float64; else it is raised again
             pass
     own = None if job.precision is None else "fp32"
     return *_seconds(job.replace(precision=own), devices), own
@@ -138,7 +162,8 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
 
 
 def _uneven(job: Job, size: int, fewest: int) -> int:
-    """At most this batch size, such that an epoch still ends with a smaller batch, where its length is known.
+    """At most this batch size, such that an epoch still ends with a smaller batch, where its length
+    is known.
 
     That has ``fewest`` samples at least, where it can: some for each share.
     """

@@ -1,4 +1,6 @@
-"""One side: a job in training under one strategy on this rank, an update at a time, with all that is looked at."""
+"""One side: a job in training under one strategy on this rank, an update at a time, with all
+that is looked at.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
 
 _FACTOR = 1 + 2.0**-21
-"""Of a loss whose sums are taken in another order; its gradients lose it again. In float64 that changes nothing. What a
-model computes in float32 inside is rounded otherwise, as it is where a mean is over fewer samples."""
+"""Of a loss whose sums are taken in another order; its gradients lose it again. In float64 that
+changes nothing. What a model computes in float32 inside is rounded otherwise, as it is where a mean
+is over fewer samples.
+"""
 
 
 class Side(Observer):
@@ -44,22 +48,28 @@ class Side(Observer):
         experiment: of which this is the side in question.
 
     Attributes:
-        rows: ids of the samples that the last update's forwards were given, in order, as far as they are seen.
+        rows: ids of the samples that the last update's forwards were given, in order, as far as
+            they are seen.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
-        drew: from where the first update drew random numbers, as in ``Comparison``. (Other threads' draws count too.)
+        drew: from where the first update drew random numbers, as in ``Comparison``. (Other threads'
+            draws count too.)
         buffers: digests of what they are at the start.
-        functions: autograd functions that are not PyTorch's own, in the graph of the first forwards.
+        functions: autograd functions that are not PyTorch's own, in the graph of the first
+            forwards.
 
     Raises:
         JobError: the model is the same each time.
     """
 
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
-        # Before the strategy has the model: it may copy it, or take a later change for the person's.
+        # Before the strategy has the model: it may copy it, or take a later change for the
+        # person's.
         job = without_draws(job.replace(loss=_own_loss(job)), experiment.still)
         self.job, self.world, self._experiment = job, world, experiment
-        self._accelerators = tuple({device.torch: None for device in world.devices if not device.is_slot})
+        self._accelerators = tuple(
+            {device.torch: None for device in world.devices if not device.is_slot}
+        )
         self.data = resolve(job.train_data, world, "train_data")
         self.step: Step = experiment.strategy.prepare(job, world)
         refuse_given_twice(self.step.model)
@@ -68,7 +78,9 @@ class Side(Observer):
             for model in self.step.models():
                 hold_norms(model)
         self.scheduler = scheduler_of(job, self.step)
-        self.loader = experiment.strategy.training_loader(job, world, begun(self.data, job.batch_size))
+        self.loader = experiment.strategy.training_loader(
+            job, world, begun(self.data, job.batch_size)
+        )
         self.watch = Watch()
         self._number = 0
         self.gradients: dict[str, torch.Tensor] = {}
@@ -95,10 +107,14 @@ class Side(Observer):
                 yield held, True
 
     def update(self, batch: Batch, is_last: bool) -> Result:
-        """One update, as the training loop makes it; after the last one of an epoch, what it does between epochs."""
+        """One update, as the training loop makes it; after the last one of an epoch, what it
+        does between epochs.
+        """
         self.rows, self.gradients = [], {}
         self._number += 1
-        self.rates = tuple(float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups)
+        self.rates = tuple(
+            float(group.get("lr", 0.0)) for group in self.step.optimizer.param_groups
+        )
         self.step.seed(self.job.seed)
         self._generators = states(self._accelerators)
         with self._watching():
@@ -110,7 +126,11 @@ class Side(Observer):
         if self.job.lr_scheduler_every == "step":
             move_on(self.scheduler, result, self.step)
         elif is_last:
-            move_on(self.scheduler, self._totals[0] / self._totals[1] if self._totals[1] else 0.0, self.step)
+            move_on(
+                self.scheduler,
+                self._totals[0] / self._totals[1] if self._totals[1] else 0.0,
+                self.step,
+            )
         if is_last:
             self._totals = [0.0, 0.0]
         return result
@@ -120,7 +140,10 @@ class Side(Observer):
         if self.job.eval_data is None:
             return {}
         size = self.job.eval_batch_size or self.job.batch_size
-        sets = {name: begun(data, size) for name, data in resolve_sets(self.job.eval_data, self.world).items()}
+        sets = {
+            name: begun(data, size)
+            for name, data in resolve_sets(self.job.eval_data, self.world).items()
+        }
         loaders: Any = {
             name: Excerpt(loader, evaluated_places(loader))
             for name, loader in eval_loaders(self.job, self.world, sets).items()
@@ -128,11 +151,13 @@ class Side(Observer):
         return evaluate_sets(self.step, loaders, self.job.metrics, self.world, self.job.seed)
 
     def changed_attributes(self) -> dict[str, bytes]:
-        """Plain attributes of modules that are other ones than at the start, with a print of their values."""
+        """Plain attributes of modules that are other ones than at the start, with a print of
+        their values.
+        """
         now = attribute_prints(self.step.model)
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
 
-    # ---- what is looked at in an update -----------------------------------------------------------------------------
+    # ---- what is looked at in an update ----------------------------------------------------------
 
     def _watching(self) -> AbstractContextManager[None]:
         watched = self._number == self._experiment.watched
@@ -146,7 +171,9 @@ class Side(Observer):
                     p.grad.div_(_FACTOR)
         grads = self.step.gathered_gradients()
         changes = self.job.clip_norm is not None or type(self.step).clip is not Step.clip
-        self.gradients = {name: g.detach().clone() if changes else g.detach() for name, g in grads.items()}
+        self.gradients = {
+            name: g.detach().clone() if changes else g.detach() for name, g in grads.items()
+        }
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
@@ -192,7 +219,9 @@ def _own_loss(job: Job) -> Any:
 
 
 def shuffled(batch: Batch) -> Batch:
-    """The batch with the rows of each micro-batch in another order, so that sums are taken in another order."""
+    """The batch with the rows of each micro-batch in another order, so that sums are taken in
+    another order.
+    """
     parts = []
     for number, part in enumerate(batch.parts):
         order = torch.randperm(part.size, generator=torch.Generator().manual_seed(number + 1))
@@ -206,7 +235,9 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
     size = len(order)
 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[order.to(tensor.device)] if tensor.dim() and tensor.shape[0] == size else tensor
+        return (
+            tensor[order.to(tensor.device)] if tensor.dim() and tensor.shape[0] == size else tensor
+        )
 
     def of_list(items: list[Any] | tuple[Any, ...]) -> list[Any] | None:
         return [items[i] for i in order.tolist()] if holds_samples(items, size) else None
@@ -215,5 +246,7 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
 
 
 def buffer_digests(model: nn.Module) -> dict[str, Any]:
-    """By name, what tells the values of buffers from others; running statistics, which don't act, are left out."""
+    """By name, what tells the values of buffers from others; running statistics, which don't
+    act, are left out.
+    """
     return {name: digest(b) for name, b in acting_buffers(model).items()}

@@ -1,4 +1,6 @@
-"""Verification: the answer, as a table for people and as plain values for programs, and how it is found."""
+"""Verification: the answer, as a table for people and as plain values for programs, and how it
+is found.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from lockstep.verify.comparison import Comparison, Update, relative
 from lockstep.verify.experiments import Laboratory, Noise
 from lockstep.verify.preflight import preflight
 
-_WITHOUT_DROPOUT = "dropout is switched off on both sides, since its masks differ between strategies"
+_WITHOUT_DROPOUT = (
+    "dropout is switched off on both sides, since its masks differ between strategies"
+)
 
 _SHOWN = 4
 """Names of a list that are shown."""
@@ -49,7 +53,8 @@ class Verification:
         comparison: every difference of every update; None where the strategy refused.
         refused: what the strategy said where it refused the job.
         first: the first update that differs.
-        beyond: its differences that are more than rounding, as (kind, name, size), the largest first.
+        beyond: its differences that are more than rounding, as (kind, name, size), the largest
+            first.
         evaluation_apart: values of the evaluation that differ.
         layer: name and class of the first layer that differs.
         causes: why, the likeliest first.
@@ -90,7 +95,8 @@ class Verification:
         """The table, and what it means."""
         said = _wrapped(
             "",
-            f"{self.job}: {self.strategy} on {self.devices} device{'s' if self.devices > 1 else ''} against single, "
+            f"{self.job}: {self.strategy} on {self.devices} "
+            f"device{'s' if self.devices > 1 else ''} against single, "
             f"in {self.precision}, batches of {self.batch_size}",
             width,
         )
@@ -98,13 +104,22 @@ class Verification:
             said += _wrapped("note: ", note, width)
         if self.comparison is not None:
             evaluation = self.comparison.evaluation.items()
-            words = [f"{name} {its:.6g} ({_size(relative(a, its))})" for name, (a, its) in evaluation]
+            words = [
+                f"{name} {its:.6g} ({_size(relative(a, its))})" for name, (a, its) in evaluation
+            ]
             said += ["", *_table(self.comparison, width)]
             said += _wrapped("evaluation: ", "  ".join(words), width) if words else []
         said.append("")
         if self.equal:
-            noise = "" if self.noise is None else f"; two runs of one device differ by {self.noise:.1e}"
-            return [*said, *_wrapped("equal: ", f"nothing differs by more than {self.worst:.1e}{noise}", width)]
+            noise = (
+                "" if self.noise is None else f"; two runs of one device differ by {self.noise:.1e}"
+            )
+            return [
+                *said,
+                *_wrapped(
+                    "equal: ", f"nothing differs by more than {self.worst:.1e}{noise}", width
+                ),
+            ]
         said += self._where(width)
         for cause in self.causes:
             said += _wrapped(f"cause ({cause.kind}): ", cause.text, width)
@@ -117,12 +132,21 @@ class Verification:
         if self.comparison is not None and self.comparison.start:
             return [f'not equal from the start: "{self.comparison.start[0]}" has other values']
         if self.first is None and self.comparison is not None and self.comparison.drifted:
-            return [f'not equal between the ranks: "{self.comparison.drifted[0]}" has come to differ']
+            return [
+                f'not equal between the ranks: "{self.comparison.drifted[0]}" has come to differ'
+            ]
         if self.first is None:
             return [f"not equal in evaluation only: {', '.join(self.evaluation_apart)}"]
-        said = [f"not equal from update {self.first.number} on (epoch {self.first.epoch}, batch {self.first.batch})"]
+        said = [
+            f"not equal from update {self.first.number} on (epoch {self.first.epoch}, batch "
+            f"{self.first.batch})"
+        ]
         if self.layer is not None:
-            what = "backward begins to differ in" if self.layer[1] == "in backward" else "first layer that differs:"
+            what = (
+                "backward begins to differ in"
+                if self.layer[1] == "in backward"
+                else "first layer that differs:"
+            )
             name = f'"{self.layer[0]}"' if self.layer[1] == "in backward" else named(*self.layer)
             said.append(f"{what} {name}")
         for kind in ("gradients", "parameters", "buffers"):
@@ -142,11 +166,30 @@ _INESSENTIAL = {"epoch", "batch", "loss of single"}
 
 
 def _table(comparison: Comparison, width: int) -> list[str]:
-    heads = ("update", "epoch", "batch", "samples", "loss of single", "loss", "gradients", "parameters", "buffers")
+    heads = (
+        "update",
+        "epoch",
+        "batch",
+        "samples",
+        "loss of single",
+        "loss",
+        "gradients",
+        "parameters",
+        "buffers",
+    )
     rows: list[tuple[str, ...]] = [heads]
     for update in comparison.updates:
-        numbers = (update.number, update.epoch, update.batch, update.samples, f"{update.reference:.6g}")
-        worst = [max(values.values(), default=None) for values in (update.gradients, update.parameters, update.buffers)]
+        numbers = (
+            update.number,
+            update.epoch,
+            update.batch,
+            update.samples,
+            f"{update.reference:.6g}",
+        )
+        worst = [
+            max(values.values(), default=None)
+            for values in (update.gradients, update.parameters, update.buffers)
+        ]
         rows.append((*map(str, numbers), *map(_size, (update.losses_apart, *worst))))
     lines = _aligned(rows, "  ")
     if len(lines[0]) > width:
@@ -159,7 +202,10 @@ def _table(comparison: Comparison, width: int) -> list[str]:
 
 def _aligned(rows: Sequence[Sequence[str]], between: str) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [between.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return [
+        between.join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
 
 
 def _size(value: float | None) -> str:
@@ -167,7 +213,9 @@ def _size(value: float | None) -> str:
 
 
 def _wrapped(head: str, text: str, width: int) -> list[str]:
-    return textwrap.wrap(head + text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        head + text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 def verify(
@@ -186,11 +234,12 @@ def verify(
             found = lockstep.verify(job, strategy="ddp", devices=2)
             assert found, str(found)
 
-    Both sides begin with the same weights and go through the same batches: the first two, the smaller last one of the
-    epoch, up to three whose targets differ in kind (a mask, a rare class, NaN), two of the second epoch, and an
-    evaluation of a few batches of each set. They compute in float64 where the
-    model can; else rounding is measured, by two runs of ``single`` whose sums are taken in other orders.
-    Dropout is switched off on both sides where its masks would differ, which a note says.
+    Both sides begin with the same weights and go through the same batches: the first two, the
+    smaller last one of the epoch, up to three whose targets differ in kind (a mask, a rare class,
+    NaN), two of the second epoch, and an evaluation of a few batches of each set. They compute in
+    float64 where the model can; else rounding is measured, by two runs of ``single`` whose sums are
+    taken in other orders. Dropout is switched off on both sides where its masks would differ, which
+    a note says.
 
     Args:
         job: as in ``train``.
@@ -207,14 +256,21 @@ def verify(
         Exception: what the job's own code raises under ``single``.
     """
     if started_as_rank():
-        raise DeviceError("verify starts processes of its own on one machine: start it without torchrun")
+        raise DeviceError(
+            "verify starts processes of its own on one machine: start it without torchrun"
+        )
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
     devices = devices_for(strategy, devices)
-    chosen = _devices.parse(devices) if strategy in ("single", Single()) else _devices.parse_several(devices)
+    chosen = (
+        _devices.parse(devices)
+        if strategy in ("single", Single())
+        else _devices.parse_several(devices)
+    )
     if strategy is None and len(chosen) == 1:
         raise InputError(
-            "verify: name a strategy to hold against one device, and its devices (--strategy ddp --devices 2)"
+            "verify: name a strategy to hold against one device, and its devices (--strategy ddp "
+            "--devices 2)"
         )
     loaded = the_job(source)
     way = choose(strategy, chosen)
@@ -222,7 +278,9 @@ def verify(
     if each > 1:  # what it leaves open is settled as in a training, once for all experiments
         with alone(chosen[:each]) as world:
             world.tell = lambda told: None
-            way = way.planned(loaded.replace(train_data=resolve(loaded.train_data, world, "train_data")), world)
+            way = way.planned(
+                loaded.replace(train_data=resolve(loaded.train_data, world, "train_data")), world
+            )
     with Laboratory(way, chosen) as laboratory:
         said = _answer(source, loaded, way, chosen, laboratory, whole=whole)
     return replace(said, seconds=time.perf_counter() - began)
@@ -251,7 +309,9 @@ def _answer(
         notes=tuple(notes),
     )
     try:
-        found = laboratory.compared(experiment.but(watched=1))  # where they part it is in the first update mostly
+        found = laboratory.compared(
+            experiment.but(watched=1)
+        )  # where they part it is in the first update mostly
     except Exception as error:
         cause = of_refusal(error)
         if cause is None:
@@ -279,7 +339,9 @@ def _answer(
     return replace(
         said,
         first=first,
-        beyond=tuple(sorted(bounds.beyond(first), key=lambda one: -one[2])) if first is not None else (),
+        beyond=tuple(sorted(bounds.beyond(first), key=lambda one: -one[2]))
+        if first is not None
+        else (),
         evaluation_apart=tuple(bounds.evaluation_apart(found)),
         causes=tuple(diagnosis.causes()),
         layer=diagnosis.first_layer(),

@@ -1,8 +1,10 @@
-"""What the ranks of a launch are given: the function, its arguments, and the surroundings of the caller.
+"""What the ranks of a launch are given: the function, its arguments, and the surroundings of the
+caller.
 
-It lies in a file without a name that the caller writes once and every rank maps, however many ranks and however large
-the arguments. Its head is the *board*, where each rank keeps the number of its step for the caller to see, also when
-the rank has died without a word, and the caller whether they are to stop::
+It lies in a file without a name that the caller writes once and every rank maps, however many ranks
+and however large the arguments. Its head is the *board*, where each rank keeps the number of its
+step for the caller to see, also when the rank has died without a word, and the caller whether they
+are to stop::
 
     ranks: 8 bytes | step of rank 0: 8 bytes | step of rank 1 | ... | stop | Setup, pickled | (fn, args), pickled
 """
@@ -44,7 +46,10 @@ class Modes(NamedTuple):
     def here(cls, devices: tuple[Device, ...]) -> Modes:
         """Those of the calling thread."""
         kinds = sorted({"cpu"} | {device.type for device in devices})
-        autocast = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
+        autocast = tuple(
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in kinds
+        )
         return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
 
     @contextlib.contextmanager
@@ -63,20 +68,32 @@ class Modes(NamedTuple):
 _FLAGS = tuple(
     f"{owner}.{name}"
     for owner, names in {
-        "cuda.matmul": "allow_tf32 allow_fp16_reduced_precision_reduction allow_bf16_reduced_precision_reduction",
+        "cuda.matmul": "allow_tf32 allow_fp16_reduced_precision_reduction "
+        "allow_bf16_reduced_precision_reduction",
         "cudnn": "allow_tf32 enabled benchmark deterministic fp32_precision",
-        **dict.fromkeys(("cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"), "fp32_precision"),
+        **dict.fromkeys(
+            ("cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
+            "fp32_precision",
+        ),
         "cuda": "matmul.fp32_precision matmul.allow_fp16_accumulation",
     }.items()
     for name in names.split()
 )
-"""Of ``torch.backends``, in an order in which they can be set: PyTorch's old names of a setting before its new ones."""
+"""Of ``torch.backends``, in an order in which they can be set: PyTorch's old names of a setting
+before its new ones.
+"""
 
 
 def _flag(name: str) -> Any:
-    """Its value; None where PyTorch doesn't say it, because it was set under its new name and is asked by its old."""
+    """Its value; None where PyTorch doesn't say it, because it was set under its new name and is
+    asked by its old.
+    """
     with contextlib.suppress(RuntimeError):
-        return operator.attrgetter(name)(torch.backends) if name else torch.get_float32_matmul_precision()
+        return (
+            operator.attrgetter(name)(torch.backends)
+            if name
+            else torch.get_float32_matmul_precision()
+        )
     return None
 
 
@@ -111,13 +128,14 @@ class Setup:
     Attributes:
         devices: of all ranks.
         modes: the caller's.
-        rendezvous: the file where the ranks meet; no other launch has it. None for workers, which don't.
+        rendezvous: the file where the ranks meet; no other launch has it. None for workers, which
+            don't.
         backend: of the process group, or None for the device's own.
         folder: where the run keeps its files, or None.
         timeout: seconds after which a collective gives up.
         devices_per_rank: neighbours.
-        environment, path, arguments, directory, cores: the caller's environment variables, ``sys.path``, ``sys.argv``,
-            working directory and affinity.
+        environment, path, arguments, directory, cores: the caller's environment variables,
+            ``sys.path``, ``sys.argv``, working directory and affinity.
         switches: the caller's settings of torch that change numbers.
     """
 
@@ -161,7 +179,9 @@ class Setup:
         importlib.invalidate_caches()
         torch.set_default_dtype(self.switches["dtype"])
         set_flags(self.switches["flags"])
-        torch.use_deterministic_algorithms(self.switches["deterministic"], warn_only=self.switches["warns"])
+        torch.use_deterministic_algorithms(
+            self.switches["deterministic"], warn_only=self.switches["warns"]
+        )
         # The person's script is not imported here, and what it defines comes by value.
         sys.modules["__main__"] = types.ModuleType("__main__")
 
@@ -186,7 +206,9 @@ class Call:
         self.board = memoryview(self._map)[8 : 16 + 8 * self.size].cast("q")
 
     def read(self) -> tuple[Callable[..., Any], tuple[Any, ...], Setup]:
-        """Enter the caller's surroundings, and take the function and its arguments, which may need them."""
+        """Enter the caller's surroundings, and take the function and its arguments, which may
+        need them.
+        """
         self._map.seek(16 + 8 * self.size)
         setup: Setup = pickle.load(self._map)
         setup.apply()
@@ -195,7 +217,9 @@ class Call:
 
 
 def dumps(value: Any) -> bytes:
-    """A value by which the other process can make the same; what can't be imported there goes by value."""
+    """A value by which the other process can make the same; what can't be imported there goes by
+    value.
+    """
     try:
         return pickle.dumps(value)  # ten times as fast, and enough for numbers and names
     except Exception:
@@ -209,10 +233,18 @@ def _by_value(value: Any) -> bytes:
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         def reducer_override(self, held: Any) -> Any:
-            if type(held) is torch.Tensor and _is_plain(held):  # PyTorch's own would give each its memory
+            if type(held) is torch.Tensor and _is_plain(
+                held
+            ):  # PyTorch's own would give each its memory
                 storage = held.untyped_storage()
                 memory = memories.setdefault(storage._cdata, _Memory(storage))
-                place = held.dtype, held.storage_offset(), held.shape, held.stride(), held.requires_grad
+                place = (
+                    held.dtype,
+                    held.storage_offset(),
+                    held.shape,
+                    held.stride(),
+                    held.requires_grad,
+                )
                 return _tensor_in, (memory, *place)
             if isinstance(held, functools._lru_cache_wrapper) and held.__module__ == "__main__":
                 return _cached, (held.__wrapped__, held.cache_parameters())
@@ -221,12 +253,19 @@ def _by_value(value: Any) -> bytes:
             if isinstance(held, types.FunctionType) and held.__module__ != "__main__":
                 module = sys.modules.get(held.__module__)
                 if held.__globals__ is getattr(module, "__dict__", None):
-                    # Of a function within a function: it shares what the module's classes use, and are sent by name.
-                    self.globals_ref.setdefault(id(held.__globals__), _Globals(__name__=held.__module__))
+                    # Of a function within a function: it shares what the module's classes use, and
+                    # are sent by name.
+                    self.globals_ref.setdefault(
+                        id(held.__globals__), _Globals(__name__=held.__module__)
+                    )
             if isinstance(held, types.CellType):
                 return types.CellType, ()  # a function that closes over it fills it
             reduced = super().reducer_override(held)
-            if isinstance(held, types.FunctionType) and held.__closure__ and isinstance(reduced, tuple):
+            if (
+                isinstance(held, types.FunctionType)
+                and held.__closure__
+                and isinstance(reduced, tuple)
+            ):
                 return _with_cells(held.__closure__, reduced)
             return reduced
 
@@ -237,8 +276,15 @@ def _by_value(value: Any) -> bytes:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether it is no more than its memory, and where it lies there."""
-    is_plain = tensor.is_cpu and tensor.layout == torch.strided and tensor.is_leaf and not tensor.is_quantized
-    return is_plain and not (tensor.is_conj() or tensor.is_neg() or vars(tensor) or tensor._backward_hooks)
+    is_plain = (
+        tensor.is_cpu
+        and tensor.layout == torch.strided
+        and tensor.is_leaf
+        and not tensor.is_quantized
+    )
+    return is_plain and not (
+        tensor.is_conj() or tensor.is_neg() or vars(tensor) or tensor._backward_hooks
+    )
 
 
 class _Memory:
@@ -273,7 +319,9 @@ def _tensor_in(
 
 
 def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
-    """As cloudpickle reduces a function, which gives each its own cells: functions that share some still do so."""
+    """As cloudpickle reduces a function, which gives each its own cells: functions that share
+    some still do so.
+    """
     make, arguments, (state, slots), *_, restore = reduced
     given = restore, (state, {**slots, "__closure__": None}), [_content(cell) for cell in cells]
     return make, (*arguments[:4], cells), given, None, None, _restored
@@ -329,7 +377,8 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         model = value if isinstance(value, torch.nn.Module) else torch.nn.Identity()
         if any(p.is_cpu and p.is_shared() for p in model.parameters()):  # type: ignore[no-untyped-call]
             raise InputError(
-                f"{name} holds a model in shared memory, of which each rank would get a copy: make it in the function, "
+                f"{name} holds a model in shared memory, of which each rank would get a copy: "
+                "make it in the function, "
                 'or train it with strategy="hogwild"'
             )
     try:
@@ -343,7 +392,9 @@ def pickled(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
                     f"{name} ({_type_of(value)}) can't be sent to the ranks: {first_line(error)}: "
                     "make what it holds inside the function, on each rank"
                 ) from error
-        raise InputError(f"the function and its arguments can't be sent to the ranks: {first_line(whole)}") from whole
+        raise InputError(
+            f"the function and its arguments can't be sent to the ranks: {first_line(whole)}"
+        ) from whole
 
 
 def closed_over(function: Any) -> list[Any]:

@@ -1,10 +1,12 @@
 """Who failed first.
 
-When one rank fails, the others fail for want of it within milliseconds: their collectives find the connection closed.
-So each rank that raises writes a record at once, with the moment, and with whether its error looks like that of a rank
-whose *peer* has gone; the forking process tells how ranks without a record ended. The rank to name is
+When one rank fails, the others fail for want of it within milliseconds: their collectives find the
+connection closed. So each rank that raises writes a record at once, with the moment, and with
+whether its error looks like that of a rank whose *peer* has gone; the forking process tells how
+ranks without a record ended. The rank to name is
 
-1. the earliest that failed by itself: an error that isn't a peer's, a signal that wasn't ours, an exit with no result;
+1. the earliest that failed by itself: an error that isn't a peer's, a signal that wasn't ours, an
+  exit with no result;
 2. else the earliest that was aborted: PyTorch's watchdogs abort a rank also when a peer has failed;
 3. else the earliest whose error looks like a peer's, a time-out, say.
 """
@@ -57,7 +59,15 @@ class Record:
     @classmethod
     def of(cls, error: BaseException, time: float, rank: int, step: int) -> Record:
         """Make the record of an exception that was just caught."""
-        return cls(rank, time, step, reason(error), own_traceback(error), looks_like_peers(error), _pickled(error))
+        return cls(
+            rank,
+            time,
+            step,
+            reason(error),
+            own_traceback(error),
+            looks_like_peers(error),
+            _pickled(error),
+        )
 
     def exception(self) -> BaseException | None:
         """The exception, where it can be had in this process."""
@@ -87,7 +97,9 @@ class Death:
 
 
 class RankTraceback(Exception):
-    """A rank's traceback as text, put below an exception so that it is shown where that is shown."""
+    """A rank's traceback as text, put below an exception so that it is shown where that is
+    shown.
+    """
 
     def __str__(self) -> str:
         return f"\n{self.args[0].rstrip()}" if self.args else ""
@@ -105,16 +117,21 @@ def _class_of(one: Record | Death) -> int:
 
 
 def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) -> BaseException:
-    """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may be why it failed."""
+    """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may
+    be why it failed.
+    """
     who = f"rank {one.rank} ({', '.join(map(str, devices))})"
     if isinstance(one, Death):
         why = ", before its function returned" if one.code >= 0 else ""
         if one.code == -signal.SIGABRT:
             why = (
-                "; gloo ends ranks so that are in different collectives: under fsdp perhaps of blocks that depend on "
+                "; gloo ends ranks so that are in different collectives: under fsdp perhaps of "
+                "blocks that depend on "
                 "the samples: name the other blocks: --blocks NAMES"
             )
-        return RankFailed(f"{who} {ending(one.code, when(one.step))}{why}", one.rank, one.step, one.last_words)
+        return RankFailed(
+            f"{who} {ending(one.code, when(one.step))}{why}", one.rank, one.step, one.last_words
+        )
     error = one.exception()
     if isinstance(error, LockstepError):
         # Ours say all in one line; where it happened is kept beside.
@@ -127,12 +144,16 @@ def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) 
     else:
         message = f"{who} failed {when(one.step)}: {one.reason}"
     if one.peer and silent:
-        message += f"; nothing was heard of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        message += (
+            f"; nothing was heard of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
+        )
     return caused(RankFailed(message, one.rank, one.step, one.traceback), one)
 
 
 def caused(made: BaseException, record: Record) -> BaseException:
-    """Give an exception the one of the record as its cause, which shows its traceback where it is shown."""
+    """Give an exception the one of the record as its cause, which shows its traceback where it
+    is shown.
+    """
     error = record.exception()
     shown = RankTraceback(record.traceback)
     if isinstance(error, Exception):
@@ -164,7 +185,9 @@ def looks_like_peers(error: BaseException) -> bool:
         seen.add(id(one))
         if any(cls.__name__ in _PEER_TYPES for cls in type(one).__mro__):
             return True
-        if isinstance(one, RuntimeError | OSError) and any(words in str(one).lower() for words in _PEER_WORDS):
+        if isinstance(one, RuntimeError | OSError) and any(
+            words in str(one).lower() for words in _PEER_WORDS
+        ):
             return True
         one = one.__cause__ or one.__context__
     return False
@@ -178,7 +201,9 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def ending(code: int, where: str) -> str:
-    """How a process ended that wasn't asked to: by an exit code, or minus the number of a signal."""
+    """How a process ended that wasn't asked to: by an exit code, or minus the number of a
+    signal.
+    """
     if code >= 0:
         return f"exited with code {code} {where}"
     names = {number.value: number.name for number in signal.Signals}

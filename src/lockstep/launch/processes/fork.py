@@ -1,13 +1,14 @@
 """The process that forks the ranks: imports what they need once, and is their one parent.
 
-It sleeps until one of three things happens: a message (a new launch, or a rank to start), the end of a connection (kill
-that launch's ranks), the end of a rank (report it). It runs no torch operation, so that it has no threads of torch's
-when it forks.
+It sleeps until one of three things happens: a message (a new launch, or a rank to start), the end
+of a connection (kill that launch's ranks), the end of a rank (report it). It runs no torch
+operation, so that it has no threads of torch's when it forks.
 
-Nothing that it started outlives the person's process. When that dies in whatever way, the control connection ends, or
-this process notices that it has another parent (a copy of the connection may live on in some child of the person's
-process). It then kills each rank's process group, and whatever moved out of those: as the subreaper of its descendants
-it becomes their parent. Should it be killed itself, the ranks get SIGKILL from the system.
+Nothing that it started outlives the person's process. When that dies in whatever way, the control
+connection ends, or this process notices that it has another parent (a copy of the connection may
+live on in some child of the person's process). It then kills each rank's process group, and
+whatever moved out of those: as the subreaper of its descendants it becomes their parent. Should it
+be killed itself, the ranks get SIGKILL from the system.
 """
 
 from __future__ import annotations
@@ -50,9 +51,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(control: int, parent: int) -> NoReturn:
-    """Serve on the open file ``control`` until the person's process, of the id ``parent``, is gone."""
+    """Serve on the open file ``control`` until the person's process, of the id ``parent``, is
+    gone.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Who sends a signal to all processes at once means that the person's saves and ends: this one ends with it.
+    # Who sends a signal to all processes at once means that the person's saves and ends: this one
+    # ends with it.
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -60,9 +64,12 @@ def main(control: int, parent: int) -> NoReturn:
     for name in _PRELOAD:
         importlib.import_module(name)
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
-        finalizer.atexit = False  # of torch's operators: no rank needs to undo what was imported here
+        finalizer.atexit = (
+            False  # of torch's operators: no rank needs to undo what was imported here
+        )
     gc.collect()
-    gc.freeze()  # what is there now is shared with the ranks: a collection must not touch, and so copy, it
+    # what is there now is shared with the ranks: a collection must not touch, and so copy, it
+    gc.freeze()
     _Forking(socket.socket(fileno=control), parent).serve()
 
 
@@ -108,7 +115,9 @@ class _Forking:
         self.woken, self.wake = socket.socketpair()
         self.woken.setblocking(False)
         self.wake.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the byte that its arrival writes is what counts
+        signal.signal(
+            signal.SIGCHLD, lambda *_: None
+        )  # the byte that its arrival writes is what counts
         signal.set_wakeup_fd(self.wake.fileno(), warn_on_full_buffer=False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, self.accept)
@@ -149,7 +158,9 @@ class _Forking:
         else:
             if pid == 0:
                 self.become(rank, files)
-            with contextlib.suppress(OSError):  # on both sides, since either may be first to need it
+            with contextlib.suppress(
+                OSError
+            ):  # on both sides, since either may be first to need it
                 os.setpgid(pid, pid)
             launch.ranks[pid] = rank
         for number in files:
@@ -166,7 +177,12 @@ class _Forking:
             for usual in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
                 signal.signal(usual, signal.SIG_DFL)
             self.selector.close()
-            for held in (self.control, self.woken, self.wake, *(launch.connection for launch in self.launches)):
+            for held in (
+                self.control,
+                self.woken,
+                self.wake,
+                *(launch.connection for launch in self.launches),
+            ):
                 held.close()
             call, channel, out, err, *blocks = files
             os.dup2(out, 1)
@@ -183,7 +199,9 @@ class _Forking:
             os._exit(1)
 
     def reap(self) -> None:
-        """Report the ranks that have ended; what they left behind in their process group ends too."""
+        """Report the ranks that have ended; what they left behind in their process group ends
+        too.
+        """
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = ended

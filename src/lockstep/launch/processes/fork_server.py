@@ -1,18 +1,20 @@
 """The process that forks the ranks, seen from the person's process: start it, reach it, end it.
 
-One such process serves all launches of this one. It takes a while to import torch, once; a rank forked from it starts
-in some hundredths of a second. `lockstep.launch.processes.fork` is what runs there.
+One such process serves all launches of this one. It takes a while to import torch, once; a rank
+forked from it starts in some hundredths of a second. `lockstep.launch.processes.fork` is what runs
+there.
 
 ::
 
     person's process ──control──> forking process ──fork──> rank 0, rank 1, ...
                      ──launch───>      (one connection per launch; each end of it that closes ends that launch)
 
-The control connection carries nothing but the other ends of launch connections. Along one of those go the numbers of
-ranks to start, each with its open files, and come back reports (`Report`).
+The control connection carries nothing but the other ends of launch connections. Along one of those
+go the numbers of ranks to start, each with its open files, and come back reports (`Report`).
 
-Library settings that torch reads only once, while it is imported (``OMP_NUM_THREADS``, ``TORCH_LOGS``), are those of
-the environment at `start`; every other variable is seen by ranks as it is at their launch.
+Library settings that torch reads only once, while it is imported (``OMP_NUM_THREADS``,
+``TORCH_LOGS``), are those of the environment at `start`; every other variable is seen by ranks as
+it is at their launch.
 """
 
 from __future__ import annotations
@@ -72,7 +74,9 @@ def start() -> None:
 
 
 def connect() -> socket.socket:
-    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so without word."""
+    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so
+    without word.
+    """
     global _used
     ours, theirs = socket.socketpair()
     with theirs, _lock:
@@ -86,12 +90,16 @@ def connect() -> socket.socket:
 
 
 def start_rank(connection: socket.socket, rank: int, files: Sequence[int]) -> None:
-    """Ask for a rank that has these open files: call, channel, standard output, standard error, and any others."""
+    """Ask for a rank that has these open files: call, channel, standard output, standard error,
+    and any others.
+    """
     socket.send_fds(connection, [START.pack(rank)], files)
 
 
 def stop() -> None:
-    """End the forking process, and with it all that was started through it; the next launch starts another."""
+    """End the forking process, and with it all that was started through it; the next launch
+    starts another.
+    """
     with _lock:
         _end()
 
@@ -106,7 +114,8 @@ def _running() -> _Server:
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                # A session of its own: Ctrl-C in a terminal reaches the person's process, which decides.
+                # A session of its own: Ctrl-C in a terminal reaches the person's process, which
+                # decides.
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
@@ -115,7 +124,10 @@ def _running() -> _Server:
     return _server
 
 
-_PROGRAM = "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = (
+    "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), "
+    "int(sys.argv[2]))"
+)
 
 
 def _environment() -> dict[str, str]:
@@ -125,7 +137,8 @@ def _environment() -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, source])),
-        # Looking for CUDA devices must not initialise CUDA there: forked ranks could no longer use it.
+        # Looking for CUDA devices must not initialise CUDA there: forked ranks could no longer use
+        # it.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 
@@ -154,7 +167,9 @@ def _forget() -> None:
     if _server is not None:
         with contextlib.suppress(OSError):
             _server.control.close()
-        _server.process.returncode = 0  # not this process's child, so nothing to wait for or warn about
+        _server.process.returncode = (
+            0  # not this process's child, so nothing to wait for or warn about
+        )
         _server = None
 
 

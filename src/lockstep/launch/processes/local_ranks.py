@@ -39,7 +39,9 @@ def run(
 ) -> list[T]:
     """Call ``fn(world, *args)`` in local processes; see `lockstep.launch.launch`."""
     heard: dict[str, Any] = {"on_event": on_event, "on_output": on_output}
-    with _started(fn, devices, devices_per_rank, args, backend, folder, timeout=timeout, **heard) as supervisor:
+    with _started(
+        fn, devices, devices_per_rank, args, backend, folder, timeout=timeout, **heard
+    ) as supervisor:
         with stop_request.reaching(supervisor.board):
             supervisor.watch()
         return [rank.result for rank in supervisor.ranks]
@@ -60,13 +62,17 @@ def _started(
     with _meeting() as rendezvous:
         modes = call.Modes.here(devices)
         setup = call.Setup(devices, modes, rendezvous, backend, folder, timeout, devices_per_rank)
-        with Supervisor(setup, fn, args, log_of=lambda rank: _log(folder, rank) if rank else None, **heard) as ranks:
+        with Supervisor(
+            setup, fn, args, log_of=lambda rank: _log(folder, rank) if rank else None, **heard
+        ) as ranks:
             yield ranks
 
 
 @contextlib.contextmanager
 def _meeting() -> Iterator[str]:
-    """A file where ranks meet; without a name where the system can open that, so that nothing can be left behind."""
+    """A file where ranks meet; without a name where the system can open that, so that nothing
+    can be left behind.
+    """
     if sys.platform == "linux":
         with tempfile.TemporaryFile() as file:
             yield f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -95,7 +101,8 @@ class _Returned:
 
 
 class StandingRanks:
-    """Ranks that stay: they import and meet once, and each call goes to all of them. They start at the first one.
+    """Ranks that stay: they import and meet once, and each call goes to all of them. They start at
+    the first one.
 
     A failure ends them all and comes out as that of a launch does; the next call starts others.
 
@@ -112,9 +119,11 @@ class StandingRanks:
         self._returned: list[Any] = []
 
     def call(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call ``fn(world, *args)`` on every rank and give rank 0's result. Events and output are not passed on.
+        """Call ``fn(world, *args)`` on every rank and give rank 0's result. Events and output are
+        not passed on.
 
-        Each call finds the random generators where the first one did, in the modes that the caller started them in.
+        Each call finds the random generators where the first one did, in the modes that the caller
+        started them in.
 
         Raises:
             Exception: as `lockstep.launch.launch`.
@@ -149,7 +158,10 @@ class StandingRanks:
         """
         not_within_a_rank()
         if self._ranks is None:
-            silent: dict[str, Any] = {"on_event": self._hear, "on_output": lambda text, stream: None}
+            silent: dict[str, Any] = {
+                "on_event": self._hear,
+                "on_output": lambda text, stream: None,
+            }
             started = _started(_serve, self.devices, self._devices_per_rank, **silent)
             self._ranks = self._stack.enter_context(started)
         return self._ranks

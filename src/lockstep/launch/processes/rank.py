@@ -1,7 +1,8 @@
-"""What a rank does: join the others, call the function, send its result or the record of its failure, and end.
+"""What a rank does: join the others, call the function, send its result or the record of its
+failure, and end.
 
-A worker of a map is a rank without the others: in no process group, and it works on one task after another until it is
-told to end. What it needs for that is its `WorkerContext`.
+A worker of a map is a rank without the others: in no process group, and it works on one task after
+another until it is told to end. What it needs for that is its `WorkerContext`.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ EVENT, SAID, RESULT, FAILURE = "event", "said", "result", "failure"
 
 
 class Channel:
-    """The way to the process that launched this one. Threads may share it; a fork of the rank stays silent."""
+    """The way to the process that launched this one. Threads may share it; a fork of the rank
+    stays silent.
+    """
 
     def __init__(self, number: int) -> None:
         self._connection = Connection(number)
@@ -78,7 +81,8 @@ class WorkerContext:
 
     Attributes:
         blocks: files that the caller has open too.
-        channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large goes in blocks.
+        channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large
+            goes in blocks.
         board: the call's.
     """
 
@@ -91,7 +95,9 @@ class WorkerContext:
 
     @property
     def item(self) -> int:
-        """The item that it is at, from 0; -1 between two. The caller sees it even when the worker has died."""
+        """The item that it is at, from 0; -1 between two. The caller sees it even when the
+        worker has died.
+        """
         return self.board[self.number] - 1
 
     @item.setter
@@ -116,9 +122,16 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
     try:
         _own_streams()
         fn, args, setup = call.read()
-        numpy.random.seed()  # as Python does with its own at each fork; else all ranks would draw the same
+        # as Python does with its own at each fork; else all ranks would draw the same
+        numpy.random.seed()
         if is_worker:
-            _work(fn, args, WorkerContext(number, setup.devices[number], setup.modes, blocks, _channel, call.board))
+            _work(
+                fn,
+                args,
+                WorkerContext(
+                    number, setup.devices[number], setup.modes, blocks, _channel, call.board
+                ),
+            )
             _channel.send(RESULT, None)
         else:
             _call(fn, args, setup, number, call.board)
@@ -130,10 +143,16 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
     _end()
 
 
-def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview) -> None:
+def _call(
+    fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: int, board: memoryview
+) -> None:
     """Call the function as a rank, in a process group, and send its result."""
     size = len(setup.groups)
-    os.environ |= {"RANK": str(number), "WORLD_SIZE": str(size), "LOCAL_RANK": str(number)}  # as libraries expect
+    os.environ |= {
+        "RANK": str(number),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(number),
+    }  # as libraries expect
     world = World(
         rank=number,
         size=size,
@@ -154,7 +173,9 @@ def _call(fn: Callable[..., Any], args: tuple[Any, ...], setup: Setup, number: i
     try:
         body = dumps((RESULT, result))
     except Exception as error:
-        raise TypeError(f"the result (a {type(result).__qualname__}) can't be sent back: {error}") from error
+        raise TypeError(
+            f"the result (a {type(result).__qualname__}) can't be sent back: {error}"
+        ) from error
     del result
     if world.in_step:
         _end_together(world)
@@ -166,7 +187,9 @@ def _fail(error: BaseException, number: int, board: memoryview) -> NoReturn:
     """Tell of a failure, and end."""
     moment = time.monotonic()  # before anything else: the earliest is the one to blame
     record = Record.of(error, moment, number, board[number])
-    if number > 0 and current_worker() is None:  # kept in the rank's log; rank 0's would be shown twice
+    if (
+        number > 0 and current_worker() is None
+    ):  # kept in the rank's log; rank 0's would be shown twice
         _print(record.traceback)
     _flush()  # before it is known: a rank that was heard may be killed
     _channel.send(FAILURE, record)
@@ -174,12 +197,15 @@ def _fail(error: BaseException, number: int, board: memoryview) -> NoReturn:
 
 
 def _end_together(world: World) -> None:
-    """Wait for the other ranks to end, unless one of them makes a step in which this one is missed."""
+    """Wait for the other ranks to end, unless one of them makes a step in which this one is
+    missed.
+    """
     try:
         world.meet("the end", waits=math.inf)
     except InputError:
         raise InputError(
-            f"rank {world.rank} ended after step {world.step}, and another rank began one more: every rank has "
+            f"rank {world.rank} ended after step {world.step}, and another rank began one more: "
+            "every rank has "
             "to make the same number of steps"
         ) from None
 
@@ -187,8 +213,8 @@ def _end_together(world: World) -> None:
 def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext) -> None:
     """Call the function as a worker, on its device."""
     global _worker
-    # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with, and the caller, whose
-    # thread also computes, takes now the one core and now the other.
+    # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with,
+    # and the caller, whose thread also computes, takes now the one core and now the other.
     _devices.settle(context.device)
     _world.enter(World(devices=(context.device,)))
     _worker = context
@@ -198,18 +224,24 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
 
 
 def _own_streams() -> None:
-    """Let what is printed come out at once, line by line, and a crash in compiled code say where it was."""
+    """Let what is printed come out at once, line by line, and a crash in compiled code say where
+    it was.
+    """
     sys.stdout = sys.__stdout__ = _lines_to(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _lines_to(2)  # type: ignore[misc]
     faulthandler.enable(sys.stderr)
 
 
 def _lines_to(number: int) -> TextIOWrapper:
-    return open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    return open(
+        number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False
+    )
 
 
 def _end() -> NoReturn:
-    """End as a Python process ends, except for the destructors, some of which wait for ranks that are gone."""
+    """End as a Python process ends, except for the destructors, some of which wait for ranks
+    that are gone.
+    """
     code = 0
     try:
         threading._shutdown()  # type: ignore[attr-defined]

@@ -4,8 +4,9 @@
 
     first failure ── at most 0.4 s, in which the others report theirs ──> SIGKILL for the rest ──> who was first? raise
 
-Everything is heard in one loop of the thread that launched: the forking process's reports, each rank's messages, and
-what rank 0 prints. The person's signal handlers are left alone; whatever they raise ends the launch like any exception.
+Everything is heard in one loop of the thread that launched: the forking process's reports, each
+rank's messages, and what rank 0 prints. The person's signal handlers are left alone; whatever they
+raise ends the launch like any exception.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _LAST_WORDS = 4000
 
 
 class Lines:
-    """Bytes in, whole lines of text out. A carriage return ends a line too: progress bars rewrite theirs."""
+    """Bytes in, whole lines of text out. A carriage return ends a line too: progress bars
+    rewrite theirs.
+    """
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -100,7 +103,8 @@ class Rank:
 
 
 class Supervisor:
-    """The ranks of one launch, or the workers of a map: started, and in a ``with`` watched until none of them runs.
+    """The ranks of one launch, or the workers of a map: started, and in a ``with`` watched until
+    none of them runs.
 
     Args:
         setup, fn, args: the call.
@@ -145,7 +149,9 @@ class Supervisor:
                 for number, devices in enumerate(setup.groups):
                     self._start(number, devices, file.fileno(), log_of(number), blocks_of(number))
             finally:
-                stack.callback(self._stop)  # which comes before all that the ranks write to is closed
+                stack.callback(
+                    self._stop
+                )  # which comes before all that the ranks write to is closed
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -155,7 +161,12 @@ class Supervisor:
         self._stack.close()
 
     def _start(
-        self, number: int, devices: Sequence[Device], file: int, log: IO[bytes] | None, blocks: Sequence[int]
+        self,
+        number: int,
+        devices: Sequence[Device],
+        file: int,
+        log: IO[bytes] | None,
+        blocks: Sequence[int],
     ) -> None:
         """Ask for a rank's process; the ends of the pipes that belong there are let go here."""
         with contextlib.ExitStack() as theirs:
@@ -167,7 +178,9 @@ class Supervisor:
                 out = err = log.fileno()
             else:
                 out, err = (self._relayed(name, theirs) for name in ("stdout", "stderr"))
-            fork_server.start_rank(self._connection, number, [file, its.fileno(), out, err, *blocks])
+            fork_server.start_rank(
+                self._connection, number, [file, its.fileno(), out, err, *blocks]
+            )
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank))
         self.ranks.append(rank)
 
@@ -181,10 +194,12 @@ class Supervisor:
         self._selector.register(pipe, selectors.EVENT_READ, partial(self._relay, pipe))
         return writing
 
-    # ---- from outside -----------------------------------------------------------------------------------------------
+    # ---- from outside ----------------------------------------------------------------------------
 
     def send(self, number: int, message: bytes) -> None:
-        """Send to a rank, which takes it by ``next_message``. Whether it still lives shows in ``failures``."""
+        """Send to a rank, which takes it by ``next_message``. Whether it still lives shows in
+        ``failures``.
+        """
         with contextlib.suppress(OSError):
             self.ranks[number].channel.send_bytes(message)
 
@@ -196,14 +211,21 @@ class Supervisor:
                 left = self.failed_at + _PATIENCE - time.monotonic()
                 if left <= 0 or all(rank.heard for rank in self.ranks):
                     self._kill()
-            if self._killed_at is not None and (left := self._killed_at + _KILLING - time.monotonic()) <= 0:
+            if (
+                self._killed_at is not None
+                and (left := self._killed_at + _KILLING - time.monotonic()) <= 0
+            ):
                 break
             self.turn(left)
         self._drain()
         if failures := self.failures():
             first = failure_records.guilty(failures)
             failed = {failure.rank for failure in failures}
-            silent = [rank.number for rank in self.ranks if not rank.has_result and rank.number not in failed]
+            silent = [
+                rank.number
+                for rank in self.ranks
+                if not rank.has_result and rank.number not in failed
+            ]
             error = failure_records.to_raise(first, self.ranks[first.rank].devices, silent)
             raise error from error.__cause__
 
@@ -220,7 +242,7 @@ class Supervisor:
         """Of the ranks that have failed so far."""
         return [failure for rank in self.ranks if (failure := self._failure(rank)) is not None]
 
-    # ---- hearing ----------------------------------------------------------------------------------------------------
+    # ---- hearing ---------------------------------------------------------------------------------
 
     def _hear_server(self) -> None:
         data = b""
@@ -230,7 +252,9 @@ class Supervisor:
             self._selector.unregister(self._connection)
             self._is_gone = True
             if self._killed_at is None:
-                raise RankFailed("the process that forks the ranks has died, and they with it: launch again")
+                raise RankFailed(
+                    "the process that forks the ranks has died, and they with it: launch again"
+                )
             return
         report = Report(*REPORT.unpack(data))
         rank = self.ranks[report.rank]
@@ -253,7 +277,9 @@ class Supervisor:
         try:
             kind, value = pickle.loads(body)
         except Exception as error:
-            raise RunError(f"what rank {rank.number} has sent can't be read here: {error}") from error
+            raise RunError(
+                f"what rank {rank.number} has sent can't be read here: {error}"
+            ) from error
         if kind == FAILURE:
             rank.record = value
             self.failed_at = self.failed_at or time.monotonic()
@@ -283,7 +309,7 @@ class Supervisor:
                 """There may be more."""
             lines.end()
 
-    # ---- ending -----------------------------------------------------------------------------------------------------
+    # ---- ending ----------------------------------------------------------------------------------
 
     def _kill(self) -> None:
         """Let the forking process kill every rank that still runs."""
@@ -309,6 +335,12 @@ class Supervisor:
         ended = rank.ended
         if rank.has_result or ended is None:
             return None
-        if self._killed_at is not None and ended.code == -signal.SIGKILL and ended.time >= self._killed_at:
+        if (
+            self._killed_at is not None
+            and ended.code == -signal.SIGKILL
+            and ended.time >= self._killed_at
+        ):
             return None  # it was killed for another's failure
-        return Death(rank.number, ended.time, self.board[rank.number], ended.code, rank.last_words())
+        return Death(
+            rank.number, ended.time, self.board[rank.number], ended.code, rank.last_words()
+        )

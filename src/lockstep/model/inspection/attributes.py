@@ -1,4 +1,6 @@
-"""Attributes of modules that are neither parameter, buffer nor module: a counter, a temperature, a tensor."""
+"""Attributes of modules that are neither parameter, buffer nor module: a counter, a temperature,
+a tensor.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,18 @@ from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import tensors
 
 _SAYS_HOOKED = "_output_capturing_hooks_installed"
-"""What transformers sets where a first forward has registered hooks: it goes with them, which no checkpoint keeps."""
+"""What transformers sets where a first forward has registered hooks: it goes with them, which no
+checkpoint keeps.
+"""
 
-_OF_EVERY_MODULE = {*vars(nn.Module()), "_compiled_call_impl", "dynamo_ctx", "forward", "__deepcopy__", _SAYS_HOOKED}
+_OF_EVERY_MODULE = {
+    *vars(nn.Module()),
+    "_compiled_call_impl",
+    "dynamo_ctx",
+    "forward",
+    "__deepcopy__",
+    _SAYS_HOOKED,
+}
 _OF_FULLY_SHARD = "__composable_api_"
 """How the names begin of what PyTorch's ``fully_shard`` keeps in a module."""
 
@@ -38,10 +49,12 @@ def _is_put_back(name: str) -> bool:
 
 
 def attribute_prints(model: nn.Module, *, plain: bool = True) -> dict[str, bytes]:
-    """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is False.
+    """A hash of every such attribute: ``{"body.calls": ...}``; not of ``plain`` ones, where that is
+    False.
 
-    What can't be pickled is left out, but for functions. The model's own modules and tensors go by their names (an RNN
-    lists its weights), other tensors by their values: pickled they hold addresses.
+    What can't be pickled is left out, but for functions. The model's own modules and tensors go by
+    their names (an RNN lists its weights), other tensors by their values: pickled they hold
+    addresses.
     """
     held = [
         (name, key, value)
@@ -73,12 +86,23 @@ class _Pickler(CodeByName):
         """As of any code, and what stands for a tensor or a module."""
         if isinstance(held, torch.Tensor):
             return self._names().get(id(held)) or (tuple(held.shape), str(held.dtype), digest(held))
-        return self._names().get(id(held)) if isinstance(held, nn.Module) else super().persistent_id(held)
+        return (
+            self._names().get(id(held))
+            if isinstance(held, nn.Module)
+            else super().persistent_id(held)
+        )
 
 
-def prints_of(held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict) -> dict[str, bytes]:
-    """A hash of each value, by its name; that of a tensor or module whose id is in ``names()`` is of its name there."""
-    found, known = {}, dict[int, bytes | None]()  # (one configuration may be an attribute of all modules)
+def prints_of(
+    held: Iterable[tuple[str, Any]], names: Callable[[], Mapping[int, str]] = dict
+) -> dict[str, bytes]:
+    """A hash of each value, by its name; that of a tensor or module whose id is in ``names()``
+    is of its name there.
+    """
+    found, known = (
+        {},
+        dict[int, bytes | None](),
+    )  # (one configuration may be an attribute of all modules)
     names = functools.cache(names)
     for name, value in held:
         if id(value) not in known:
@@ -93,19 +117,28 @@ def holding_on(model: nn.Module) -> str | None:
     ids = {id(one) for one in (*model.modules(), *model.parameters())}
     for name, module in model.named_modules():
         where = f'"{name}"' if name else "the model"
-        held = [its for key, its in vars(module).items() if key != "_compiled_call_impl"]  # which copies don't have
+        held = [
+            its for key, its in vars(module).items() if key != "_compiled_call_impl"
+        ]  # which copies don't have
         if is_made_by_compile(module):
             return f"{where} is what torch.compile gave: give the model itself, and compile=True"
         hooks = (function for kind in HOOKS for function in getattr(module, kind).values())
         if any(holds_on_to(function, model) for function in (*held, *hooks)):
             return f"a function in {where} holds on to the model it was made in"
-        if any(isinstance(key, int) and key in ids for of in held if isinstance(of, dict) for key in of):
-            return f"a dictionary in {where} has ids of layers or parameters for keys (make themselves its keys)"
+        if any(
+            isinstance(key, int) and key in ids for of in held if isinstance(of, dict) for key in of
+        ):
+            return (
+                f"a dictionary in {where} has ids of layers or parameters for keys (make "
+                "themselves its keys)"
+            )
     return None
 
 
 def is_made_by_compile(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs without its hooks."""
+    """Whether it is what ``torch.compile(module)`` gave: it has the module inside, which runs
+    without its hooks.
+    """
     return type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
 
 
@@ -113,11 +146,17 @@ def holds_on_to(function: Any, model: nn.Module) -> bool:
     """Whether a function has closed over something of the model, or has it as a default."""
     held = list(_held_by(function)) if isinstance(function, types.FunctionType) else []
     ids = {id(one) for one in held}
-    return bool(ids) and any(id(one) in ids for one in (*model.modules(), *model.parameters(), *model.buffers()))
+    return bool(ids) and any(
+        id(one) in ids for one in (*model.modules(), *model.parameters(), *model.buffers())
+    )
 
 
 def _held_by(function: types.FunctionType, deep: int = 3) -> Iterator[Any]:
-    for thing in (*closed_over(function), *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+    for thing in (
+        *closed_over(function),
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+    ):
         yield getattr(thing, "__self__", thing)  # (of a method its object)
         if isinstance(thing, types.FunctionType) and deep:
             yield from _held_by(thing, deep - 1)
@@ -131,7 +170,8 @@ def attribute_place(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 @contextlib.contextmanager
 def kept_state(objects: Sequence[Any]) -> Iterator[None]:
-    """Put back afterwards what models and losses hold now: buffers, attributes, variables outside of them.
+    """Put back afterwards what models and losses hold now: buffers, attributes, variables outside
+    of them.
 
     Args:
         objects: modules, and functions or objects of another kind.
@@ -145,7 +185,9 @@ def kept_state(objects: Sequence[Any]) -> Iterator[None]:
         else:
             held += [vars(one)] if hasattr(one, "__dict__") else []
             roots.append(OutsideVariables([one]))
-    restore = _kept_of(held, {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()})
+    restore = _kept_of(
+        held, {id(p) for one in objects if isinstance(one, nn.Module) for p in one.parameters()}
+    )
     with contextlib.ExitStack() as stack:
         for outside in roots:
             stack.enter_context(outside.kept())
@@ -170,10 +212,14 @@ def kept_attributes(model: nn.Module) -> Callable[[], None]:
 
 
 def _holding(model: nn.Module) -> list[dict[str, Any]]:
-    """The dictionaries that hold its buffers, attributes and hooks, and what parameters have as attributes."""
+    """The dictionaries that hold its buffers, attributes and hooks, and what parameters have as
+    attributes.
+    """
     every = [of for module in model.modules() for of in (module._buffers, vars(module))]
     every += map(vars, model.parameters())
-    return [of for of in every if isinstance(of, dict)]  # those of a TorchScript module are none of Python's
+    return [
+        of for of in every if isinstance(of, dict)
+    ]  # those of a TorchScript module are none of Python's
 
 
 def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], None]:
@@ -187,21 +233,32 @@ def _kept_of(held: Sequence[dict[str, Any]], seen: set[int]) -> Callable[[], Non
         for of, then in zip(held, before, strict=True):
             for name in [name for name in of if name not in then and _is_put_back(name)]:
                 del of[name]
-            # Layers that a first forward makes stay. (Those of a TorchScript module can't be iterated.)
-            made = {name for kind in ("_modules", "_parameters") for name in of.get(kind, {}).keys()}  # noqa: SIM118
+            # Layers that a first forward makes stay. (Those of a TorchScript module can't be
+            # iterated.)
+            made = {
+                name
+                for kind in ("_modules", "_parameters")
+                for name in of.get(kind, {}).keys()  # noqa: SIM118
+            }
             of.update((name, value) for name, value in then.items() if name not in made)
 
     return restore
 
 
 def detached_attributes(model: nn.Module) -> dict[int, Any]:
-    """For a copy: what stands for tensors with a history among the attributes, as a forward leaves them."""
-    held = (value for module in model.modules() for name, value in vars(module).items() if _is_own(name))
+    """For a copy: what stands for tensors with a history among the attributes, as a forward
+    leaves them.
+    """
+    held = (
+        value for module in model.modules() for name, value in vars(module).items() if _is_own(name)
+    )
     return {id(t): t.detach().clone() for t in tensors(list(held)) if t.grad_fn is not None}
 
 
 def attribute_tensors(owners: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors, nests of them and arrays of numpy (copies) among attributes of modules, or objects, by their names."""
+    """Tensors, nests of them and arrays of numpy (copies) among attributes of modules, or
+    objects, by their names.
+    """
     for way, owner in owners:
         for key, value in getattr(owner, "__dict__", {}).items():
             if not key.startswith("_"):
@@ -211,8 +268,14 @@ def attribute_tensors(owners: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, 
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Those of a module's own that are numbers or tensors: they are replaced, seldom written in place."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, int | float | torch.Tensor)}
+    """Those of a module's own that are numbers or tensors: they are replaced, seldom written in
+    place.
+    """
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | torch.Tensor)
+    }
 
 
 def is_plain(value: Any) -> bool:
@@ -225,20 +288,35 @@ def is_plain(value: Any) -> bool:
 
 
 def acting_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers by name, but for the running statistics of normalisation layers, which don't act in training."""
+    """Buffers by name, but for the running statistics of normalisation layers, which don't act
+    in training.
+    """
     norms = {id(b) for m in model.modules() if isinstance(m, NORMS) for b in m.buffers()}
     return {name: b for name, b in model.named_buffers() if id(b) not in norms}
 
 
-def without_times(model: nn.Module, names: Iterable[str], written: Mapping[str, bytes]) -> list[str]:
-    """Attributes but for numbers that a second forward of the same samples has written otherwise: a time, say."""
-    again, places = attribute_prints(model), ((name, *attribute_place(model, name)) for name in names)
-    return [n for n, of, own in places if again.get(n) == written[n] or not isinstance(of[own], int | float)]
+def without_times(
+    model: nn.Module, names: Iterable[str], written: Mapping[str, bytes]
+) -> list[str]:
+    """Attributes but for numbers that a second forward of the same samples has written
+    otherwise: a time, say.
+    """
+    again, places = (
+        attribute_prints(model),
+        ((name, *attribute_place(model, name)) for name in names),
+    )
+    return [
+        n
+        for n, of, own in places
+        if again.get(n) == written[n] or not isinstance(of[own], int | float)
+    ]
 
 
 @contextlib.contextmanager
 def as_written(model: nn.Module, copied: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Give a model, meanwhile, attributes of these names as a forward of its copy has left them there."""
+    """Give a model, meanwhile, attributes of these names as a forward of its copy has left them
+    there.
+    """
     places = [(*attribute_place(model, name), *attribute_place(copied, name)) for name in names]
     kept = [dict(mine) for mine, *_ in places]
     try:
@@ -254,9 +332,13 @@ def as_written(model: nn.Module, copied: nn.Module, names: Sequence[str]) -> Ite
 
 
 def loss_depends_on(
-    loss: Callable[[], tuple[torch.Tensor, Any]], model: nn.Module, copied: nn.Module, names: Sequence[str]
+    loss: Callable[[], tuple[torch.Tensor, Any]],
+    model: nn.Module,
+    copied: nn.Module,
+    names: Sequence[str],
 ) -> bool:
-    """Whether a loss is another one where attributes of the model itself are those that a copy's forward has written.
+    """Whether a loss is another one where attributes of the model itself are those that a copy's
+    forward has written.
 
     It is, too, where it can be computed with one of both only.
     """

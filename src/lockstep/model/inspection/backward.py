@@ -1,4 +1,6 @@
-"""Backward: whether gradients over a batch are the sum of those over parts of it, and what it writes."""
+"""Backward: whether gradients over a batch are the sum of those over parts of it, and what it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lockstep.tensors.pytree import graph_nodes
 from lockstep.tensors.seeding import kept_states
 
 _TIMES = 2.0**20
-"""Backward of so many times the total gives so many times the gradients, rounding and all, where it is linear."""
+"""Backward of so many times the total gives so many times the gradients, rounding and all, where
+it is linear.
+"""
 
 
 def see_gradients(
@@ -28,7 +32,8 @@ def see_gradients(
     seen: Seen,
     outside: OutsideVariables,
 ) -> bool:
-    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or isn't linear.
+    """Find parameters whose gradient over a batch isn't the sum of those over two parts of it, or
+    isn't linear.
 
     And what backward writes.
 
@@ -42,7 +47,9 @@ def see_gradients(
     Returns:
         Whether the totals don't add up.
     """
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    names, parameters = zip(
+        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    )
     totals: list[torch.Tensor] = []
     found: list[list[torch.Tensor]] = []
     ends: list[dict[str, Any]] = []
@@ -67,7 +74,9 @@ def see_gradients(
 
     for start, size in shares:
         found.append(gradients(start, size))
-    seen.backward_follows = tuple(n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1)
+    seen.backward_follows = tuple(
+        n for n in seen.backward_writes if len({end.get(n) for end in ends}) > 1
+    )
     if not halves and not seen.backward_writes:
         seen.nonlinear = first_apart(names, found[0], gradients(*shares[0], _TIMES))
     if apart := differ(totals[:1], [totals[1] + totals[2]]):
@@ -83,7 +92,9 @@ def first_recomputed(
     accelerators: Sequence[torch.device],
 ) -> str | None:
     """The first parameter whose gradient is another one where blocks keep their activations."""
-    names, parameters = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True)
+    names, parameters = zip(
+        *((n, p) for n, p in model.named_parameters() if p.requires_grad), strict=True
+    )
     both = []
     for context in (nullcontext, without_checkpoints):
         with kept_states(accelerators), kept_state([model]), context(), torch.enable_grad():
@@ -92,7 +103,10 @@ def first_recomputed(
 
 
 def _gradients(
-    value: torch.Tensor, parameters: Sequence[nn.Parameter], times: float, again: Callable[[], torch.Tensor]
+    value: torch.Tensor,
+    parameters: Sequence[nn.Parameter],
+    times: float,
+    again: Callable[[], torch.Tensor],
 ) -> list[torch.Tensor]:
     """Those of so many times a total; ``again`` computes it once more."""
     begin = torch.full_like(value, times)
@@ -112,16 +126,22 @@ def _gradients(
         finally:
             for leaf, grad in before:
                 leaf.grad = grad
-    return [torch.zeros(()) if g is None or g.layout != torch.strided else g.div(times) for g in found]
+    return [
+        torch.zeros(()) if g is None or g.layout != torch.strided else g.div(times) for g in found
+    ]
 
 
 def _state_prints(model: nn.Module) -> dict[str, Any]:
     """A hash of each buffer that acts in training, and of each attribute."""
-    return {**{name: digest(b) for name, b in acting_buffers(model).items()}, **attribute_prints(model)}
+    return {
+        **{name: digest(b) for name, b in acting_buffers(model).items()},
+        **attribute_prints(model),
+    }
 
 
 def comes_from_within(total: torch.Tensor, outputs: Any) -> bool:
-    """Whether a loss that was given ``outputs`` without their graph comes to what forward computed all the same.
+    """Whether a loss that was given ``outputs`` without their graph comes to what forward computed
+    all the same.
 
     (By an attribute of the model, say. The weights, which a penalty may read, are no such thing.)
     """

@@ -1,4 +1,5 @@
-"""Values are pickled to be hashed: functions and classes by what tells them from others, since not all can be imported.
+"""Values are pickled to be hashed: functions and classes by what tells them from others, since not
+all can be imported.
 
 (In ranks, those of the script itself can't.)
 """
@@ -21,7 +22,9 @@ PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class CodeByName(pickle.Pickler):
-    """(A class within a function would hold what that closes over, a copy of the model, until garbage is collected.)"""
+    """(A class within a function would hold what that closes over, a copy of the model, until
+    garbage is collected.)
+    """
 
     def persistent_id(self, held: Any) -> Any:
         """What stands for a function or a class."""
@@ -31,10 +34,19 @@ class CodeByName(pickle.Pickler):
 
 
 def _name_of(function: types.FunctionType) -> tuple[Any, ...]:
-    """What tells a function from others, the same in each process: its name, its code, numbers that it closes over."""
+    """What tells a function from others, the same in each process: its name, its code, numbers
+    that it closes over.
+    """
     code = function.__code__
     plain = [value for value in (*closed_over(function), *code.co_consts) if type(value) in PLAIN]
-    return function.__module__, function.__qualname__, code.co_firstlineno, code.co_code, code.co_names, plain
+    return (
+        function.__module__,
+        function.__qualname__,
+        code.co_firstlineno,
+        code.co_code,
+        code.co_names,
+        plain,
+    )
 
 
 class _Hash:
@@ -51,12 +63,20 @@ class _Pickler(CodeByName):
     def persistent_id(self, value: Any) -> Any:
         """As of any code, and what stands for a tensor or a module."""
         if isinstance(value, nn.Module):
-            return type(value).__qualname__  # it is looked at on its own, and has another id on each rank
-        return (tuple(value.shape), digest(value)) if isinstance(value, torch.Tensor) else super().persistent_id(value)
+            return type(
+                value
+            ).__qualname__  # it is looked at on its own, and has another id on each rank
+        return (
+            (tuple(value.shape), digest(value))
+            if isinstance(value, torch.Tensor)
+            else super().persistent_id(value)
+        )
 
 
 def hash_of(value: Any, pickler: Callable[[Any], pickle.Pickler] = _Pickler) -> bytes | None:
-    """A hash of what a value holds, as a pickler writes it to a file; None where it can't be pickled."""
+    """A hash of what a value holds, as a pickler writes it to a file; None where it can't be
+    pickled.
+    """
     written = _Hash()
     try:
         pickler(written).dump(value)

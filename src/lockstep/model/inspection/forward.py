@@ -1,24 +1,31 @@
 """Forward: what a model does in it that local batches of a share each can't do as one device would.
 
-It is seen on a copy of the model, before the first update with the first local batch, and again before updates 2, 4, 8
-and so on with a few samples, since a model may begin with something later. The copy goes through the whole of it and
-through two parts of it, each time from the same buffers:
+It is seen on a copy of the model, before the first update with the first local batch, and again
+before updates 2, 4, 8 and so on with a few samples, since a model may begin with something later.
+The copy goes through the whole of it and through two parts of it, each time from the same buffers:
 
-- outputs of the whole that are not those of its parts say that samples act on one another (a statistic over the batch),
-- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means of them or of the
-  items that the loss counts, the same for all, or neither; where totals of the loss are no sums, it bends them,
-- the same inputs giving other outputs the second time, that the model remembers something outside of its buffers,
-- buffers and attributes that end otherwise after a part than after the whole, that they depend on the share, also those
-  that backward writes (in a hook, say); attributes that each call changes in the same way, that they count calls,
-- totals of the loss that are others for parts of the whole's outputs than for those of its parts, the same (outputs as
-  long as the longest sample, padded),
-- gradients of the whole that are not the sum of those of its parts, that backward depends on the share (a hook, an
-  autograd function); those of a million times the whole that are not a million times as large, that it isn't linear,
+- outputs of the whole that are not those of its parts say that samples act on one another (a
+  statistic over the batch),
+- outputs without a row for each sample (a loss of the model's own) may be sums over samples, means
+  of them or of the items that the loss counts, the same for all, or neither; where totals of the
+  loss are no sums, it bends them,
+- the same inputs giving other outputs the second time, that the model remembers something outside
+  of its buffers,
+- buffers and attributes that end otherwise after a part than after the whole, that they depend on
+  the share, also those that backward writes (in a hook, say); attributes that each call changes in
+  the same way, that they count calls,
+- totals of the loss that are others for parts of the whole's outputs than for those of its parts,
+  the same (outputs as long as the longest sample, padded),
+- gradients of the whole that are not the sum of those of its parts, that backward depends on the
+  share (a hook, an autograd function); those of a million times the whole that are not a million
+  times as large, that it isn't linear,
 - parameters that have changed, or are frozen, that the model does so itself,
 - generators that have moved, that it draws random numbers: all else is then seen without them,
-- calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is in the share.
+- calls of ``embedding`` with ``scale_grad_by_freq``, that a gradient depends on how often a word is
+  in the share.
 
-Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile; ``F.dropout`` drops nothing.
+Dropout and normalisation layers, of which all that is known, are in eval mode meanwhile;
+``F.dropout`` drops nothing.
 """
 
 from __future__ import annotations
@@ -91,7 +98,8 @@ def look(
     trains: bool = True,
     without_checkpoints: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Seen:
-    """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are all generators.
+    """See what ``model`` does with ``inputs`` of so many samples; it is left as it is, and so are
+    all generators.
 
     Args:
         model: it.
@@ -99,12 +107,15 @@ def look(
         samples: their number.
         targets: of the same.
         judge: the loss; without it neither that nor gradients are looked at.
-        of: samples of the batch that these are a part of. Whether samples act on one another is looked at with more
-            than a local batch, too: an expert may have room for as many as come from that.
+        of: samples of the batch that these are a part of. Whether samples act on one another is
+            looked at with more than a local batch, too: an expert may have room for as many as come
+            from that.
         original: the model that a loss may read attributes of, where that is another object.
-        again: with as few samples as can be cut, no gradients, and no copy of large parameters, to spare the memory.
+        again: with as few samples as can be cut, no gradients, and no copy of large parameters, to
+            spare the memory.
         trains: whether gradients matter.
-        without_checkpoints: in which the model's blocks keep their activations, where they don't otherwise.
+        without_checkpoints: in which the model's blocks keep their activations, where they don't
+            otherwise.
     """
     batch, seen, original = (inputs, targets), Seen(), model if original is None else original
     judge = judge and drawing_alike(judge, accelerators_of(inputs))
@@ -125,22 +136,48 @@ def look(
             outside = OutsideVariables.of_model(copied)
             restore = _keep(copied, outside)
 
-            def see(some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool) -> None:
+            def see(
+                some: Any, number: int, into: Seen, judge: Judge | None, *, gradients: bool
+            ) -> None:
                 restore()  # what a model keeps of its first batch is to be seen each time
-                _see(copied, some, number, into, judge, outside, original, restore, gradients=gradients)
+                _see(
+                    copied,
+                    some,
+                    number,
+                    into,
+                    judge,
+                    outside,
+                    original,
+                    restore,
+                    gradients=gradients,
+                )
                 if not into.mixes or size > _LARGEST:
                     return
-                # Terms that cancel, two models' logarithms of probabilities say, leave rounding errors only.
+                # Terms that cancel, two models' logarithms of probabilities say, leave rounding
+                # errors only.
                 restore()
                 with contextlib.suppress(Exception):
                     wide, found = copy.deepcopy(copied).double(), Seen()
                     its = to_device(some, next(t.device for t in tensors(some)), torch.float64)
-                    _see(wide, its, number, found, judge, outside, original, _keep(wide, outside), gradients=gradients)
+                    _see(
+                        wide,
+                        its,
+                        number,
+                        found,
+                        judge,
+                        outside,
+                        original,
+                        _keep(wide, outside),
+                        gradients=gradients,
+                    )
                     if not found.mixes:
                         vars(into).update(vars(found))
 
-            # With gradients where it fails without, since it takes some itself. What is wrong, its first step says.
-            for graph, (some, number) in itertools.product((False, True), enough(batch, samples, again=again)):
+            # With gradients where it fails without, since it takes some itself. What is wrong, its
+            # first step says.
+            for graph, (some, number) in itertools.product(
+                (False, True), enough(batch, samples, again=again)
+            ):
                 with outside.kept(), torch.set_grad_enabled(graph):
                     try:
                         see(some, number, seen, judge, gradients=trains and not again)
@@ -151,7 +188,9 @@ def look(
                         break
             if without_checkpoints is not None and judge is not None and not again:
                 with outside.kept(), contextlib.suppress(Exception):
-                    seen.recomputed = _first_recomputed(copied, batch, samples, judge, original, without_checkpoints)
+                    seen.recomputed = _first_recomputed(
+                        copied, batch, samples, judge, original, without_checkpoints
+                    )
             more = min(of or 0, max(2 * samples, _MORE))
             independent = seen == Seen(of_batch=seen.of_batch, counts=seen.counts, draws=seen.draws)
             if more > samples and not again and independent:
@@ -165,7 +204,9 @@ def look(
 
 
 def _keep(model: nn.Module, outside: OutsideVariables) -> Callable[[], None]:
-    """What puts back what a model's attributes and buffers hold now, and variables outside of it."""
+    """What puts back what a model's attributes and buffers hold now, and variables outside of
+    it.
+    """
     within, without = kept_attributes(model), outside.keep()
 
     def restore() -> None:
@@ -177,7 +218,11 @@ def _keep(model: nn.Module, outside: OutsideVariables) -> Callable[[], None]:
 
 def _same_parameters(model: nn.Module) -> dict[int, Any]:
     """For a copy: parameters of its own with the same memory."""
-    return {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter}
+    return {
+        id(p): nn.Parameter(p.detach(), p.requires_grad)
+        for p in model.parameters()
+        if type(p) is nn.Parameter
+    }
 
 
 def _others(model: nn.Module, before: Mapping[str, Any]) -> tuple[str, ...]:
@@ -209,7 +254,9 @@ def _see(
     begin = {name: b.clone() for name, b in model.named_buffers()}
     parameters = {name: digest(p) for name, p in model.named_parameters()}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    places = {p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()}
+    places = {
+        p.untyped_storage().data_ptr(): name for name, p in model.named_parameters() if p.numel()
+    }
 
     draw: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
@@ -221,7 +268,10 @@ def _see(
             some = cut(inputs, start, size, samples) if size < samples else inputs
             outputs = call(model, clones(some if given is None else given))
         seen.counts_words |= watched.counts_words
-        seen.writes, seen.writes_within = seen.writes or watched.renorms, seen.writes_within or watched.writes
+        seen.writes, seen.writes_within = (
+            seen.writes or watched.renorms,
+            seen.writes_within or watched.writes,
+        )
         seen.draws |= watched.drops
         return outputs
 
@@ -250,22 +300,36 @@ def _see(
     draws = not same(before, after)
     seen.draws |= draws
     seen.draws_elsewhere = not same_others(before.others, after.others)
-    seen.writes = next((n for n, p in model.named_parameters() if digest(p) != parameters[n]), seen.writes)
-    seen.freezes = next((name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None)
+    seen.writes = next(
+        (n for n, p in model.named_parameters() if digest(p) != parameters[n]), seen.writes
+    )
+    seen.freezes = next(
+        (name for name, p in model.named_parameters() if p.requires_grad != (name in trained)), None
+    )
     if seen.draws_elsewhere or seen.writes is not None:
         return
-    if draws:  # Parts would draw others; as many samples draw the same, of which the later ones may be others.
+    # Parts would draw others; as many samples draw the same, of which the later ones may be others.
+    if draws:
         both: list[list[torch.Tensor]] = []
         ends: list[dict[str, Any]] = []
         with contextlib.suppress(Exception):
-            for later in (cut(inputs, first, samples - first, samples), cut(inputs, 0, samples - first, samples)):
+            for later in (
+                cut(inputs, first, samples - first, samples),
+                cut(inputs, 0, samples - first, samples),
+            ):
                 given = joined(cut(inputs, 0, first, samples), first, later, samples - first)
                 with kept_states(accelerators):
                     both.append([t[:first] for t in rows_of(run(0, samples, given), samples)])
                 ends.append({name: digest(b) for name, b in acting_buffers(model).items()})
             seen.mixes = outputs_differ(*both)
-            seen.written = tuple(name for name, its in ends[0].items() if name in begin and its != digest(begin[name]))
-            seen.follows = tuple(name for name in seen.written if ends[1].get(name) != ends[0][name])
+            seen.written = tuple(
+                name
+                for name, its in ends[0].items()
+                if name in begin and its != digest(begin[name])
+            )
+            seen.follows = tuple(
+                name for name in seen.written if ends[1].get(name) != ends[0][name]
+            )
         if seen.mixes or seen.follows:
             return
         # All else is seen while it draws nothing.
@@ -281,12 +345,16 @@ def _see(
         written = attribute_prints(model)
     of_whole = {name: digest(b) for name, b in model.named_buffers()}
     seen.written = tuple(
-        name for name in acting_buffers(model) if name in begin and of_whole[name] != digest(begin[name])
+        name
+        for name in acting_buffers(model)
+        if name in begin and of_whole[name] != digest(begin[name])
     )
     # At once, and always: parts in between may bring a memory back to where it was.
     with outside.watched() if seen.changes else contextlib.nullcontext(changes) as again:
         second = run(0, samples)
-    seen.puts_back = seen.puts_back or again.put_back  # an object is another one once it has what its class had
+    seen.puts_back = (
+        seen.puts_back or again.put_back
+    )  # an object is another one once it has what its class had
     seen.remembers = outputs_differ(rows_of(whole, samples), rows_of(second, samples))
     twice = attribute_prints(model)
     moving = [n for n, its in written.items() if twice.get(n) != its]
@@ -300,37 +368,56 @@ def _see(
         of_head = attribute_prints(model)
         seen.collects = tuple(n for n in moving if written[n] != of_head.get(n))
         seen.counts = tuple(n for n in moving if n not in seen.collects)
-        seen.overwrites = tuple(n for n in changed if n not in moving and written.get(n) != of_head.get(n))
+        seen.overwrites = tuple(
+            n for n in changed if n not in moving and written.get(n) != of_head.get(n)
+        )
     seen.follows = _others(model, of_whole)
     if not seen.remembers:
         tail = run(first, samples - first)
         # What only grows is as after the whole where it grew in one part.
         seen.follows = seen.follows or _others(model, of_whole)
-        cut_up = {name: (whole[name], head[name], tail[name]) for name in whole if name in head and name in tail}
-        cut_rows = {n: of for n, of in cut_up.items() if all(map(has_rows, of, (samples, first, samples - first)))}
+        cut_up = {
+            name: (whole[name], head[name], tail[name])
+            for name in whole
+            if name in head and name in tail
+        }
+        cut_rows = {
+            n: of
+            for n, of in cut_up.items()
+            if all(map(has_rows, of, (samples, first, samples - first)))
+        }
         rows, uncut = list(cut_rows.values()), whole.keys() - cut_rows.keys()
         across = any(
-            (n, part) == (samples, first) for a, b, _ in rows for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
+            (n, part) == (samples, first)
+            for a, b, _ in rows
+            for n, part in zip(a.shape[1:], b.shape[1:], strict=False)
         )  # a column for each sample, as scores of each against each have
         if not seen.ragged:
-            alike = [cropped(of) for of in rows]  # to the shortest, where outputs are as long as the longest sample
+            alike = [
+                cropped(of) for of in rows
+            ]  # to the shortest, where outputs are as long as the longest sample
             of_cut = [torch.cat((b, c)) for _, b, c in alike]
             seen.mixes = across or outputs_differ([a for a, _, _ in alike], of_cut)
         for name, of in cut_up.items() if not seen.ragged else ():  # else parts were given all rows
             if len({t.shape for t in of}) == 1:
-                seen.of_batch[name] = "whole numbers" if name in exact else kind_of(*of, first / samples)
+                seen.of_batch[name] = (
+                    "whole numbers" if name in exact else kind_of(*of, first / samples)
+                )
     if judge is None or seen.mixes or seen.remembers or seen.follows or seen.ragged:
         return
     parts = (0, first), (first, samples - first)
     if seen.of_batch:
         with contextlib.suppress(Exception):
-            of_all, *judged = (judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts))
+            of_all, *judged = (
+                judge(kept[p], cut(targets, *p, samples), p[1]) for p in ((0, samples), *parts)
+            )
             seen.bent = bent_parts(of_all, *judged)
             for name in [name for name, kind in seen.of_batch.items() if kind == "neither"]:
                 by_items = head[name] * judged[0][1] + tail[name] * judged[1][1]
                 if not differ([whole[name] * of_all[1]], [by_items]):
                     seen.of_batch[name] = "mean of items"
-            # What is neither is told of by itself: the rest is seen with what is the same for all in its place.
+            # What is neither is told of by itself: the rest is seen with what is the same for all
+            # in its place.
             neither = [name for name, kind in seen.of_batch.items() if kind == "neither"]
 
             def is_sum(instead: Any) -> bool:
@@ -342,27 +429,39 @@ def _see(
 
             constants = kept[0, samples], each(torch.zeros_like, kept[0, samples])
             tried = constants if neither else constants[:1]
-            seen.bends = set(seen.of_batch.values()) != {"whole numbers"} and not any(map(is_sum, tried))
+            seen.bends = set(seen.of_batch.values()) != {"whole numbers"} and not any(
+                map(is_sum, tried)
+            )
 
     def is_shorter_alone(at: int) -> bool:
-        """Whether outputs of one sample are shorter than those of all, and the loss is another by that."""
+        """Whether outputs of one sample are shorter than those of all, and the loss is another
+        by that.
+        """
         with contextlib.suppress(Exception):  # (models squeeze a single sample)
             if has_shorter_rows(run(at, 1), whole):
                 some, wanted = part_of((kept[0, samples], targets), at, 1, samples)
                 return differ(
-                    *(totals_of(judge(its, wanted, 1)) for its in (with_own(kept[at, 1], uncut, some), kept[at, 1]))
+                    *(
+                        totals_of(judge(its, wanted, 1))
+                        for its in (with_own(kept[at, 1], uncut, some), kept[at, 1])
+                    )
                 )
         return False
 
     adds_up = False
     with contextlib.suppress(Exception):  # a loss that can't take a part of the outputs
-        made, several = [], folded((kept[0, samples], targets), samples) is not None  # rows for each sample
+        made, several = (
+            [],
+            folded((kept[0, samples], targets), samples) is not None,
+        )  # rows for each sample
         for start, size in parts:
             some, wanted = part_of((kept[0, samples], targets), start, size, samples)
             some = with_own(kept[start, size], seen.of_batch if several else uncut, some)
             made.append((judge(some, wanted, size), judge(kept[start, size], wanted, size)))
         seen.mixes = any(differ(totals_of(of_cut), totals_of(of_part)) for of_cut, of_part in made)
-        adds_up = not differ([judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]])
+        adds_up = not differ(
+            [judge(kept[0, samples], targets, samples)[0]], [made[0][0][0] + made[1][0][0]]
+        )
         # Each part may have a longest sample; models are given lengths, or words.
         if not (seen.mixes or all(t.is_floating_point() for t in tensors(inputs))):
             seen.mixes = any(map(is_shorter_alone, range(min(samples, FEWEST))))
@@ -377,8 +476,12 @@ def _see(
                 return judge(outputs, cut(targets, start, size, samples), size)[0]
 
         try:
-            seen.leaves = see_gradients(model, total_of, ((0, samples), *parts), seen, outside) and adds_up
-        except Exception as error:  # an autograd function that a second backward can't go through, say
+            seen.leaves = (
+                see_gradients(model, total_of, ((0, samples), *parts), seen, outside) and adds_up
+            )
+        except (
+            Exception
+        ) as error:  # an autograd function that a second backward can't go through, say
             seen.ungraded = told(error)
 
 

@@ -1,4 +1,6 @@
-"""Drawing nothing: about its mean in place of each random number, so that parts of a batch draw what the whole drew."""
+"""Drawing nothing: about its mean in place of each random number, so that parts of a batch draw
+what the whole drew.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ def drawing_nothing(*, only_masks: bool = False) -> Iterator[None]:
 
 
 class NotedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes whether operators of PyTorch draw; a person's own generators stand afterwards where they did, if ``keeps``.
+    """Notes whether operators of PyTorch draw; a person's own generators stand afterwards where
+    they did, if ``keeps``.
 
     Attributes:
         drew: whether one did.
@@ -40,7 +43,11 @@ class NotedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._keeps, self._before = keeps, dict[torch.Generator, torch.Tensor]()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         generator = (kwargs or {}).get("generator")
         self.drew |= generator is not None or func.overloadpacket.__name__ in _INSTEAD
@@ -55,10 +62,16 @@ class NotedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoDropoutInAttention(TorchFunctionMode):
-    """On accelerators attention draws its dropout within one kernel, where nothing can be put in its place."""
+    """On accelerators attention draws its dropout within one kernel, where nothing can be put in
+    its place.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is F.scaled_dot_product_attention:
@@ -68,10 +81,11 @@ class _NoDropoutInAttention(TorchFunctionMode):
 
 
 class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What PyTorch's operators draw from its own generators is the same for every sample: about its mean.
+    """What PyTorch's operators draw from its own generators is the same for every sample: about its
+    mean.
 
-    So dropout passes on what it gets, up to its scale. The generators stand afterwards where they did, so that what is
-    drawn in another way still shows.
+    So dropout passes on what it gets, up to its scale. The generators stand afterwards where they
+    did, so that what is drawn in another way still shows.
     """
 
     def __init__(self, instead: Mapping[str, Callable[..., Any]]) -> None:
@@ -80,7 +94,11 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._calls = 0
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
         instead = self._instead.get(func.overloadpacket.__name__)
@@ -102,13 +120,17 @@ def _chance(made: torch.Tensor, chance: Any) -> torch.Tensor:
 
 
 def _lowest(made: torch.Tensor, *args: Any) -> torch.Tensor:
-    """``randint`` and its like: the lowest that may come, which is given where there are two bounds."""
+    """``randint`` and its like: the lowest that may come, which is given where there are two
+    bounds.
+    """
     bounds = [arg for arg in args if isinstance(arg, int)]
     return made.fill_(bounds[0] if len(bounds) > 1 else 0)
 
 
 def _categories(made: torch.Tensor, weights: torch.Tensor, count: int, *args: Any) -> torch.Tensor:
-    """The likeliest categories; where they may come again, each as often as is expected: of even weights all, once."""
+    """The likeliest categories; where they may come again, each as often as is expected: of even
+    weights all, once.
+    """
     if not (args and args[0]):
         return made.copy_(weights.topk(count).indices)
     chances = (weights.double() / weights.sum(-1, keepdim=True)).cumsum(-1)
@@ -118,7 +140,12 @@ def _categories(made: torch.Tensor, weights: torch.Tensor, count: int, *args: An
 
 
 def _slope(
-    made: torch.Tensor, inputs: torch.Tensor, noise: torch.Tensor, lower: float, upper: float, *args: Any
+    made: torch.Tensor,
+    inputs: torch.Tensor,
+    noise: torch.Tensor,
+    lower: float,
+    upper: float,
+    *args: Any,
 ) -> Any:
     """``rrelu_with_noise``, whose backward takes the slopes from ``noise``."""
     return inputs * noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
@@ -133,7 +160,9 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like"), _filled(0.5)),
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_", "cauchy_"), _filled(0)),
     **dict.fromkeys(("exponential_", "geometric_", "log_normal_"), _filled(1)),
-    "bernoulli": lambda made, chances, chance=None: _chance(made, chances if chance is None else chance),
+    "bernoulli": lambda made, chances, chance=None: _chance(
+        made, chances if chance is None else chance
+    ),
     "bernoulli_": lambda made, itself, chance=0.5: _chance(made, chance),
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
     "uniform_": lambda made, itself, lower=0.0, upper=1.0: made.fill_((lower + upper) / 2),
@@ -145,14 +174,20 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "rrelu_with_noise": _slope,
     "native_dropout": _kept,
 }
-"""By operator, what is given in the place of what it drew: a function of that, and of the operator's arguments."""
+"""By operator, what is given in the place of what it drew: a function of that, and of the
+operator's arguments.
+"""
 
 _MASKS = {name: _INSTEAD[name] for name in ("bernoulli_", "native_dropout")}
 """The operators that draw the masks of dropout, with what is given in the place of a mask."""
 
 
-def drawing_alike(judge: Callable[..., T], accelerators: Sequence[torch.device]) -> Callable[..., T]:
-    """A loss that draws the same numbers whenever it is called, and keeps nothing in what it is given."""
+def drawing_alike(
+    judge: Callable[..., T], accelerators: Sequence[torch.device]
+) -> Callable[..., T]:
+    """A loss that draws the same numbers whenever it is called, and keeps nothing in what it is
+    given.
+    """
 
     def judged(*args: Any) -> T:
         with kept_states(accelerators):

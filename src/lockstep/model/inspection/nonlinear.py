@@ -1,6 +1,8 @@
-"""Whether a backward may be other than linear: twice the gradient that it begins with, another than twice the result.
+"""Whether a backward may be other than linear: twice the gradient that it begins with, another than
+twice the result.
 
-Hooks on parameters and on tensors, and autograd functions of a person's own, may do anything: clamp, count, draw.
+Hooks on parameters and on tensors, and autograd functions of a person's own, may do anything:
+clamp, count, draw.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from lockstep.launch.events import Caveat
 from lockstep.tensors.pytree import graph_nodes
 
 PARAMETER_HOOKS = Caveat(
-    "hook", "hooks on parameters see the gradient of a local batch, before it is summed and weighted"
+    "hook",
+    "hooks on parameters see the gradient of a local batch, before it is summed and weighted",
 )
 
 
@@ -31,7 +34,11 @@ class NoticedHooks(TorchFunctionMode):
     found = False
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self.found |= func is torch.Tensor.register_hook
         return func(*args, **(kwargs or {}))
@@ -43,16 +50,22 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 def is_hooked(p: torch.Tensor) -> bool:
-    """Whether a parameter has a hook on its gradient, of either kind, but for those of ``fully_shard``."""
+    """Whether a parameter has a hook on its gradient, of either kind, but for those of
+    ``fully_shard``.
+    """
     hooks = len(p._backward_hooks or {}) - len(hooks_of_shards(p))
     return bool(hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
 def hooks_of_shards(p: torch.Tensor) -> list[int]:
-    """The keys of the hooks that ``fully_shard`` sets on outputs, in each forward: a parameter keeps them."""
+    """The keys of the hooks that ``fully_shard`` sets on outputs, in each forward: a parameter
+    keeps them.
+    """
     hooks: Mapping[int, Any] = p._backward_hooks or {}
     return [
-        key for key, hook in hooks.items() if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
+        key
+        for key, hook in hooks.items()
+        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
     ]
 
 
@@ -64,6 +77,12 @@ def may_be_nonlinear(model: nn.Module, total: torch.Tensor, hooks: NoticedHooks)
 
 
 def own_functions(outputs: Any) -> set[str]:
-    """The autograd functions in the graph of some outputs that are written in Python: their names."""
-    kinds: set[Any] = {getattr(node, "_forward_cls", None) for node in graph_nodes(outputs)} - {None}
-    return {kind.__name__ for kind in kinds if not kind.__module__.startswith(("torch.", "lockstep."))}
+    """The autograd functions in the graph of some outputs that are written in Python: their
+    names.
+    """
+    kinds: set[Any] = {getattr(node, "_forward_cls", None) for node in graph_nodes(outputs)} - {
+        None
+    }
+    return {
+        kind.__name__ for kind in kinds if not kind.__module__.startswith(("torch.", "lockstep."))
+    }

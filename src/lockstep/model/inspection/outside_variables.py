@@ -1,8 +1,9 @@
-"""Outside variables: those that functions of a person's own use and don't own, global and closed over.
+"""Outside variables: those that functions of a person's own use and don't own, global and closed
+over.
 
 ::
 
-    seen = {}                                           a global, or a local variable of the function around
+    seen = {}                                   a global, or a local variable of the function around
 
     def hook(module, inputs, output):
         seen["hidden"] = output                         a forward hook that writes it
@@ -10,7 +11,8 @@
     def loss(outputs, targets):
         return cross_entropy(outputs, targets) + 0.01 * seen["hidden"].abs().mean()
 
-A copy of the model has the same ones, replicas in one process share them, and no checkpoint holds them.
+A copy of the model has the same ones, replicas in one process share them, and no checkpoint holds
+them.
 """
 
 from __future__ import annotations
@@ -121,7 +123,9 @@ class OutsideVariables:
 
     @contextmanager
     def watched(self) -> Iterator[Changes]:
-        """What is changed in it; what is put back where a function or a module is called meanwhile."""
+        """What is changed in it; what is put back where a function or a module is called
+        meanwhile.
+        """
         before, within, changes = self.prints(), set[str](), Changes()
 
         def look() -> None:
@@ -177,19 +181,23 @@ class OutsideVariables:
 
         return restore
 
-    # ---- finding them -----------------------------------------------------------------------------------------------
+    # ---- finding them ----------------------------------------------------------------------------
 
     def _find_in_function(self, function: types.FunctionType) -> None:
         if not is_own_code(function.__code__.co_filename):
             if hasattr(function, "__wrapped__"):  # by a decorator of PyTorch's, say
                 self._pending.append(function.__wrapped__)
             return
-        called = function.__qualname__.rpartition("<locals>.")[2]  # two classes may have an __init__ each
+        called = function.__qualname__.rpartition("<locals>.")[
+            2
+        ]  # two classes may have an __init__ each
         self._add(f"attributes of {called}", vars(function))
         defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for number, value in enumerate(defaults):
             self._add(f"{called}() default {number}", {"value": value}, "value")
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             self._add(name, cell, "cell_contents")
         names = list(_names_in(function.__code__))
         for name in _globals_in(function.__code__):
@@ -197,7 +205,9 @@ class OutsideVariables:
                 value = function.__globals__[name]
                 if isinstance(value, types.ModuleType):
                     if is_own_code(getattr(value, "__file__", None) or "<frozen"):
-                        for inner in sorted(set(names) & set(vars(value))):  # in the same order on each rank
+                        for inner in sorted(
+                            set(names) & set(vars(value))
+                        ):  # in the same order on each rank
                             self._add(f"{name}.{inner}", value, inner)
                 else:
                     self._add(name, function.__globals__, name)
@@ -211,13 +221,19 @@ class OutsideVariables:
                     self._add(f"{base.__name__}.{name}", base, name)
 
     def _add(self, name: str, holder: Any, key: str | None = None) -> None:
-        """The variable ``key`` of a dict, a cell, a class or a module; or the holder itself, an object."""
+        """The variable ``key`` of a dict, a cell, a class or a module; or the holder itself, an
+        object.
+        """
         if key is None:
             variable = _Variable(lambda: holder, lambda value: None)
         elif isinstance(holder, dict):
-            variable = _Variable(lambda: holder.get(key), lambda value: holder.__setitem__(key, value))
+            variable = _Variable(
+                lambda: holder.get(key), lambda value: holder.__setitem__(key, value)
+            )
         else:
-            variable = _Variable(lambda: getattr(holder, key, None), lambda value: setattr(holder, key, value))
+            variable = _Variable(
+                lambda: getattr(holder, key, None), lambda value: setattr(holder, key, value)
+            )
         value = variable.get()
         if isinstance(value, _CODE):
             self._pending.append(value)
@@ -234,7 +250,11 @@ class OutsideVariables:
     def _name_for(self, name: str) -> str:
         """The name, or where there is another variable of that name, ``"name (2)"``."""
         numbered = (f"{name} ({number})" for number in itertools.count(2))
-        return name if name not in self._variables else next(n for n in numbered if n not in self._variables)
+        return (
+            name
+            if name not in self._variables
+            else next(n for n in numbered if n not in self._variables)
+        )
 
 
 def _functions_of(kind: type) -> list[types.FunctionType]:
@@ -247,7 +267,10 @@ def _is_own(kind: type) -> bool:
     files = [function.__code__.co_filename for function in _functions_of(kind)]
     if not files:
         module = sys.modules.get(kind.__module__)
-        files = [getattr(module, "__file__", None) or ("" if kind.__module__ == "__main__" else "<frozen")]
+        files = [
+            getattr(module, "__file__", None)
+            or ("" if kind.__module__ == "__main__" else "<frozen")
+        ]
     return any(map(is_own_code, files))
 
 
@@ -261,13 +284,15 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _globals_in(code: types.CodeType) -> Iterator[str]:
     """The names of global variables that code uses, and the functions in it."""
-    yield from sorted({one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS})
+    yield from sorted(
+        {one.argval for one in dis.get_instructions(code) if one.opname in _OF_GLOBALS}
+    )
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _globals_in(constant)
 
 
-# ---- what they hold -------------------------------------------------------------------------------------------------
+# ---- what they hold ------------------------------------------------------------------------------
 
 
 def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
@@ -277,7 +302,9 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
         value: it; of modules, classes and functions there is none.
         seen: the ids of objects of which there is one already; more come in.
     """
-    if id(value) in seen or isinstance(value, nn.Module | type | types.FunctionType | types.ModuleType):
+    if id(value) in seen or isinstance(
+        value, nn.Module | type | types.FunctionType | types.ModuleType
+    ):
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
@@ -300,7 +327,9 @@ def copies_of(value: Any, seen: set[int]) -> Iterator[tuple[Any, Any]]:
 
 
 def _restoring(value: Any) -> Callable[[], Any] | None:
-    """What gives a generator of random numbers, or an array of numpy, what it holds now; None for anything else."""
+    """What gives a generator of random numbers, or an array of numpy, what it holds now; None
+    for anything else.
+    """
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, torch.Generator):
@@ -331,15 +360,22 @@ _MOST = 1000
 
 
 def held_by(roots: Iterable[Any], known: Collection[int] = ()) -> dict[int, Any]:
-    """Objects, and all that they hold in attributes, items and by closure, by their ids; none of the ``known`` ids."""
+    """Objects, and all that they hold in attributes, items and by closure, by their ids; none of
+    the ``known`` ids.
+    """
     todo, found = list(roots), dict[int, Any]()
     while todo:
         one = todo.pop()
         is_known = id(one) in found or id(one) in known
-        if is_known or isinstance(one, int | float | complex | str | bytes | type | types.ModuleType | None):
+        if is_known or isinstance(
+            one, int | float | complex | str | bytes | type | types.ModuleType | None
+        ):
             continue
         found[id(one)] = one
-        is_dict = isinstance(one, dict) and type(one).__module__ in ("builtins", "collections")  # others may load items
+        is_dict = isinstance(one, dict) and type(one).__module__ in (
+            "builtins",
+            "collections",
+        )  # others may load items
         if (is_dict or isinstance(one, list | tuple | set | frozenset)) and len(one) <= _MOST:
             todo += one.values() if isinstance(one, dict) else one
         if isinstance(one, functools.partial):
@@ -348,7 +384,11 @@ def held_by(roots: Iterable[Any], known: Collection[int] = ()) -> dict[int, Any]
             todo += one.__func__, one.__self__
         if isinstance(one, functools._lru_cache_wrapper):  # with all that it has kept
             todo += gc.get_referents(one)
-        todo += closed_over(one) if isinstance(one, types.FunctionType) else getattr(one, "__dict__", {}).values()
+        todo += (
+            closed_over(one)
+            if isinstance(one, types.FunctionType)
+            else getattr(one, "__dict__", {}).values()
+        )
     return found
 
 
@@ -358,7 +398,11 @@ def functions_in(value: Any) -> list[Any]:
 
 
 def _functions_among(held: Mapping[int, Any]) -> list[Any]:
-    return [one for one in held.values() if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
+    return [
+        one
+        for one in held.values()
+        if isinstance(one, types.FunctionType | types.MethodType | functools.partial)
+    ]
 
 
 def put_back(value: Any, copied: Any) -> None:

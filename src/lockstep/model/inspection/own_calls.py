@@ -1,4 +1,6 @@
-"""Looks at variables wherever a forward calls a function or a layer: a person's own code, or by such code."""
+"""Looks at variables wherever a forward calls a function or a layer: a person's own code, or by
+such code.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _SECONDS, _LOOKS = 2.0, 400
 """How long, and how often, it is looked at most."""
 
 _ITEMS, _EACH = 5000, 500
-"""Items of a variable, and of a container in it, up to which it is known what they hold, not only which they are."""
+"""Items of a variable, and of a container in it, up to which it is known what they hold, not
+only which they are.
+"""
 
 _BYTES = 4096
 """Those of an array up to which it is known what it holds."""
@@ -30,7 +34,8 @@ _BYTES = 4096
 
 @contextmanager
 def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]]) -> Iterator[None]:
-    """Call ``look`` as such a call begins by which what is ``watched`` isn't what it was in any call before.
+    """Call ``look`` as such a call begins by which what is ``watched`` isn't what it was in any
+    call before.
 
     By ``sys.setprofile``; where a profiler has that, by ``sys.settrace``.
     """
@@ -49,7 +54,9 @@ def at_own_calls(look: Callable[[], None], watched: Callable[[], Iterable[Any]])
     seen, spent = {marks()}, 0.0
 
     def called(frame: types.FrameType, event: str, argument: Any) -> None:
-        if not event.endswith("call") or not (_is_own(frame) or (event == "call" and _is_own(frame.f_back))):
+        if not event.endswith("call") or not (
+            _is_own(frame) or (event == "call" and _is_own(frame.f_back))
+        ):
             return
         nonlocal spent
         if spent > _SECONDS or len(seen) > _LOOKS:
@@ -82,7 +89,8 @@ class _IsLarge(Exception):
 
 
 def _mark(value: Any, number: Iterator[int], deep: int) -> Any:
-    """What tells at a glance whether a value is another one: which objects it holds, how often they were written.
+    """What tells at a glance whether a value is another one: which objects it holds, how often they
+    were written.
 
     Of what lies deepest, and in large containers, it says which objects they are.
     """
@@ -98,7 +106,10 @@ def _mark(value: Any, number: Iterator[int], deep: int) -> Any:
     held = list(items) if isinstance(value, dict | list | tuple | set | deque) else []
     if type(value) not in (dict, list, tuple, set, deque):
         attributes = getattr(value, "__dict__", None)
-        held += [*(attributes.values() if isinstance(attributes, dict) else ()), *slots_of(value).values()]
+        held += [
+            *(attributes.values() if isinstance(attributes, dict) else ()),
+            *slots_of(value).values(),
+        ]
     if deep == 1 or len(held) > _EACH:
         return id(value), tuple(map(id, held))
     return id(value), tuple(_mark(item, number, deep - 1) for item in held)
@@ -110,9 +121,19 @@ _NO_SLOTS = ("__dict__", "__weakref__")
 def slots_of(value: Any) -> dict[str, Any]:
     """What is in the ``__slots__`` of its classes, by the names that attributes have."""
     given = [(kind, vars(kind).get("__slots__", ())) for kind in type(value).__mro__]
-    named = [(kind, name) for kind, names in given for name in ([names] if isinstance(names, str) else names)]
+    named = [
+        (kind, name)
+        for kind, names in given
+        for name in ([names] if isinstance(names, str) else names)
+    ]
     mangled = [
-        f"_{kind.__name__.lstrip('_')}{name}" if name.startswith("__") and not name.endswith("__") else name
+        f"_{kind.__name__.lstrip('_')}{name}"
+        if name.startswith("__") and not name.endswith("__")
+        else name
         for kind, name in named
     ]
-    return {name: getattr(value, name) for name in mangled if hasattr(value, name) and name not in _NO_SLOTS}
+    return {
+        name: getattr(value, name)
+        for name in mangled
+        if hasattr(value, name) and name not in _NO_SLOTS
+    }

@@ -1,4 +1,6 @@
-"""Outputs over a batch beside those over parts of it: what an output without a row for each sample is."""
+"""Outputs over a batch beside those over parts of it: what an output without a row for each
+sample is.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def totals_of(made: Any) -> list[torch.Tensor]:
 
 
 def bent_parts(whole: Any, one: Any, other: Any) -> tuple[str, ...]:
-    """The names of parts of a loss, "" for all of it, whose total over a batch is not the sum of those of parts."""
+    """The names of parts of a loss, "" for all of it, whose total over a batch is not the sum of
+    those of parts.
+    """
     every, first, rest = ({"": of[0], **_parts_of(of)} for of in (whole, one, other))
     both = {name: first[name] + rest[name] for name in every if name in first and name in rest}
     return tuple(name for name, total in both.items() if differ([every[name]], [total]))
@@ -34,7 +38,10 @@ def bent_parts(whole: Any, one: Any, other: Any) -> tuple[str, ...]:
 def _parts_of(made: Any) -> dict[str, torch.Tensor]:
     """Their totals; what Python's numbers were computed in isn't known."""
     totals = ((name, total) for name, (total, _) in getattr(made, "parts", {}).items())
-    tensors = ((n, t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32)) for n, t in totals)
+    tensors = (
+        (n, t if isinstance(t, torch.Tensor) else torch.tensor(t, dtype=torch.float32))
+        for n, t in totals
+    )
     return {n: t if t.is_floating_point() else t.double() for n, t in tensors}
 
 
@@ -52,7 +59,9 @@ def cropped(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def has_shorter_rows(one: dict[str, torch.Tensor], whole: dict[str, torch.Tensor]) -> bool:
     """Whether a row of one sample is shorter than those of all samples."""
     both = [(t, whole[name]) for name, t in one.items() if name in whole and has_rows(t, 1)]
-    return any(t.dim() == of.dim() and any(map(int.__lt__, t.shape[1:], of.shape[1:])) for t, of in both)
+    return any(
+        t.dim() == of.dim() and any(map(int.__lt__, t.shape[1:], of.shape[1:])) for t, of in both
+    )
 
 
 def rows_of(outputs: dict[str, torch.Tensor], samples: int) -> list[torch.Tensor]:

@@ -39,21 +39,32 @@ def differ(ones: list[torch.Tensor], others: list[torch.Tensor], *, least: float
         sizes = a.abs().flatten()
         usual = sizes.kthvalue(len(sizes) // 4 + 1).values
         largest = torch.maximum(
-            torch.where(finite & (apart != 0), a.abs(), 0.0).max(), usual.nan_to_num(0.0, posinf=0.0)
+            torch.where(finite & (apart != 0), a.abs(), 0.0).max(),
+            usual.nan_to_num(0.0, posinf=0.0),
         )
-        # (Not "greater": what isn't finite for a part only, the variance of one sample say, differs.)
-        bound = rounding * largest if a.dtype != torch.float64 else (rounding * largest).clamp(min=least)
+        # (Not "greater": what isn't finite for a part only, the variance of one sample say,
+        # differs.)
+        bound = (
+            rounding * largest
+            if a.dtype != torch.float64
+            else (rounding * largest).clamp(min=least)
+        )
         if not bool(apart.max() <= bound):
             return True
     return False
 
 
-def first_apart(names: Sequence[str], ones: list[torch.Tensor], others: list[torch.Tensor]) -> str | None:
+def first_apart(
+    names: Sequence[str], ones: list[torch.Tensor], others: list[torch.Tensor]
+) -> str | None:
     """The name of the first gradient that isn't the other one."""
     largest = max((float(g.abs().max()) for g in ones if g.numel()), default=0.0)
     for name, one, other in zip(names, ones, others, strict=True):
         # (Some gradients are zero but for rounding, as that of the bias of keys in attention.)
-        beyond = one.numel() and not float((one - other).abs().max()) <= ROUNDING.get(one.dtype, 1.0) * largest
+        beyond = (
+            one.numel()
+            and not float((one - other).abs().max()) <= ROUNDING.get(one.dtype, 1.0) * largest
+        )
         if beyond and differ([one], [other]):
             return name
     return None

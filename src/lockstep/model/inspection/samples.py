@@ -1,4 +1,6 @@
-"""Samples that a model is inspected with: those of a batch, fewer, or more that are made of them."""
+"""Samples that a model is inspected with: those of a batch, fewer, or more that are made of
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,18 @@ FEWEST = 4
 """Samples that are looked at, at least."""
 
 
-def enough(batch: tuple[Any, Any], samples: int, *, again: bool) -> Iterator[tuple[tuple[Any, Any], int]]:
-    """Samples that can be cut: those of the batch, then, if they are few, as many again, and again, that differ."""
+def enough(
+    batch: tuple[Any, Any], samples: int, *, again: bool
+) -> Iterator[tuple[tuple[Any, Any], int]]:
+    """Samples that can be cut: those of the batch, then, if they are few, as many again, and
+    again, that differ.
+    """
     if samples > 1:
-        yield (cut(batch, 0, FEWEST, samples), FEWEST) if again and samples > FEWEST else (batch, samples)
+        yield (
+            (cut(batch, 0, FEWEST, samples), FEWEST)
+            if again and samples > FEWEST
+            else (batch, samples)
+        )
     if samples < FEWEST:
         yield as_many(batch, samples, FEWEST), FEWEST
 
@@ -32,9 +42,15 @@ def as_many(batch: tuple[Any, Any], samples: int, wanted: int) -> tuple[Any, Any
 
 
 def is_ragged(inputs: Any, samples: int) -> bool:
-    """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside their offsets)."""
-    shapes, of_one = ([t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples)))
-    is_whole = bool(shapes) or hasattr(inputs, "__dict__")  # an object of a person's own, of graphs say
+    """Whether nothing can be cut, or integers of all samples are in one row (words, say, beside
+    their offsets).
+    """
+    shapes, of_one = (
+        [t.shape for t in tensors(some)] for some in (inputs, cut(inputs, 0, 1, samples))
+    )
+    is_whole = bool(shapes) or hasattr(
+        inputs, "__dict__"
+    )  # an object of a person's own, of graphs say
     return (is_whole and samples > 1 and shapes == of_one) or any(
         t.dim() == 1 and len(t) != samples and not t.is_floating_point() for t in tensors(inputs)
     )
@@ -43,4 +59,6 @@ def is_ragged(inputs: Any, samples: int) -> bool:
 def _multiplied(samples: int, times: int, tensor: torch.Tensor) -> torch.Tensor:
     if not has_rows(tensor, samples):
         return tensor
-    return torch.cat([tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)])
+    return torch.cat(
+        [tensor / i if tensor.is_floating_point() else tensor for i in range(1, times + 1)]
+    )

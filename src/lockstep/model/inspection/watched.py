@@ -29,7 +29,8 @@ def writes_in_place(name: str) -> bool:
 
 
 class Watched(TorchFunctionMode):
-    """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and writes to parameters.
+    """Lets functions drop nothing; notes that, embeddings that scale gradients by frequency, and
+    writes to parameters.
 
     Embeddings with ``max_norm`` write theirs where a row is longer, in whatever batch that is.
 
@@ -45,19 +46,31 @@ class Watched(TorchFunctionMode):
         self.renorms: str | None = None
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs, name = dict(kwargs or {}), getattr(func, "__name__", "")
         for written in tensors((args[:1] if writes_in_place(name) else (), kwargs.get("out"))):
             if written.layout is torch.strided and not written.is_meta:
                 self.writes = self.writes or self._places.get(written.untyped_storage().data_ptr())
-        if kwargs.get("scale_grad_by_freq") or (func is torch.embedding and len(args) > 3 and args[3]):
+        if kwargs.get("scale_grad_by_freq") or (
+            func is torch.embedding and len(args) > 3 and args[3]
+        ):
             self.counts_words = True
-        if kwargs.get("max_norm") is not None and len(args) > 1 and isinstance(args[1], torch.Tensor):
+        if (
+            kwargs.get("max_norm") is not None
+            and len(args) > 1
+            and isinstance(args[1], torch.Tensor)
+        ):
             self.renorms = self.renorms or self._places.get(args[1].untyped_storage().data_ptr())
         if func is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs["dropout_p"], self.drops = 0.0, True
-        elif kwargs.get("training") and kwargs.get("p"):  # F.dropout and its kin, which give these by name
+        elif kwargs.get("training") and kwargs.get(
+            "p"
+        ):  # F.dropout and its kin, which give these by name
             kwargs["training"], self.drops = False, True
         return func(*args, **kwargs)
 
@@ -66,11 +79,14 @@ def drops(module: nn.Module) -> bool:
     """Whether it is a layer that is known to draw."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
-    return isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
+    return (
+        isinstance(getattr(module, "dropout", None), float) and getattr(module, "dropout", 0.0) > 0
+    )
 
 
 def without_noise(copied: nn.Module) -> None:
-    """Let dropout layers and batch norms of PyTorch's stay in evaluation mode, also where forward sets another.
+    """Let dropout layers and batch norms of PyTorch's stay in evaluation mode, also where forward
+    sets another.
 
     Of other classes with a rate of dropout ``Watched`` sees to that.
     """

@@ -5,10 +5,14 @@ from __future__ import annotations
 import math
 
 _LARGEST_SHARE = 0.05
-"""Of the time of an update, for checking its loss; beyond that it is checked every n-th update only."""
+"""Of the time of an update, for checking its loss; beyond that it is checked every n-th update
+only.
+"""
 
 _SELDOM = 1.5
-"""A check that comes now and then takes so many times as long (``benchmarks loss-check``): little of it is cached."""
+"""A check that comes now and then takes so many times as long (``benchmarks loss-check``):
+little of it is cached.
+"""
 
 _LARGEST_CLOSER = 0.0005
 """Likewise for looking at more samples than a local batch has."""
@@ -25,7 +29,8 @@ def is_power_of_two(number: int) -> bool:
 
 
 class CheckInterval:
-    """Chosen by the fastest check and the fastest update of those that are timed, which are among the slowest.
+    """Chosen by the fastest check and the fastest update of those that are timed, which are among
+    the slowest.
 
     Attributes:
         every: it is checked every so many updates.
@@ -47,7 +52,8 @@ class CheckInterval:
         return update < TIMED.stop or update % self.closer_every == 0
 
     def looks(self, update: int, *, again: bool) -> tuple[bool | None, ...]:
-        """Whether to look at more samples, in each check of an update; unless None, new values have it done, too.
+        """Whether to look at more samples, in each check of an update; unless None, new values have
+        it done, too.
 
         The last one that is timed is checked twice, since a check is to be timed alone.
         """
@@ -84,7 +90,9 @@ class CheckInterval:
         closest = min(self._times[True] or [0.0])
         check = min(self._times[False] or [closest])
         shares = check / self._update, max(closest - check, 0.0) / self._update
-        self.every = 1 if shares[0] <= _LARGEST_SHARE else math.ceil(_SELDOM * shares[0] / _LARGEST_SHARE)
+        self.every = (
+            1 if shares[0] <= _LARGEST_SHARE else math.ceil(_SELDOM * shares[0] / _LARGEST_SHARE)
+        )
         self.closer_every = self.every * max(1, math.ceil(shares[1] / _LARGEST_CLOSER / self.every))
         if self.closer_every == 1:
             return None

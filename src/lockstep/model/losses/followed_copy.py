@@ -1,4 +1,6 @@
-"""A copy of a module in another number format, or on another device, that follows the module: a loss has some."""
+"""A copy of a module in another number format, or on another device, that follows the module: a
+loss has some.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class FollowedCopy:
     def follow(self) -> None:
         """Give the copy what was changed in the module: class weights, a temperature, a layer."""
         before, self._before = self._before, _stamps(self._original)
-        changed = [place for place, stamp in self._before.items() if place not in before or before[place] != stamp]
+        changed = [
+            place
+            for place, stamp in self._before.items()
+            if place not in before or before[place] != stamp
+        ]
         if not changed:
             return
         mine, theirs = dict(self._made().named_modules()), dict(self.copy.named_modules())
@@ -56,8 +62,14 @@ def _stamps(module: nn.Module) -> dict[_Place, Any]:
     found: dict[_Place, Any] = {}
     for name, one in module.named_modules():
         for kind in _TENSORS_AND_LAYERS:
-            found |= {(name, kind, key): _stamp(value) for key, value in _dictionary(one, kind).items()}
-        found |= {(name, None, k): _stamp(value) for k, value in vars(one).items() if k not in _TENSORS_AND_LAYERS}
+            found |= {
+                (name, kind, key): _stamp(value) for key, value in _dictionary(one, kind).items()
+            }
+        found |= {
+            (name, None, k): _stamp(value)
+            for k, value in vars(one).items()
+            if k not in _TENSORS_AND_LAYERS
+        }
     return found
 
 

@@ -4,13 +4,14 @@
 
     loss of the whole batch  =  sum(totals of its parts) / sum(counts of its parts)
 
-holds for any cut of the batch, which a mean of means does not: parts differ in size, in ignored tokens, in the weights
-of their classes. A loss becomes that in one of four ways:
+holds for any cut of the batch, which a mean of means does not: parts differ in size, in ignored
+tokens, in the weights of their classes. A loss becomes that in one of four ways:
 
-- PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same loss with
-  ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
+- PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same
+  loss with ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
   ``lockstep.model.losses.torch_losses``).
-- ``lockstep.model_loss`` is the mean that the model computed itself, and counts the labels that it is over.
+- ``lockstep.model_loss`` is the mean that the model computed itself, and counts the labels that it
+  is over.
 - A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
@@ -33,7 +34,14 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import OutsideVariables, functions_in, is_plain, kept_state, names_in, prints_of
+from lockstep.model.inspection import (
+    OutsideVariables,
+    functions_in,
+    is_plain,
+    kept_state,
+    names_in,
+    prints_of,
+)
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -51,12 +59,15 @@ class Loss(tuple[Any, Any]):
     Args:
         total: the sum of the loss over items, a scalar tensor.
         count: their number.
-        parts: by name, a total and a count each. A part that some batches don't have may be left out there.
+        parts: by name, a total and a count each. A part that some batches don't have may be left
+            out there.
     """
 
     parts: dict[str, tuple[Number, Number]]
 
-    def __new__(cls, total: Any, count: Any, parts: Mapping[str, tuple[Any, Any]] | None = None) -> Loss:
+    def __new__(
+        cls, total: Any, count: Any, parts: Mapping[str, tuple[Any, Any]] | None = None
+    ) -> Loss:
         """As a tuple is made."""
         made = super().__new__(cls, (total, count))
         made.parts = dict(parts or {})
@@ -80,9 +91,13 @@ class Loss(tuple[Any, Any]):
         return Loss(self.total.detach(), self.count, self.parts)
 
     def means(self, prefix: str) -> dict[str, float]:
-        """The mean of the loss and of each part, as ``{"train_loss": 0.5, "train_kl": 0.1}``; NaN of no item."""
+        """The mean of the loss and of each part, as ``{"train_loss": 0.5, "train_kl": 0.1}``;
+        NaN of no item.
+        """
         named = {"loss": self, **self.parts}
-        return {prefix + name: float(t) / float(c) if c else math.nan for name, (t, c) in named.items()}
+        return {
+            prefix + name: float(t) / float(c) if c else math.nan for name, (t, c) in named.items()
+        }
 
 
 class Totalled:
@@ -99,8 +114,8 @@ class Totalled:
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
-        spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it was known that it
-            does so (``targets -= 1``). From then on it is given copies.
+        spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it
+            was known that it does so (``targets -= 1``). From then on it is given copies.
         reads_beside: whether it was seen to read what forward computed other than by the outputs.
         within: gives what a person's loss is called in.
         one_at_a_time: what a thread holds meanwhile.
@@ -116,15 +131,20 @@ class Totalled:
                 if isinstance(loss, type)
                 else f"loss is a {type(loss).__name__}, a function (outputs, targets) is expected"
             )
-        if isinstance(loss, nn.Module) and (learns := [n for n, p in loss.named_parameters() if p.requires_grad]):
+        if isinstance(loss, nn.Module) and (
+            learns := [n for n, p in loss.named_parameters() if p.requires_grad]
+        ):
             raise LossError(
-                f"loss {type(loss).__name__} has parameters that learn ({learns[0]}): put them in the model"
+                f"loss {type(loss).__name__} has parameters that learn ({learns[0]}): put them in "
+                "the model"
             )
         kept: list[Tensor] = []
         self._converted: FollowedCopy | None = None
         if isinstance(loss, nn.Module):
             kept = [*loss.parameters(), *loss.buffers()]
-            if dtype is not None and any(t.dtype is not dtype for t in kept if t.is_floating_point()):
+            if dtype is not None and any(
+                t.dtype is not dtype for t in kept if t.is_floating_point()
+            ):
                 self._converted = FollowedCopy(loss, dtype)
                 loss = self._converted.copy
         self.loss = loss
@@ -133,7 +153,9 @@ class Totalled:
         self._has_tensors = bool(kept)
         self._copies: dict[torch.device, FollowedCopy] = {}
         self._called = False
-        self._seen: set[str] = set()  # of it and its copies: whether it was "tried", and "writes" to what it is given
+        self._seen: set[str] = (
+            set()
+        )  # of it and its copies: whether it was "tried", and "writes" to what it is given
         self.is_known = self._mean is not None
         self.gives_pairs = self.reads_beside = False
         self.spoilt: set[int] = set()
@@ -148,11 +170,16 @@ class Totalled:
 
     def follow(self) -> None:
         """Give copies of a module what was changed in it since."""
-        for copied in (*([] if self._converted is None else [self._converted]), *self._copies.values()):
+        for copied in (
+            *([] if self._converted is None else [self._converted]),
+            *self._copies.values(),
+        ):
             copied.follow()
 
     def call_one_at_a_time(self) -> None:
-        """Of several threads, where it has variables that all would write to: ``self.weights``, a global."""
+        """Of several threads, where it has variables that all would write to: ``self.weights``,
+        a global.
+        """
         if not self.is_known and (self.may_have_state or self.outside.values()):
             self.one_at_a_time = threading.RLock()
 
@@ -168,25 +195,36 @@ class Totalled:
     @property
     def may_have_state(self) -> bool:
         """Whether it is an object with attributes."""
-        return bool(getattr(self.loss, "__dict__", None)) and not isinstance(self.loss, types.FunctionType)
+        return bool(getattr(self.loss, "__dict__", None)) and not isinstance(
+            self.loss, types.FunctionType
+        )
 
     def settings(self) -> Any:
         """Numbers, texts and switches that an object holds, which a person may set."""
-        return [copy.copy(of) for of in vars(self.loss).values() if is_plain(of)] if self.may_have_state else ()
+        return (
+            [copy.copy(of) for of in vars(self.loss).values() if is_plain(of)]
+            if self.may_have_state
+            else ()
+        )
 
     def state(self, model: nn.Module | None = None) -> tuple[bytes, dict[str, bytes]]:
-        """What the loss holds that a call may change: its attributes, and variables that its functions use.
+        """What the loss holds that a call may change: its attributes, and variables that its
+        functions use.
 
         Of modules and tensors of the ``model`` only the names.
         """
         names = dict if model is None else functools.partial(names_in, model)
-        held = prints_of([("", vars(self.loss))], names) if self.may_have_state else {}  # none that can't be pickled
+        held = (
+            prints_of([("", vars(self.loss))], names) if self.may_have_state else {}
+        )  # none that can't be pickled
         return held.get("", b""), {} if self.is_known else self.outside.prints()
 
     @functools.cached_property
     def outside(self) -> OutsideVariables:
         """The variables that its functions use and don't own."""
-        return OutsideVariables([type(self.loss), *functions_in(self.loss)] if self.may_have_state else [self.loss])
+        return OutsideVariables(
+            [type(self.loss), *functions_in(self.loss)] if self.may_have_state else [self.loss]
+        )
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
@@ -196,11 +234,15 @@ class Totalled:
         self._copies.clear()
 
     def copied(self, *, double: bool = False) -> Totalled:
-        """One whose calls leave the state of a loss that is an object alone; a module in float64, if ``double``."""
+        """One whose calls leave the state of a loss that is an object alone; a module in
+        float64, if ``double``.
+        """
         if not self.may_have_state:
             return self
         modules = [m for m in (self.loss, *vars(self.loss).values()) if isinstance(m, nn.Module)]
-        parameters = {} if double else {id(p): p for m in modules for p in m.parameters()}  # they may be large
+        parameters = (
+            {} if double else {id(p): p for m in modules for p in m.parameters()}
+        )  # they may be large
         try:
             copied = copy.deepcopy(self.loss, parameters)
         except Exception:  # what it holds can't be copied
@@ -223,8 +265,9 @@ class Totalled:
             count: the items that total sums over.
 
         Raises:
-            LossError: the first call in this process raised (both shapes are said), or what it returned is neither a
-                scalar nor (total, count), or is not additive for these shapes. What a later call raises is passed on.
+            LossError: the first call in this process raised (both shapes are said), or what it
+                returned is neither a scalar nor (total, count), or is not additive for these
+                shapes. What a later call raises is passed on.
         """
         try:
             if self._mean is not None:
@@ -233,20 +276,28 @@ class Totalled:
                 return Loss(*taken)
             value = self._of_copies(self._beside(outputs), outputs, targets)
         except Misshapen as error:
-            raise LossError(f"{self._cannot_take(outputs, targets)}: {error}", kind="shape") from None
+            raise LossError(
+                f"{self._cannot_take(outputs, targets)}: {error}", kind="shape"
+            ) from None
         except Exception as error:
             if self._called or isinstance(error, LockstepError) or is_out_of_memory(error):
                 raise
-            raise LossError(f"{self._cannot_take(outputs, targets)}: {first_line(error)}", kind="shape") from error
+            raise LossError(
+                f"{self._cannot_take(outputs, targets)}: {first_line(error)}", kind="shape"
+            ) from error
         self._called = True
         return self._taken(value, samples)
 
-    # ---- any other loss ---------------------------------------------------------------------------------------------
+    # ---- any other loss --------------------------------------------------------------------------
 
     def _of_copies(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-        """What ``loss`` returns; outputs and targets, which are needed again, stay as they are if it writes to them."""
+        """What ``loss`` returns; outputs and targets, which are needed again, stay as they are
+        if it writes to them.
+        """
         given = outputs, targets
-        copies = "writes" in self._seen or ("tried" not in self._seen and not torch.is_grad_enabled())
+        copies = "writes" in self._seen or (
+            "tried" not in self._seen and not torch.is_grad_enabled()
+        )
         if copies:
             self._seen.add("tried")
             given = clones(given)
@@ -260,7 +311,9 @@ class Totalled:
         return value
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
-        """The loss with its tensors on the device of the outputs: a copy of the module for each other device."""
+        """The loss with its tensors on the device of the outputs: a copy of the module for each
+        other device.
+        """
         if not self._has_tensors:
             return self.loss
         module = self.loss
@@ -287,21 +340,30 @@ class Totalled:
         total, count = value
         if isinstance(count, Tensor) and count.requires_grad:
             raise LossError(
-                f"{self.name}: the count depends on parameters, so that the gradient of total / count is no sum over "
+                f"{self.name}: the count depends on parameters, so that the gradient of total / "
+                "count is no sum over "
                 "samples",
-                fix="count.detach(), if it is a number of items; or return the scalar, with single or mp",
+                fix="count.detach(), if it is a number of items; or return the scalar, with "
+                "single or mp",
             )
         parts = value.parts if isinstance(value, Loss) else {}
         return Loss(total, count, {name: self._part(name, pair) for name, pair in parts.items()})
 
     def _part(self, name: Any, pair: Any) -> tuple[Number, Number]:
         if not isinstance(name, str) or name in ("", "loss"):
-            raise LossError(f"{self.name}: a part can't be called {name!r}: it is logged as train_NAME")
+            raise LossError(
+                f"{self.name}: a part can't be called {name!r}: it is logged as train_NAME"
+            )
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
-            raise LossError(f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two numbers')
+            raise LossError(
+                f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two '
+                "numbers"
+            )
         total, count = (each.detach() if isinstance(each, Tensor) else each for each in pair)
         if isinstance(total, Tensor) and (isinstance(count, Tensor) or not count):
-            total = total.masked_fill(total.isnan() & (count == 0), 0.0)  # a mean over none, times none
+            total = total.masked_fill(
+                total.isnan() & (count == 0), 0.0
+            )  # a mean over none, times none
         return total, count
 
     def _validate(self, value: Any) -> None:

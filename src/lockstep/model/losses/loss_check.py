@@ -1,4 +1,5 @@
-"""Holds a loss to its word in each update: that it is additive over samples, so that local batches may be summed.
+"""Holds a loss to its word in each update: that it is additive over samples, so that local batches
+may be summed.
 
 ::
 
@@ -7,20 +8,23 @@
     total(local batch) = total(a) + total(b)
     closer: total(s and e) = total(s) + total(e)
             total(n times the local batch) = n total(local batch)
-            total(local batch and o) = total(local batch) + total(o)   o: its targets, with outputs of other samples
+            total(local batch and o) = total(local batch) + total(o)  o: its targets, with outputs of other samples
 
-It looks closer in updates 1 to 5, 8, 16 and so on, at new values, and as often as that is cheap. The earlier
-sample is the first rank's, on all: a mask may be even over each local batch, and not over two. A shorter one is padded.
-The sizes of the two parts have no common divisor: a mask over samples leaves the same part of both if all or none only.
+It looks closer in updates 1 to 5, 8, 16 and so on, at new values, and as often as that is cheap.
+The earlier sample is the first rank's, on all: a mask may be even over each local batch, and not
+over two. A shorter one is padded. The sizes of the two parts have no common divisor: a mask over
+samples leaves the same part of both if all or none only.
 
-The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that returns a scalar, a mean
-over samples by its word, the total is that scalar times their number. The mean over the items that a mask leaves isn't
-one over samples, once the mask leaves more items of one sample than of another. PyTorch's own mean losses
-(`lockstep.model.losses.torch_losses`) need no check.
+The totals and counts of a loss that returns ``(total, count)`` are held to that; of one that
+returns a scalar, a mean over samples by its word, the total is that scalar times their number. The
+mean over the items that a mask leaves isn't one over samples, once the mask leaves more items of
+one sample than of another. PyTorch's own mean losses (`lockstep.model.losses.torch_losses`) need no
+check.
 
-Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether the loss reads them
-is found by giving it NaN in their place. A scalar that reads them is refused; of a pair that reads what the model sums
-over samples the rest is checked, with zeros in its place (ones, where the loss divides by it).
+Outputs that aren't one row for each sample (the model's own scalar loss, say) can't be cut. Whether
+the loss reads them is found by giving it NaN in their place. A scalar that reads them is refused;
+of a pair that reads what the model sums over samples the rest is checked, with zeros in its place
+(ones, where the loss divides by it).
 """
 
 from __future__ import annotations
@@ -71,7 +75,9 @@ _SUMS = 3
 """The updates in each of which a loss of whole batches has to be a sum to be refused."""
 
 _MOST = 8
-"""Local batches as which the loss is given one, at most: the hardest 10 samples are fewer than all of a batch only."""
+"""Local batches as which the loss is given one, at most: the hardest 10 samples are fewer than
+all of a batch only.
+"""
 
 
 class LossCheck:
@@ -79,29 +85,41 @@ class LossCheck:
 
     Args:
         loss: it.
-        cuts: whether batches are cut. Otherwise only a sum over samples is refused, one in each of the first three
-            updates: a mean over the batch is as good as any other loss then, but the scale of a sum depends on the
-            size of the batch. (A loss divided by the positives of a batch, or by 1, is a sum where there are none.)
+        cuts: whether batches are cut. Otherwise only a sum over samples is refused, one in each of
+            the first three updates: a mean over the batch is as good as any other loss then, but
+            the scale of a sum depends on the size of the batch. (A loss divided by the positives of
+            a batch, or by 1, is a sum where there are none.)
         local_batches: in how many they are cut.
-        joins: whether a sample is always joined with that of an earlier local batch, not only where it looks closer.
+        joins: whether a sample is always joined with that of an earlier local batch, not only where
+            it looks closer.
 
     Attributes:
         interval: how often it is checked.
-        reads: names of the model's outputs without a row for each sample that the loss was seen to read.
-        of_batch: what those that are known are (`Seen`): one may have as many rows as there are samples by chance.
-        bent: names of parts of the loss that are no sums where parts of a batch have such outputs of their own (Seen).
+        reads: names of the model's outputs without a row for each sample that the loss was seen to
+            read.
+        of_batch: what those that are known are (`Seen`): one may have as many rows as there are
+            samples by chance.
+        bent: names of parts of the loss that are no sums where parts of a batch have such outputs
+            of their own (Seen).
         said_parts: names of parts of the loss of which something was noted.
         notes: what the person has to know, until somebody has told it.
     """
 
-    def __init__(self, loss: Totalled, *, cuts: bool, local_batches: int = 2, joins: bool = False) -> None:
+    def __init__(
+        self, loss: Totalled, *, cuts: bool, local_batches: int = 2, joins: bool = False
+    ) -> None:
         self._loss, self._cuts, self._joins = loss, cuts, joins
         self._local_batches = min(local_batches, _MOST)
         self._trusted, self._earlier = loss.is_known, EarlierSamples()
-        self._of_earlier: tuple[Nest | None, Piece] = None, Piece(torch.zeros(()), 0, 0)  # the last, and its loss
+        self._of_earlier: tuple[Nest | None, Piece] = (
+            None,
+            Piece(torch.zeros(()), 0, 0),
+        )  # the last, and its loss
         self._is_constant = True  # as far as is known, that is the same in each update
         self._sums_in_a_row, self._has_state = 0, False
-        self._instead: float | None = None  # the value in the place of what can't be cut; NaN until it is read
+        self._instead: float | None = (
+            None  # the value in the place of what can't be cut; NaN until it is read
+        )
         self.said_parts, self._lists = set[str](), dict[str, bool]()
         self._new, self._settings = NewValues(), loss.settings()
         self.interval = CheckInterval()
@@ -111,13 +129,22 @@ class LossCheck:
         self.notes: list[str] = []
 
     def wants(self, update: int, *, closer: bool = False) -> bool:
-        """Whether the loss is to be checked in this update, counted from 1; in any that is looked at closer."""
+        """Whether the loss is to be checked in this update, counted from 1; in any that is
+        looked at closer.
+        """
         if self._trusted or not self._cuts:
             return not self._trusted and update <= _SUMS
         return closer or self.interval.is_due(update)
 
     def __call__(
-        self, outputs: Any, targets: Any, whole: Piece, *, step: int = 0, closer: bool | None = True, waits: bool = True
+        self,
+        outputs: Any,
+        targets: Any,
+        whole: Piece,
+        *,
+        step: int = 0,
+        closer: bool | None = True,
+        waits: bool = True,
     ) -> Tensor | None:
         """Check the loss of one local batch. Random numbers go on as if nothing had happened.
 
@@ -126,11 +153,13 @@ class LossCheck:
             targets: of the same.
             whole: what the loss made of them.
             step: the update, for the message; 0 in an evaluation.
-            closer: whether to look at more samples than a local batch has. Unless None, new values have it done.
+            closer: whether to look at more samples than a local batch has. Unless None, new values
+                have it done.
             waits: False on an accelerator where the host must not wait for it.
 
         Returns:
-            Whether the loss is wrong, as a boolean scalar on an accelerator that isn't waited for; else None.
+            Whether the loss is wrong, as a boolean scalar on an accelerator that isn't waited for;
+            else None.
 
         Raises:
             LossError: it isn't additive, or can't be checked.
@@ -145,8 +174,17 @@ class LossCheck:
         nest = with_sample_lists((each(detached, outputs), targets), whole.samples, self._lists)
         try:
             tolerance = tolerance_of(nest, [whole.total], waits=waits)
-            with torch.no_grad(), kept_generators(nest) as drawn, without_warnings(unless=self._cuts):
-                new = self._cuts and waits and closer is not None and self._is_new(nest, whole.samples)
+            with (
+                torch.no_grad(),
+                kept_generators(nest) as drawn,
+                without_warnings(unless=self._cuts),
+            ):
+                new = (
+                    self._cuts
+                    and waits
+                    and closer is not None
+                    and self._is_new(nest, whole.samples)
+                )
                 closer = self._cuts and closer is not None and (closer or new)
                 sums = self._sums(nest, whole.samples, whole, closer=closer, waits=waits)
                 if not waits:
@@ -160,7 +198,11 @@ class LossCheck:
                     wrong = self._still_wrong(nest, whole, wrong, closer)
                 if wrong is not None and self._loss.gives_pairs:
                     refuse_to_tell(nest, whole.samples, self._instead)
-                apart = self._parts_apart(nest, whole.samples, sums, tolerance, closer) if self._cuts else {}
+                apart = (
+                    self._parts_apart(nest, whole.samples, sums, tolerance, closer)
+                    if self._cuts
+                    else {}
+                )
         except CantTell as error:
             self._trust(str(error))
             return None
@@ -184,7 +226,9 @@ class LossCheck:
     def _trust(self, why: str) -> None:
         """Check no more; the person has to know why, where batches are cut."""
         if why and self._cuts and not self._trusted:  # (another thread may have said so)
-            self.notes.append(f"whether {self._loss.name} is additive over samples can't be checked: {why}")
+            self.notes.append(
+                f"whether {self._loss.name} is additive over samples can't be checked: {why}"
+            )
         self._trusted = True
 
     def found_later(self, step: int) -> LossError:
@@ -192,7 +236,8 @@ class LossCheck:
         return loss_error.found_later(self._loss, step)
 
     def compare_ranks(self, world: World) -> None:
-        """Hold a sample of this rank against one of the first rank, and keep that one. All ranks have to call it.
+        """Hold a sample of this rank against one of the first rank, and keep that one. All ranks
+        have to call it.
 
         Raises:
             LossError: it isn't additive.
@@ -213,32 +258,47 @@ class LossCheck:
         if world.layout.together and world.size > 1 and self._cuts and not self._loss.is_known:
             self.of_batch, self.bent = world.broadcast_object((self.of_batch, self.bent))
 
-    # ---- how often --------------------------------------------------------------------------------------------------
+    # ---- how often -------------------------------------------------------------------------------
 
     def is_timed(self, update: int) -> bool:
         """Whether to time this update."""
         return update in TIMED and self.wants(update)
 
     def timed(self, update: int, seconds: float, replicas: int) -> str | None:
-        """Choose how often to check, after an update that was timed; gives a line where that isn't in every one."""
+        """Choose how often to check, after an update that was timed; gives a line where that
+        isn't in every one.
+        """
         line = self.interval.timed(update, seconds, replicas)
         if line is None or self._loss.gives_pairs:
             return line
         return f"{line}; return (total, count) if it masks some items"
 
     def agree(self, world: World, update: int, line: str | None, *, meets: bool) -> None:
-        """Check as seldom as the slowest rank, and have rank 0 note what any rank has noted. All ranks have to call it.
+        """Check as seldom as the slowest rank, and have rank 0 note what any rank has noted. All
+        ranks have to call it.
 
-        ``line`` is what ``timed`` gave; ranks tell their notes where it ``meets``, and after the last timed update.
+        ``line`` is what ``timed`` gave; ranks tell their notes where it ``meets``, and after the
+        last timed update.
         """
-        if world.size > 1 and world.layout.together and not self._loss.is_known and (meets or update == TIMED.stop - 1):
-            heard = world.gather_objects((self.interval.every, self.interval.closer_every, line or "", self.notes))
+        if (
+            world.size > 1
+            and world.layout.together
+            and not self._loss.is_known
+            and (meets or update == TIMED.stop - 1)
+        ):
+            heard = world.gather_objects(
+                (self.interval.every, self.interval.closer_every, line or "", self.notes)
+            )
             self.interval.every, self.interval.closer_every, line, _ = max(heard)
-            self.notes = list(dict.fromkeys(note for *_, notes in heard for note in notes)) if world.is_first else []
+            self.notes = (
+                list(dict.fromkeys(note for *_, notes in heard for note in notes))
+                if world.is_first
+                else []
+            )
         if line and world.is_first:
             self.notes.append(line)
 
-    # ---- one check --------------------------------------------------------------------------------------------------
+    # ---- one check -------------------------------------------------------------------------------
 
     def _sums(
         self,
@@ -250,7 +310,9 @@ class LossCheck:
         waits: bool = True,
         double: bool = False,
     ) -> list[Sum]:
-        """The sums that must hold; where the whole isn't known, each piece is computed by a loss in the same state."""
+        """The sums that must hold; where the whole isn't known, each piece is computed by a loss
+        in the same state.
+        """
         loss, knows = self._loss.copied(double=double), whole is not None and not self._has_state
         its_uncut = Uncut(nest, samples, self.of_batch, gives_pairs=self._loss.gives_pairs)
         nest, known = its_uncut.nest, its_uncut.known
@@ -267,22 +329,38 @@ class LossCheck:
         instead, reads = self._instead, self.reads  # (which another thread may change meanwhile)
         unread = its_uncut.unread(reads, instead)
         of_unread = set(map(id, unread))
-        held = with_value(nest, [t for t in its_uncut.floating if id(t) not in of_unread], instead or 0.0)
+        held = with_value(
+            nest, [t for t in its_uncut.floating if id(t) not in of_unread], instead or 0.0
+        )
         rows = with_value(held, unread, math.nan)
         if its_uncut.floating and instead is not None:
             whole = piece(rows, samples)
-            if instead == 0 and waits and not is_finite(whole) and not is_finite(piece(held, samples)):  # it divides
+            if (
+                instead == 0
+                and waits
+                and not is_finite(whole)
+                and not is_finite(piece(held, samples))
+            ):  # it divides
                 self._instead = 1.0
                 return self._sums(nest, samples, whole, closer=closer, double=double)
         elif whole is None or not knows:
             whole = piece(nest, samples)
         sums = []
         if samples > 1:
-            first = next(size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1)
+            first = next(
+                size for size in range((samples + 1) // 2, 0, -1) if math.gcd(size, samples) == 1
+            )
             parts = ((0, first), (first, samples - first))
-            sums.append(Sum(whole, *(piece(part_of(rows, start, size, samples), size) for start, size in parts)))
+            sums.append(
+                Sum(
+                    whole,
+                    *(piece(part_of(rows, start, size, samples), size) for start, size in parts),
+                )
+            )
         if closer or samples == 1 or self._joins:
-            one = part_of(rows, 0, 1, samples) if samples > 1 else rows  # those of a local batch may be alike in length
+            one = (
+                part_of(rows, 0, 1, samples) if samples > 1 else rows
+            )  # those of a local batch may be alike in length
             if longer := self._earlier.padded_with(one, instead):
                 with contextlib.suppress(LossError, CantTell):  # it may not take them
                     sums.append(Sum(*itertools.starmap(piece, longer)))
@@ -295,7 +373,9 @@ class LossCheck:
             sums.append(Sum(piece(both, 2), whole if samples == 1 else piece(one, 1), value))
         asks = bool(unread) and waits
         shows = asks and any(map(is_nan, itertools.chain(*sums)))
-        if asks and not shows and first_wrong(sums, 1e-4) is not None:  # a guard against NaN may hide it
+        if (
+            asks and not shows and first_wrong(sums, 1e-4) is not None
+        ):  # a guard against NaN may hide it
             shows = piece(rows, samples).numbers != piece(held, samples).numbers
         if shows and not is_nan(known_whole := piece(held, samples)):
             without = [(t, piece(with_value(held, [t], math.nan), samples)) for t in unread]
@@ -303,7 +383,9 @@ class LossCheck:
             self._look_at_read(read, nest, samples)
             if self._cuts:
                 pieces = [made for _, made in without]
-                self.notes += loss_error.parts_that_bend(self._loss, pieces, self.bent, self.said_parts)
+                self.notes += loss_error.parts_that_bend(
+                    self._loss, pieces, self.bent, self.said_parts
+                )
             if not self._loss.gives_pairs or any(t.dim() and id(t) not in known for t in read):
                 # (Of graphs with several nodes each, say: the number of rows is no constant.)
                 raise CantTell("it reads what has no row for each sample")
@@ -312,13 +394,17 @@ class LossCheck:
         return sums + (sums_of_many(piece, rows, whole, self._local_batches) if closer else [])
 
     def _cant_take(self, error: Exception, nest: Nest, size: int, samples: int) -> None:
-        """Say that the loss can't take a part; of a pair it is told, and that nothing can be checked."""
+        """Say that the loss can't take a part; of a pair it is told, and that nothing can be
+        checked.
+        """
         if is_out_of_memory(error) or isinstance(error, LossError | CantTell):
             return
         why = loss_error.why_not_taken(error, nest, size, samples)
         if self._loss.gives_pairs or not self._cuts:
             raise CantTell(why) from error
-        raise LossError(f"{self._loss.name} can't be checked: {why}", fix=loss_error.ADVICE) from error
+        raise LossError(
+            f"{self._loss.name} can't be checked: {why}", fix=loss_error.ADVICE
+        ) from error
 
     def _draws(self) -> None:
         """It draws other random numbers for each part."""
@@ -332,22 +418,31 @@ class LossCheck:
             LossError: and it gives a scalar.
         """
         for what, its in zip(("outputs", "targets"), nest, strict=True):
-            named = {name: t.shape for name, t in named_tensors(its) if any(t is one for one in read)}
+            named = {
+                name: t.shape for name, t in named_tensors(its) if any(t is one for one in read)
+            }
             if what == "outputs":
                 self.reads = tuple(dict.fromkeys((*self.reads, *named)))
             for name, shape in named.items():
                 called = f' "{name}"' if name else ""
-                reads = f"{what}{called} {tuple(shape)}, without one row for each of the {samples} samples"
-                self._refuse_scalar(reads, loss_error.OWN_LOSS if name == "loss" else loss_error.ADVICE)
+                reads = (
+                    f"{what}{called} {tuple(shape)}, without one row for each of the "
+                    f"{samples} samples"
+                )
+                self._refuse_scalar(
+                    reads, loss_error.OWN_LOSS if name == "loss" else loss_error.ADVICE
+                )
 
     def _refuse_scalar(self, reads: str, advice: str = loss_error.ADVICE) -> None:
         if self._cuts and not self._loss.gives_pairs:
             raise LossError(f"{self._loss.name} can't be checked: it reads {reads}", fix=advice)
 
-    # ---- the verdict ------------------------------------------------------------------------------------------------
+    # ---- the verdict -----------------------------------------------------------------------------
 
     def _still_wrong(self, nest: Nest, whole: Piece, wrong: Sum, closer: bool) -> Sum | None:
-        """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see that it is called."""
+        """What is wrong in float64 too, and where a loss that counts its calls, say, doesn't see
+        that it is called.
+        """
         if (again := self._in_double(nest, whole.samples, closer)) is None:
             return wrong
         if (wrong_again := first_wrong(*again)) is None and not self._has_state:
@@ -370,25 +465,32 @@ class LossCheck:
             return None
         return sums, tolerance_of(in_double, [of.whole.total for of in sums], waits=False)
 
-    def _parts_apart(self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, closer: bool) -> dict[str, str]:
+    def _parts_apart(
+        self, nest: Nest, samples: int, sums: list[Sum], tolerance: float, closer: bool
+    ) -> dict[str, str]:
         """What to say of the parts of the loss that are no sums over samples, by their names."""
         names = {name for of in sums for piece in of for name in piece.parts} - self.said_parts
         wrong = parts_apart(names, sums, tolerance)
         if wrong and (again := self._in_double(nest, samples, closer)) is not None:
             wrong = parts_apart(wrong.keys(), *again)
-        return {name: loss_error.part_not_additive(self._loss, name, of) for name, of in wrong.items()}
+        return {
+            name: loss_error.part_not_additive(self._loss, name, of) for name, of in wrong.items()
+        }
 
     def remembers(self, *, outside: bool = False) -> None:
         """The loss has changed what it holds; several threads may say so.
 
-        What is held ``outside``, in a variable, no copy of the loss has for itself: then it is checked no more.
+        What is held ``outside``, in a variable, no copy of the loss has for itself: then it is
+        checked no more.
         """
         self._has_state = True
         self._trusted |= outside
         self.notes += [loss_error.remembers(self._loss, outside=outside)] if self._cuts else []
 
     def _doubles(self, nest: Nest, whole: Piece) -> bool:
-        """Whether a scalar for every sample twice is twice as large; unknown beside a number of the whole batch."""
+        """Whether a scalar for every sample twice is twice as large; unknown beside a number of
+        the whole batch.
+        """
         size, twice = whole.samples, both_of(nest, whole.samples, nest, whole.samples)
         numbers = holds_numbers(nest[1], size) or holds_numbers(nest[0], size, in_tensors=False)
         if numbers or twice is None or self._loss.gives_pairs:

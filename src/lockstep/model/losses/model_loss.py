@@ -1,11 +1,12 @@
-"""``loss=lockstep.model_loss``: the loss that a model of Hugging Face computes itself, weighted by its labels.
+"""``loss=lockstep.model_loss``: the loss that a model of Hugging Face computes itself, weighted by
+its labels.
 
-Given labels, such a model puts the mean over its labels that count in ``outputs.loss``. That of a batch isn't the mean
-of the means of its parts, which differ in length: a part has to say how many labels it had. A model that predicts the
-next token (``CausalLMOutput...``) shifts them::
+Given labels, such a model puts the mean over its labels that count in ``outputs.loss``. That of a
+batch isn't the mean of the means of its parts, which differ in length: a part has to say how many
+labels it had. A model that predicts the next token (``CausalLMOutput...``) shifts them::
 
-    outputs.loss   =  total / count      count  =  labels[:, 1:] != -100     next tokens
-                                                   labels        != -100     masked tokens, a decoder's, classes
+    outputs.loss  =  total / count  count  =  labels[:, 1:] != -100  next tokens
+                                              labels        != -100  masked tokens, a decoder's, classes
 
 Some calls hold the number against the logits: a model that adds something to its loss is refused.
 """
@@ -29,7 +30,8 @@ _LABELS = 10_000
 """Up to which new ones are looked at."""
 
 _OWN = (
-    "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels that count, their number"
+    "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels "
+    "that count, their number"
 )
 
 
@@ -37,9 +39,10 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Total and count of the loss that the model computed, of these labels.
 
     Args:
-        outputs: what the model gave: ``loss``, a scalar, and ``logits``: (batch, time, vocabulary) or (batch, classes);
-            attributes, or in a dict.
-        labels: those that the model was given too: (batch, time) or (batch,), whole numbers; -100 doesn't count.
+        outputs: what the model gave: ``loss``, a scalar, and ``logits``: (batch, time, vocabulary)
+            or (batch, classes); attributes, or in a dict.
+        labels: those that the model was given too: (batch, time) or (batch,), whole numbers; -100
+            doesn't count.
 
     Raises:
         LossError: there is no ``loss``, or the labels are no tokens and no classes.
@@ -47,13 +50,15 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     loss = _of(outputs, "loss")
     if not isinstance(loss, Tensor) or loss.dim():
         raise LossError(
-            "model_loss: the outputs have no loss, a scalar: give the model labels (inputs a dict with labels=...)"
+            "model_loss: the outputs have no loss, a scalar: give the model labels (inputs a dict "
+            "with labels=...)"
             if loss is None
             else f"model_loss: outputs.loss has shape {tuple(loss.shape)}, a scalar is expected",
             fix=_OWN,
         )
     count = (_aligned(outputs, labels)[1] != _IGNORED).sum().to(loss.device)
-    # A mean over no label is NaN, and its gradient is 0: the model writes none where a label is ignored.
+    # A mean over no label is NaN, and its gradient is 0: the model writes none where a label is
+    # ignored.
     mean = torch.where(count > 0, loss, torch.zeros_like(loss))
     return (mean.float() if mean.dtype in HALF else mean) * count, count
 
@@ -62,7 +67,11 @@ def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Logits (items, classes), and the label of each, (items,)."""
     logits: Any = _of(outputs, "logits")
     named = f"logits {_shape(logits)} and labels {_shape(labels)}"
-    fits = isinstance(logits, Tensor) and isinstance(labels, Tensor) and logits.shape[:-1] == labels.shape
+    fits = (
+        isinstance(logits, Tensor)
+        and isinstance(labels, Tensor)
+        and logits.shape[:-1] == labels.shape
+    )
     if not fits or labels.is_floating_point() or labels.dtype == torch.bool:
         raise LossError(f"model_loss: it is of tokens or classes, and these are {named}", fix=_OWN)
     if "CausalLM" in type(outputs).__name__:
@@ -79,9 +88,11 @@ def _shape(value: Any) -> str:
 
 
 class ModelLoss:
-    """``model_loss`` in a training: in calls 1, 2, 4, 8, ... the model's loss is held against its logits.
+    """``model_loss`` in a training: in calls 1, 2, 4, 8, ... the model's loss is held against its
+    logits.
 
-    On CPU devices also where labels have a value that none had before: a padding that the model leaves out, say.
+    On CPU devices also where labels have a value that none had before: a padding that the model
+    leaves out, say.
     """
 
     def __init__(self) -> None:
@@ -92,7 +103,8 @@ class ModelLoss:
         """Total and count.
 
         Raises:
-            LossError: as ``model_loss``, or the model's loss is another one than its logits and labels have.
+            LossError: as ``model_loss``, or the model's loss is another one than its logits and
+                labels have.
         """
         total, count = model_loss(outputs, labels)
         self._calls += 1
@@ -111,14 +123,17 @@ class ModelLoss:
     def _hold(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:
         logits, wanted = _aligned(outputs, labels)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        expected = nn.functional.cross_entropy(wide, wanted.to(wide.device), ignore_index=_IGNORED, reduction="sum")
+        expected = nn.functional.cross_entropy(
+            wide, wanted.to(wide.device), ignore_index=_IGNORED, reduction="sum"
+        )
         is_half = logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type)
         bound = 2e-2 if is_half else 1e-8 if logits.dtype == total.dtype == torch.float64 else 1e-5
         if expected.isfinite() and not abs(total - expected) <= bound * abs(expected):
             number = max(int(count), 1)
             own, its = float(total) / number, float(expected) / number
             raise LossError(
-                f"model_loss: the model's loss is {own:.6g}, and the cross-entropy of its logits over the {int(count)} "
+                f"model_loss: the model's loss is {own:.6g}, and the cross-entropy of its logits "
+                f"over the {int(count)} "
                 f"labels that count {its:.6g}: it has something added, or is no mean over them",
                 fix=_OWN,
             )

@@ -1,4 +1,6 @@
-"""New values: of a batch, those that no sample had before. What a loss does with them only, it may do from now on."""
+"""New values: of a batch, those that no sample had before. What a loss does with them only, it
+may do from now on.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,27 @@ _COLUMNS = 8
 
 
 class NewValues:
-    """What targets, and whole numbers among outputs, have had: whole numbers, NaN, and the smallest and the largest."""
+    """What targets, and whole numbers among outputs, have had: whole numbers, NaN, and the
+    smallest and the largest.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, set[Any]] = {}
         self._ranges: dict[str, tuple[Tensor, Tensor]] = {}
 
     def add(self, outputs: Any, targets: Any, samples: int) -> bool:
-        """Whether a batch has a value that none had before it: of a class, a flag, beyond a threshold."""
+        """Whether a batch has a value that none had before it: of a class, a flag, beyond a
+        threshold.
+        """
         flags = [t for t in tensors(outputs) if not t.is_floating_point() or t.numel() == samples]
         named = [(f"output {place}", t) for place, t in enumerate(flags) if has_rows(t, samples)]
         named += _named(targets, samples, "target")
         found = [its for name, leaf in named for its in self._of(name, leaf, samples)]
-        columns = [t.reshape(samples, -1) for _, t in named if isinstance(t, Tensor) and _is_class(t, samples)]
+        columns = [
+            t.reshape(samples, -1)
+            for _, t in named
+            if isinstance(t, Tensor) and _is_class(t, samples)
+        ]
         if 1 < sum(its.shape[1] for its in columns) <= _COLUMNS:
             rows = torch.cat([its.cpu().long() for its in columns], 1).tolist()
             found.append(self._has_new("rows", set(map(tuple, rows))))
@@ -57,7 +67,9 @@ class NewValues:
         yield self._has_new(name, set(map(_whole, torch.unique(leaf).tolist())))
         if has_rows(leaf, samples) and samples < leaf.numel() <= samples * _NARROW:
             rows = leaf.reshape(samples, -1).tolist()
-            by_column = {(column, _whole(value)) for row in rows for column, value in enumerate(row)}
+            by_column = {
+                (column, _whole(value)) for row in rows for column, value in enumerate(row)
+            }
             yield self._has_new(f"{name} columns", by_column)
 
     def _has_new(self, name: str, now: set[Any]) -> bool:
@@ -70,7 +82,9 @@ class NewValues:
 
     def _is_beyond(self, name: str, tensor: Tensor, samples: int) -> bool:
         wide = not has_rows(tensor, samples) or tensor.numel() > samples * _COLUMNS
-        rows = tensor.nan_to_num().reshape(-1 if wide else samples, 1 if wide else tensor[0].numel())
+        rows = tensor.nan_to_num().reshape(
+            -1 if wide else samples, 1 if wide else tensor[0].numel()
+        )
         low, high = rows.aminmax(dim=0)
         if name not in self._ranges or self._ranges[name][0].shape != low.shape:
             self._ranges[name] = low, high
@@ -81,7 +95,9 @@ class NewValues:
 
 
 def _named(nest: Any, samples: int, name: str) -> Iterator[tuple[str, Any]]:
-    """Tensors, texts and Python's numbers by their places; what the samples of a list have there has one name."""
+    """Tensors, texts and Python's numbers by their places; what the samples of a list have there
+    has one name.
+    """
     if isinstance(nest, Tensor | str | int | float):
         yield name, nest
         return

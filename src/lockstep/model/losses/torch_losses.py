@@ -1,7 +1,8 @@
 """PyTorch's mean losses as a sum and a count: what each of their means divides by.
 
-The sum is the same loss with ``reduction="sum"``. The count is a Python number where shapes alone decide it, so that
-nothing waits for an accelerator; only ignored targets and the weights of classes have to be read.
+The sum is the same loss with ``reduction="sum"``. The count is a Python number where shapes alone
+decide it, so that nothing waits for an accelerator; only ignored targets and the weights of classes
+have to be read.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Count = int | float | Tensor
-"""The number of items of a loss: a Python number where no data had to be read for it, else a scalar tensor."""
+"""The number of items of a loss: a Python number where no data had to be read for it, else a
+scalar tensor.
+"""
 
 HALF = (torch.float16, torch.bfloat16)
-"""The formats in which a sum over many items overflows, or loses its digits, where their mean does not."""
+"""The formats in which a sum over many items overflows, or loses its digits, where their mean
+does not.
+"""
 
 _Options = Mapping[str, Any]
 
@@ -45,11 +50,18 @@ class SummedMean:
 
     @classmethod
     def of(cls, loss: Any) -> SummedMean | None:
-        """For a mean of PyTorch's, module or function (options as a partial); None for any other loss."""
+        """For a mean of PyTorch's, module or function (options as a partial); None for any other
+        loss.
+        """
         if isinstance(loss, nn.Module):
             rule = _MEANS.get(type(loss))
             # A hook, or another forward: somebody changed what it computes.
-            if rule is None or loss._forward_hooks or loss._forward_pre_hooks or "forward" in loss.__dict__:
+            if (
+                rule is None
+                or loss._forward_hooks
+                or loss._forward_pre_hooks
+                or "forward" in loss.__dict__
+            ):
                 return None
             return cls(loss, rule, {}) if rule.is_mean(str(loss.reduction)) else None
         options: _Options = {}
@@ -72,7 +84,10 @@ class SummedMean:
             reduction = given.get("reduction", "mean")
         else:  # read afresh: a person may change a weight or a smoothing between steps
             given, tensors = self._mean.__dict__, self._mean._buffers
-            options = {name: tensors[name] if name in tensors else given[name] for name in self._rule.options}
+            options = {
+                name: tensors[name] if name in tensors else given[name]
+                for name in self._rule.options
+            }
             reduction = given["reduction"]
         if outputs.dtype in HALF:
             outputs = outputs.float()
@@ -86,13 +101,17 @@ class SummedMean:
         return self._rule.function(outputs, targets, reduction="sum", **options), count
 
     def _beside(self, name: str, weight: Tensor, outputs: Tensor) -> Tensor:
-        """A weight on the device of the outputs; the copy is kept until the person changes the weight."""
+        """A weight on the device of the outputs; the copy is kept until the person changes the
+        weight.
+        """
         if weight.device == outputs.device and weight.dtype not in HALF:
             return weight
         key = (name, outputs.device)
         held = self._copies.get(key)
         if held is None or held[0] is not weight or held[1] != weight._version:
-            moved = weight.to(outputs.device, torch.float32 if weight.dtype in HALF else weight.dtype)
+            moved = weight.to(
+                outputs.device, torch.float32 if weight.dtype in HALF else weight.dtype
+            )
             held = self._copies[key] = (weight, weight._version, moved)
         return held[2]
 
@@ -103,7 +122,8 @@ def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
         weight = options.get(name)
         if weight is not None and weight.dim() >= outputs.dim() and weight.shape[0] != 1:
             raise Misshapen(
-                f"{name} {tuple(weight.shape)} has a number for each place in the batch, which can't be cut with it; "
+                f"{name} {tuple(weight.shape)} has a number for each place in the batch, which "
+                "can't be cut with it; "
                 "put them in the targets, and return (total, count) from a function"
             )
     if outputs.shape == targets.shape:
@@ -126,7 +146,8 @@ def _rows(options: _Options, outputs: Tensor, targets: Tensor) -> int:
 
 
 def _kept_targets(options: _Options, outputs: Tensor, targets: Tensor) -> Count:
-    """Cross-entropy: the targets that aren't ignored, or the sum of their classes' weights; smoothing changes neither.
+    """Cross-entropy: the targets that aren't ignored, or the sum of their classes' weights;
+    smoothing changes neither.
 
     Targets that are probabilities of classes count one for each position, whatever the weights.
     """
@@ -150,7 +171,9 @@ def _need_classes(outputs: Tensor) -> None:
 
 
 class _Mean(NamedTuple):
-    """A line of the table: the function, the options it shares with the module, what its mean divides by."""
+    """A line of the table: the function, the options it shares with the module, what its mean
+    divides by.
+    """
 
     function: Callable[..., Tensor]
     options: tuple[str, ...]
@@ -162,20 +185,26 @@ class _Mean(NamedTuple):
 
 
 _MEANS: dict[type[nn.Module], _Mean] = {
-    nn.CrossEntropyLoss: _Mean(F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _kept_targets),
+    nn.CrossEntropyLoss: _Mean(
+        F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _kept_targets
+    ),
     nn.NLLLoss: _Mean(F.nll_loss, ("weight", "ignore_index"), _kept_targets),
     nn.MSELoss: _Mean(F.mse_loss, (), _elements),
     nn.L1Loss: _Mean(F.l1_loss, (), _elements),
     nn.SmoothL1Loss: _Mean(F.smooth_l1_loss, ("beta",), _elements),
     nn.HuberLoss: _Mean(F.huber_loss, ("delta",), _elements),
     nn.BCELoss: _Mean(F.binary_cross_entropy, ("weight",), _elements),
-    nn.BCEWithLogitsLoss: _Mean(F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements),
+    nn.BCEWithLogitsLoss: _Mean(
+        F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements
+    ),
     nn.KLDivLoss: _Mean(F.kl_div, ("log_target",), _elements),
     nn.PoissonNLLLoss: _Mean(F.poisson_nll_loss, ("log_input", "full", "eps"), _elements),
     nn.SoftMarginLoss: _Mean(F.soft_margin_loss, (), _elements),
     nn.HingeEmbeddingLoss: _Mean(F.hinge_embedding_loss, ("margin",), _elements),
     nn.MultiMarginLoss: _Mean(F.multi_margin_loss, ("p", "margin", "weight"), _rows),
     nn.MultiLabelMarginLoss: _Mean(F.multilabel_margin_loss, (), _rows),
-    nn.MultiLabelSoftMarginLoss: _Mean(F.multilabel_soft_margin_loss, ("weight",), _elements_by_class),
+    nn.MultiLabelSoftMarginLoss: _Mean(
+        F.multilabel_soft_margin_loss, ("weight",), _elements_by_class
+    ),
 }
 """Every loss of PyTorch's that takes two arguments and is a mean."""

@@ -5,8 +5,9 @@
     batch   1  2  4  ...  doubled while it fits    ──▶ fits ─────── first that doesn't
                                                           then halved between the two
 
-An accelerator says itself that its memory was not enough. Slots share the memory of one machine, so each is given a
-number of bytes, and the live ones of its thread are counted (`lockstep.parallel.balance.live_memory`).
+An accelerator says itself that its memory was not enough. Slots share the memory of one machine, so
+each is given a number of bytes, and the live ones of its thread are counted
+(`lockstep.parallel.balance.live_memory`).
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ def largest_batch(
 ) -> int:
     """Find the largest batch that fits.
 
-    ``step`` is called some twenty times, with batches up to twice the one that is found, and each fits or doesn't for
-    itself: more samples are held to need more memory. What the calling thread makes counts for the first slot.
+    ``step`` is called some twenty times, with batches up to twice the one that is found, and each
+    fits or doesn't for
+    itself: more samples are held to need more memory. What the calling thread makes counts for the
+        first slot.
 
     Args:
-        step: an update, or whatever is to fit, on a batch of so many samples that it makes itself. What it changes
-            stays changed.
-        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a list.
-        budget: bytes for each device. Of a CUDA device all that this process may have there, weights included. Of
-            other devices what a step may make there, beyond what was there before (all slots share the weights). None
-            is the whole accelerator.
+        step: an update, or whatever is to fit, on a batch of so many samples that it makes itself.
+            What it changes stays changed.
+        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a
+            list.
+        budget: bytes for each device. Of a CUDA device all that this process may have there,
+            weights included. Of other devices what a step may make there, beyond what was there
+            before (all slots share the weights). None is the whole accelerator.
         multiple: only multiples of this are tried.
         limit: and none above this.
 
@@ -66,7 +70,9 @@ def largest_batch(
         raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
     says_itself = all(place.type == "cuda" if budget else not place.is_slot for place in places)
     if budget is None and not says_itself:
-        raise InputError(f"{places[0]} can't say when it is full: give a budget, in bytes for each device")
+        raise InputError(
+            f"{places[0]} can't say when it is full: give a budget, in bytes for each device"
+        )
 
     def fits(count: int) -> bool:
         batch = count * multiple
@@ -109,7 +115,9 @@ def _limited(places: tuple[Device, ...], budget: int | None) -> Iterator[None]:
     if budget is None:
         yield
         return
-    before = {place.index: torch.cuda.get_per_process_memory_fraction(place.index) for place in places}
+    before = {
+        place.index: torch.cuda.get_per_process_memory_fraction(place.index) for place in places
+    }
     try:
         for index, fraction in before.items():
             whole = torch.cuda.get_device_properties(index).total_memory

@@ -1,13 +1,13 @@
 """Level: how evenly a step loads its devices, in bytes and in time.
 
-A data-parallel step is as slow as its busiest device, and its batch as large as the fullest one can hold. PyTorch's
-DataParallel gathers outputs on the first device and computes the loss there, which is the fullest then; outputs and
-losses that stay where they were computed leave all devices level::
+A data-parallel step is as slow as its busiest device, and its batch as large as the fullest one can
+hold. PyTorch's DataParallel gathers outputs on the first device and computes the loss there, which
+is the fullest then; outputs and losses that stay where they were computed leave all devices level::
 
-    gathered   first device  ████████████████████    share, all outputs, the loss of all, its gradient
-               second        ███████                 share
-    level      first device  ██████████              share, its outputs, their loss, its gradient
-               second        ██████████              share, its outputs, their loss, its gradient
+    gathered   first device  ████████████████████  share, all outputs, the loss of all, its gradient
+               second        ███████               share
+    level      first device  ██████████            share, its outputs, their loss, its gradient
+               second        ██████████            share, its outputs, their loss, its gradient
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Level:
     """What a step asks of each device; ``print`` it for a table.
 
     Attributes:
-        bytes: for each device, by name, the most bytes of tensors that were alive at once, beyond those before the
-            step.
+        bytes: for each device, by name, the most bytes of tensors that were alive at once, beyond
+            those before the step.
         seconds: for each device how long it computed in a step.
     """
 
@@ -53,24 +53,34 @@ class Level:
         return _most_to_mean(self.seconds)
 
     def __str__(self) -> str:
-        rows = [(name, f"{self.bytes[name] / 1e6:,.1f} MB", f"{self.seconds[name]:.3f} s") for name in self.bytes]
-        rows = [("", "peak", "busy"), *rows, ("most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}")]
+        rows = [
+            (name, f"{self.bytes[name] / 1e6:,.1f} MB", f"{self.seconds[name]:.3f} s")
+            for name in self.bytes
+        ]
+        rows = [
+            ("", "peak", "busy"),
+            *rows,
+            ("most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"),
+        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
-            f"{name:<{widths[0]}}  {peak:>{widths[1]}}  {busy:>{widths[2]}}".rstrip() for name, peak, busy in rows
+            f"{name:<{widths[0]}}  {peak:>{widths[1]}}  {busy:>{widths[2]}}".rstrip()
+            for name, peak, busy in rows
         )
 
 
 def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int = 3) -> Level:
     """Measure what ``step`` asks of each device.
 
-    It is called once uncounted (replicas and optimizer state are made then), once for the bytes, and ``repeat`` times
-    for the seconds, whose least is taken. On slots what the calling thread makes and computes is the first slot's, as
-    the first accelerator has it: gathered outputs, their loss, the optimizer's update. On accelerators it is nobody's.
+    It is called once uncounted (replicas and optimizer state are made then), once for the bytes,
+    and ``repeat`` times for the seconds, whose least is taken. On slots what the calling thread
+    makes and computes is the first slot's, as the first accelerator has it: gathered outputs, their
+    loss, the optimizer's update. On accelerators it is nobody's.
 
     Args:
         step: a whole update, say, on a batch that is there already. What it changes stays changed.
-        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a list.
+        devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a
+            list.
         repeat: how often it is timed.
 
     Raises:
@@ -92,7 +102,9 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
         with busy_seconds(_caller_of(places)) as busy:
             step()
         timings.append(busy)
-    return Level(live, {str(place): min(float(busy[str(place)]) for busy in timings) for place in places})
+    return Level(
+        live, {str(place): min(float(busy[str(place)]) for busy in timings) for place in places}
+    )
 
 
 def peaks_of(step: Callable[[], object], devices: tuple[Device, ...]) -> dict[str, int]:
@@ -114,15 +126,17 @@ def _most_to_mean(found: Mapping[str, float]) -> float:
 
 @contextlib.contextmanager
 def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
-    """Count for how many seconds each device computed, by name, inside a ``with``: of this thread and of its helpers.
+    """Count for how many seconds each device computed, by name, inside a ``with``: of this thread
+    and of its helpers.
 
-    A clock on the wall would count waiting too: for another replica, for the interpreter lock, for whoever else uses
-    the machine. So a slot is busy while its thread has the processor (of several cores that of the thread that leads),
-    and an accelerator while one of its kernels runs, copies among them. Nothing is known of types that PyTorch
-    doesn't profile.
+    A clock on the wall would count waiting too: for another replica, for the interpreter lock, for
+    whoever else uses the machine. So a slot is busy while its thread has the processor (of several
+    cores that of the thread that leads), and an accelerator while one of its kernels runs, copies
+    among them. Nothing is known of types that PyTorch doesn't profile.
 
     Args:
-        caller: whose time this thread's is; that of threads that only start an accelerator's work is added to it.
+        caller: whose time this thread's is; that of threads that only start an accelerator's work
+            is added to it.
     """
     seconds: Counter[str] = Counter()
     lock = threading.Lock()
@@ -142,7 +156,9 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
         activity = getattr(torch.profiler.ProfilerActivity, str(kind).upper(), None)
         if activity in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
             stack.enter_context(_kernels_counted(seconds, activity))
-        follow = thread_context.followed_by(lambda device: counted(str(device) if device.is_slot else caller))
+        follow = thread_context.followed_by(
+            lambda device: counted(str(device) if device.is_slot else caller)
+        )
         stack.enter_context(follow)
         stack.enter_context(counted(caller))
         yield seconds
@@ -151,7 +167,9 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
 @contextlib.contextmanager
 def _kernels_counted(seconds: Counter[str], activity: Any) -> Iterator[None]:
     _wait_for_all()  # what was started before isn't counted
-    with torch.profiler.profile(activities=[activity], acc_events=True) as profile:  # (of its one cycle)
+    with torch.profiler.profile(
+        activities=[activity], acc_events=True
+    ) as profile:  # (of its one cycle)
         try:
             yield
         finally:
@@ -171,7 +189,9 @@ def _wait_for_all() -> None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these (beginning, end) lasted: kernels of two streams may overlap."""
+    """How long at least one of these (beginning, end) lasted: kernels of two streams may
+    overlap.
+    """
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))

@@ -1,16 +1,18 @@
 """Live: how many bytes of tensors were alive at once, on each device or slot.
 
-An accelerator counts its memory itself; of a CPU the operating system knows only pages, for the whole process. Here a
-dispatch mode sees each tensor that an operator makes, and a weak reference when its storage is freed::
+An accelerator counts its memory itself; of a CPU the operating system knows only pages, for the
+whole process. Here a dispatch mode sees each tensor that an operator makes, and a weak reference
+when its storage is freed::
 
     with LiveBytes() as live:
         loss_of(model(inputs), targets).backward()
     live.peak()          # of all together
     live.peak("cpu:1")   # of what slot 1 made
 
-A slot owns what was made in its thread, the caller (``"cpu"``) what was made on the CPU elsewhere, an accelerator what
-lies there. What was there before is not counted, nor what a kernel takes for itself while it runs. It costs tens of
-microseconds for each operator: count in a run that isn't timed.
+A slot owns what was made in its thread, the caller (``"cpu"``) what was made on the CPU elsewhere,
+an accelerator what lies there. What was there before is not counted, nor what a kernel takes for
+itself while it runs. It costs tens of microseconds for each operator: count in a run that isn't
+timed.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _ALL = "all"
 
 
 class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
-    """Counts between the beginning and the end of a ``with``, in this thread and in all that compute for it.
+    """Counts between the beginning and the end of a ``with``, in this thread and in all that
+    compute for it.
 
     Args:
         caller: who owns what this thread makes on the CPU.
@@ -55,7 +58,9 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         self._stack.close()
 
     def peak(self, owner: Device | str | None = None) -> int:
-        """The most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all together."""
+        """The most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all
+        together.
+        """
         return self._highest[_ALL if owner is None else str(owner)]
 
     def owners(self) -> list[str]:

@@ -1,12 +1,14 @@
 r"""In place: the gradient of a linear layer's weight, added where it is kept.
 
-Autograd makes the gradient of a weight anew for each use, and adds it afterwards. An output layer of 32,000 words that
-works through a sequence in chunks does so for each chunk: 65 MB written, read and freed each time. Inside
-``with Adding(weights):`` this thread's linear layers add by one ``addmm`` instead:
+Autograd makes the gradient of a weight anew for each use, and adds it afterwards. An output layer
+of 32,000 words that works through a sequence in chunks does so for each chunk: 65 MB written, read
+and freed each time. Inside ``with Adding(weights):`` this thread's linear layers add by one
+``addmm`` instead:
 
 .. math:: G \leftarrow G + dY^\top X
 
-The sums are the same up to rounding; under autocast, and for weights in other layers, autograd does what it always did.
+The sums are the same up to rounding; under autocast, and for weights in other layers, autograd does
+what it always did.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Adding(TorchFunctionMode):
-    """Linear layers with one of these weights add to its ``.grad`` in place, in this thread, inside a ``with``.
+    """Linear layers with one of these weights add to its ``.grad`` in place, in this thread, inside
+    a ``with``.
 
     Args:
         weights: leaves that want gradients, of this thread alone. Their hooks are not called.
@@ -32,7 +35,11 @@ class Adding(TorchFunctionMode):
         self._weights = {id(weight) for weight in weights}
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is F.linear:
             return self._linear(*args, **(kwargs or {}))
@@ -61,7 +68,10 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         input, weight = ctx.saved_tensors
         wants_input, _, wants_bias = ctx.needs_input_grad
-        rows, values = grad.flatten(0, -2) if grad.dim() > 1 else grad[None], input.reshape(-1, input.shape[-1])
+        rows, values = (
+            grad.flatten(0, -2) if grad.dim() > 1 else grad[None],
+            input.reshape(-1, input.shape[-1]),
+        )
         if weight.grad is None:
             weight.grad = rows.t() @ values
         else:

@@ -1,13 +1,15 @@
-"""Chunks: what one device does for a parallel loss, so that the logits of a large vocabulary never exist whole.
+"""Chunks: what one device does for a parallel loss, so that the logits of a large vocabulary never
+exist whole.
 
 ::
 
-    hidden (batch, time, width)   ──generator──criterion──backward──▶  gradient of the chunk, added to the generator's
-      |  0..c  |  c..2c |  ...       one chunk of c time steps after the other; the logits of only one exist
+    hidden (batch, time, width)  ──generator──criterion──backward──▶  gradient of the chunk, added to the generator's
+      |  0..c  |  c..2c |  ...      one chunk of c time steps after the other; the logits of only one exist
 
-Forward and backward of a chunk are done at once, before the loss as a whole is known: gradients of the sum, which the
-parallel loss scales when its own gradient comes. Computing the logits again in backward instead would need less memory
-still (no gradient of the weights between forward and backward), and a third more time.
+Forward and backward of a chunk are done at once, before the loss as a whole is known: gradients of
+the sum, which the parallel loss scales when its own gradient comes. Computing the logits again in
+backward instead would need less memory still (no gradient of the weights between forward and
+backward), and a third more time.
 """
 
 from __future__ import annotations
@@ -34,11 +36,13 @@ class Share:
     """A device's part of the batch, and what it does with it.
 
     Attributes:
-        outputs: hidden states (batch, time, width) or (batch, width); without a generator, any nesting.
+        outputs: hidden states (batch, time, width) or (batch, width); without a generator, any
+            nesting.
         targets: a nest of tensors (batch, time, ...), or what the criterion takes.
         steps: time steps of a chunk; None takes all of it at once, as it is.
         count: as given by the person.
-        generator: this device's replica, whose parameters are leaves; None takes the outputs as they are.
+        generator: this device's replica, whose parameters are leaves; None takes the outputs as
+            they are.
     """
 
     device: Device
@@ -50,7 +54,8 @@ class Share:
     generator: nn.Module | None = None
 
     def work(self, learns: bool) -> tuple[Tensor | None, Count, list[Tensor | None]]:
-        """Total, count, and the gradient of the total for each tensor of the outputs; that of weights is in ``.grad``.
+        """Total, count, and the gradient of the total for each tensor of the outputs; that of
+        weights is in ``.grad``.
 
         The total is None where there is no token. Without ``learns`` there are no gradients.
 
@@ -59,7 +64,9 @@ class Share:
         """
         parameters = self.generator.parameters() if self.generator is not None and learns else ()
         weights = [p for p in parameters if p.requires_grad]
-        leaves = pytree.each(lambda t: t.detach().requires_grad_(t.requires_grad and learns), self.outputs)
+        leaves = pytree.each(
+            lambda t: t.detach().requires_grad_(t.requires_grad and learns), self.outputs
+        )
         total: Tensor | None = None
         count: Count = 0
         with contextlib.ExitStack() as stack:
@@ -80,7 +87,9 @@ class Share:
         return total, count, [leaf.grad for leaf in pytree.tensors(leaves)]
 
     def _chunks(self, leaves: Any) -> Iterator[tuple[Any, Any]]:
-        """Outputs and targets as rows. What backward finds for a chunk comes to its place in the whole gradient."""
+        """Outputs and targets as rows. What backward finds for a chunk comes to its place in the
+        whole gradient.
+        """
         if self.steps is None:
             yield leaves, self.targets
             return
@@ -100,7 +109,8 @@ class Share:
         logits = self.generator(hidden)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
             raise InputError(
-                f"the generator gave {pytree.described(logits)} for hidden states {tuple(hidden.shape)}: a tensor "
+                f"the generator gave {pytree.described(logits)} for hidden states "
+                f"{tuple(hidden.shape)}: a tensor "
                 f"{(*hidden.shape[:-1], 'vocabulary')} is expected".replace("'", "")
             )
         return logits.flatten(0, -2)
@@ -112,12 +122,15 @@ def _rows(tensor: Tensor, place: slice) -> Tensor:
 
 
 def _refuse_others(total: Tensor, known: list[Tensor]) -> None:
-    """Refuse a graph that reaches other leaves: their gradients would come unscaled, or not at all."""
+    """Refuse a graph that reaches other leaves: their gradients would come unscaled, or not at
+    all.
+    """
     own = {id(tensor) for tensor in known}
     for node in pytree.graph_nodes(total):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in own:
             raise InputError(
-                f"a tensor {tuple(leaf.shape)} that wants gradients is used by the loss, and is neither a parameter of "
+                f"a tensor {tuple(leaf.shape)} that wants gradients is used by the loss, and is "
+                "neither a parameter of "
                 "the generator nor its input: make it a parameter of the generator, or detach it"
             )

@@ -1,15 +1,17 @@
 """Parallel loss: the output layer and the loss on every device, a chunk of the sequence at a time.
 
-A model with a large vocabulary has most of its memory in one tensor: 32 x 64 tokens of 32,000 words are 262 MB of
-logits, of which the loss makes three. ``torch.nn.DataParallel`` gathers them all on the first device, and computes the
-loss there. Here each device has a replica of the output layer (the *generator*) and a share of the hidden states::
+A model with a large vocabulary has most of its memory in one tensor: 32 x 64 tokens of 32,000 words
+are 262 MB of logits, of which the loss makes three. ``torch.nn.DataParallel`` gathers them all on
+the first device, and computes the loss there. Here each device has a replica of the output layer
+(the *generator*) and a share of the hidden states::
 
     trunk ──▶ hidden (batch, time, width)
                 │ share 0 ──▶ cpu:0   chunk by chunk: logits, loss, backward ──┐   total, count,
                 │ share 1 ──▶ cpu:1   chunk by chunk: logits, loss, backward ──┴▶  gradients summed
 
-The loss is one node of the caller's graph: from there its gradient goes on into the trunk, and into the generator's own
-parameters. Gradients of weights are added up as soon as they are there, so that one set of them is kept until backward.
+The loss is one node of the caller's graph: from there its gradient goes on into the trunk, and into
+the generator's own parameters. Gradients of weights are added up as soon as they are there, so that
+one set of them is kept until backward.
 """
 
 from __future__ import annotations
@@ -40,15 +42,19 @@ from lockstep.threads import random_streams, recompute
 from lockstep.threads.thread_pool import borrowed
 
 TOKENS = 256
-"""How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix product busy."""
+"""How many tokens a chunk has, about, where a person doesn't say: enough to keep a matrix
+product busy.
+"""
 
 
 @dataclass(frozen=True)
 class Summed:
-    """What a parallel loss gives: ``total, count = parallel_loss(hidden, targets)``, or its ``loss``.
+    """What a parallel loss gives: ``total, count = parallel_loss(hidden, targets)``, or its
+    ``loss``.
 
     Attributes:
-        total: the sum over all tokens, a scalar in the caller's graph; detached where nothing wants gradients.
+        total: the sum over all tokens, a scalar in the caller's graph; detached where nothing wants
+            gradients.
         count: how many tokens that are (or the sum of their weights), a number or a scalar tensor.
     """
 
@@ -81,20 +87,24 @@ class ParallelLoss:
             result.loss.backward()  # trunk's and generator's gradients are those of the plain loss
             optimizer.step()
 
-    Where nothing wants gradients (in ``no_grad``, say) it only evaluates. A weight of the generator may be the trunk's
-    too (a shared embedding); a frozen one, or a trunk that is, costs nothing. Gradients are computed while the loss is,
-    so they can't be differentiated again, and in fp16 they are those of the sum over tokens. In a generator with
-    half-precision weights the chunks are added in that precision.
+    Where nothing wants gradients (in ``no_grad``, say) it only evaluates. A weight of the generator
+    may be the trunk's too (a shared embedding); a frozen one, or a trunk that is, costs nothing.
+    Gradients are computed while the loss is, so they can't be differentiated again, and in fp16
+    they are those of the sum over tokens. In a generator with half-precision weights the chunks are
+    added in that precision.
 
     Args:
-        generator: hidden states (batch, steps, width) to (batch, steps, vocabulary): a linear layer, or one with
-            ``LogSoftmax`` after it; it is not copied before the first call, and not changed. What it draws (dropout)
-            comes on each slot from a stream of its own. None: the outputs are the criterion's as they are.
-        criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary) and
-            (batch x steps, ...), with a sum as result: see the table in ``lockstep.parallel.loss.token_loss``.
-        devices: as ``lockstep.launch.devices.parse`` reads them, or a list; outputs left on their devices stay there.
-        chunk_size: time steps that are computed at once. None takes as many as make 256 tokens; without a generator
-            outputs aren't cut then.
+        generator: hidden states (batch, steps, width) to (batch, steps, vocabulary): a linear
+            layer, or one with ``LogSoftmax`` after it; it is not copied before the first call, and
+            not changed. What it draws (dropout) comes on each slot from a stream of its own. None:
+            the outputs are the criterion's as they are.
+        criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary)
+            and (batch x steps, ...), with a sum as result: see the table in
+            ``lockstep.parallel.loss.token_loss``.
+        devices: as ``lockstep.launch.devices.parse`` reads them, or a list; outputs left on their
+            devices stay there.
+        chunk_size: time steps that are computed at once. None takes as many as make 256 tokens;
+            without a generator outputs aren't cut then.
 
     Raises:
         InputError: a generator that is no module, or a chunk size below 1.
@@ -110,9 +120,16 @@ class ParallelLoss:
         chunk_size: int | None = None,
     ) -> None:
         if generator is not None and not isinstance(generator, nn.Module):
-            raise InputError(f"generator is a {type(generator).__name__}, a module or None is expected")
-        if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int)):
-            raise InputError(f"chunk_size is a {type(chunk_size).__name__}, an int (time steps) or None is expected")
+            raise InputError(
+                f"generator is a {type(generator).__name__}, a module or None is expected"
+            )
+        if chunk_size is not None and (
+            isinstance(chunk_size, bool) or not isinstance(chunk_size, int)
+        ):
+            raise InputError(
+                f"chunk_size is a {type(chunk_size).__name__}, an int (time steps) or None is "
+                "expected"
+            )
         if chunk_size is not None and chunk_size < 1:
             raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
         self.generator = generator
@@ -122,18 +139,22 @@ class ParallelLoss:
         self._criterion = Criterion(criterion)
         recompute.install()
 
-    def __call__(self, hidden: Tensor | Balanced | Any, targets: Any, *, count: Count | None = None) -> Summed:
+    def __call__(
+        self, hidden: Tensor | Balanced | Any, targets: Any, *, count: Count | None = None
+    ) -> Summed:
         """The loss of a batch.
 
         Args:
-            hidden: what the trunk gave, (batch, time, width), or (batch, width) which isn't cut in chunks; or that of
-                each replica of a ``DataParallel`` with ``balanced=True``. Without a generator, any nesting of outputs.
+            hidden: what the trunk gave, (batch, time, width), or (batch, width) which isn't cut in
+                chunks; or that of each replica of a ``DataParallel`` with ``balanced=True``.
+                Without a generator, any nesting of outputs.
             targets: of the whole batch: a nest of tensors (batch, time, ...).
             count: divides the total in the place of the criterion's own count.
 
         Raises:
-            InputError: shapes that don't go together, an empty batch, a generator that can't be replicated or that
-                normalises over its batch, tensors that want gradients and aren't the generator's.
+            InputError: shapes that don't go together, an empty batch, a generator that can't be
+                replicated or that normalises over its batch, tensors that want gradients and aren't
+                the generator's.
             LossError: the criterion can't take the rows, or doesn't give what it may.
         """
         if self.generator is not None:
@@ -162,21 +183,28 @@ class ParallelLoss:
         if self.generator is None and self.chunk_size is None:
             return None
         for part in hidden:
-            if not isinstance(part, Tensor) or part.dim() not in (2, 3) or not part.is_floating_point():
+            if (
+                not isinstance(part, Tensor)
+                or part.dim() not in (2, 3)
+                or not part.is_floating_point()
+            ):
                 raise InputError(
-                    f"the hidden states are {pytree.described(part)}: one tensor (batch, time, width) or "
+                    f"the hidden states are {pytree.described(part)}: one tensor (batch, time, "
+                    "width) or "
                     "(batch, width) is expected"
                 )
             if part.shape[1:] != hidden[0].shape[1:]:
                 raise InputError(
-                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make one batch: pad them to "
+                    f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make "
+                    "one batch: pad them to "
                     "one time"
                 )
         if hidden[0].dim() == 3:
             return self.chunk_size or -(-TOKENS // max(sizes))
         if self.chunk_size is not None:
             raise InputError(
-                f"chunk_size {self.chunk_size} cuts time, and hidden states {tuple(hidden[0].shape)} have none: give "
+                f"chunk_size {self.chunk_size} cuts time, and hidden states "
+                f"{tuple(hidden[0].shape)} have none: give "
                 "(batch, time, width), or leave chunk_size out"
             )
         return None
@@ -186,7 +214,9 @@ def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
     """The targets have the batch of the hidden states, and their time where that is cut."""
     for tensor in pytree.tensors(wanted):
         if tensor.requires_grad:
-            raise InputError("the targets want gradients, which a parallel loss doesn't give them: detach them")
+            raise InputError(
+                "the targets want gradients, which a parallel loss doesn't give them: detach them"
+            )
         if not tensor.dim():
             continue
         expected = (batch,) if time is None else (batch, time)
@@ -202,27 +232,36 @@ def _refuse_batch_norm(generator: nn.Module) -> None:
     for name, module in generator.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             raise InputError(
-                f"{name or 'the generator'} is a {type(module).__name__}, which would normalize each chunk of tokens "
+                f"{name or 'the generator'} is a {type(module).__name__}, which would normalize "
+                "each chunk of tokens "
                 "by itself: move it to the model in front of the generator, or call its eval()"
             )
 
 
 def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, Count]:
-    """Total and count of all shares (none of them empty), the total with gradient where something wants one."""
+    """Total and count of all shares (none of them empty), the total with gradient where
+    something wants one.
+    """
     weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
     inputs = [*(tensor for share in shares for tensor in pytree.tensors(share.outputs)), *weights]
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     devices = [share.device for share in shares]
     calls: list[Callable[[], Any]] = [functools.partial(share.work, learns) for share in shares]
     if all(device.is_slot for device in devices):
-        calls = in_streams(calls) if len(calls) > 1 else [functools.partial(in_stream, random_streams.source(), *calls)]
+        calls = (
+            in_streams(calls)
+            if len(calls) > 1
+            else [functools.partial(in_stream, random_streams.source(), *calls)]
+        )
     with torch.no_grad():
         replicas: list[nn.Module] = []
         if generator is not None:
             replicas = replicate(generator, devices, detach=True)
             for share, replica in zip(shares, replicas, strict=True):
                 share.generator = replica
-                for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
+                for mine, original in zip(
+                    replica.parameters(), generator.parameters(), strict=True
+                ):
                     mine.requires_grad_(original.requires_grad)
         with borrowed(devices) as team:
             results = [result for result in team.run(calls) if result is not None]
@@ -230,12 +269,16 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
         # In the order of the shares: the same bits each time.
         totals = [target_devices.move(found, home) for found, _, _ in results if found is not None]
         total = functools.reduce(torch.add, totals) if totals else torch.zeros((), device=home)
-        counts = [target_devices.move(c, home) if isinstance(c, Tensor) else c for _, c, _ in results]
+        counts = [
+            target_devices.move(c, home) if isinstance(c, Tensor) else c for _, c, _ in results
+        ]
         count = functools.reduce(operator.add, counts)
         grads = [grad for _, _, those in results for grad in those]
         trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
         columns = zip(*trained, strict=True)
-        grads += [_sum_of(column, weight.device) for column, weight in zip(columns, weights, strict=True)]
+        grads += [
+            _sum_of(column, weight.device) for column, weight in zip(columns, weights, strict=True)
+        ]
     if learns:
         total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
     return total, count
@@ -264,7 +307,8 @@ class _Total(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise InputError(
-                "a parallel loss can't be differentiated twice (create_graph=True): its gradients were computed with "
+                "a parallel loss can't be differentiated twice (create_graph=True): its gradients "
+                "were computed with "
                 "it; take the plain loss for that"
             )
         kept = torch._C._autograd._get_current_graph_task_keep_graph()
@@ -274,5 +318,7 @@ class _Total(torch.autograd.Function):
                 scaled.append(None)
                 continue
             scale = target_devices.move(grad, found.device)
-            scaled.append(found * scale if kept else found.mul_(scale))  # nobody comes back for them: no copy
+            scaled.append(
+                found * scale if kept else found.mul_(scale)
+            )  # nobody comes back for them: no copy
         return None, *scaled

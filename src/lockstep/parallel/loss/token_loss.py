@@ -1,6 +1,7 @@
 """Criterion: a loss over rows of tokens as (total, count), whatever it calls its result.
 
-A parallel loss adds up what many devices find in many chunks, so it needs sums. Four kinds of criterion give them:
+A parallel loss adds up what many devices find in many chunks, so it needs sums. Four kinds of
+criterion give them:
 
 ==============================================  =====================================================
 PyTorch's means                                 the same sum and count as for a job (``lockstep.model.losses.loss``)
@@ -30,7 +31,8 @@ from lockstep.tensors.rows import batch_size_of, cut
 
 
 class Criterion:
-    """``(outputs, targets) -> (total, count)`` made of a person's criterion; several threads may call it at once.
+    """``(outputs, targets) -> (total, count)`` made of a person's criterion; several threads may
+    call it at once.
 
     A module's tensors are used on the device of the outputs.
     """
@@ -39,18 +41,24 @@ class Criterion:
         self._totalled = Totalled(_as_mean(criterion))
         self._probed = self._totalled.is_known
 
-    def __call__(self, outputs: Any, targets: Any, count: Count | None = None) -> tuple[Tensor, Count]:
-        """Total and count of some rows: outputs (rows, classes), targets (rows, ...), or what the criterion takes.
+    def __call__(
+        self, outputs: Any, targets: Any, count: Count | None = None
+    ) -> tuple[Tensor, Count]:
+        """Total and count of some rows: outputs (rows, classes), targets (rows, ...), or what the
+        criterion takes.
 
-        Where the caller knows the ``count`` of all rows together, what is returned as count means nothing.
+        Where the caller knows the ``count`` of all rows together, what is returned as count means
+        nothing.
         """
         total, found = self._totalled(outputs, targets, 1)  # a mean over one sample is a sum
         if self._totalled.counts_items:
             return total, found
         if count is None:
             raise LossError(
-                f"{self._totalled.name} returned a scalar, which says nothing of how many tokens it "
-                "sums over: return (total, count) from it, or give their number: parallel_loss(..., count=tokens)"
+                f"{self._totalled.name} returned a scalar, which says nothing of how many tokens "
+                "it "
+                "sums over: return (total, count) from it, or give their number: "
+                "parallel_loss(..., count=tokens)"
             )
         if not self._probed:
             self._probe(outputs, targets, total)
@@ -74,19 +82,25 @@ class Criterion:
         if abs(together - value) > tolerance * max(abs(value), sum(map(abs, found))):
             raise LossError(
                 f"{self._totalled.name} is not a sum over tokens ({value:.6g} for all of them, and "
-                f'{together:.6g} for two parts added): use reduction="sum", or return (total, count)'
+                f'{together:.6g} for two parts added): use reduction="sum", or return (total, '
+                "count)"
             )
         self._probed = value != 0  # zeros (all ignored, say) show nothing
 
 
 def _as_mean(criterion: Any) -> Any:
-    """The mean that belongs to PyTorch's sum, since that one's count is known; anything else as it is."""
+    """The mean that belongs to PyTorch's sum, since that one's count is known; anything else as
+    it is.
+    """
     if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "sum":
         mean = copy.copy(criterion)
         mean.reduction = "mean"
         return mean if Totalled(mean).is_known else criterion  # a subclass may compute anything
     if not isinstance(criterion, functools.partial) or criterion.args:
         return criterion
-    if criterion.func in (F.cross_entropy, F.nll_loss) and criterion.keywords.get("reduction") == "sum":
+    if (
+        criterion.func in (F.cross_entropy, F.nll_loss)
+        and criterion.keywords.get("reduction") == "sum"
+    ):
         return functools.partial(criterion.func, **{**criterion.keywords, "reduction": "mean"})
     return criterion

@@ -1,12 +1,13 @@
-"""The split: which run of blocks makes which stage. Exact, by a dynamic program over the order of execution.
+"""The split: which run of blocks makes which stage. Exact, by a dynamic program over the order of
+execution.
 
 ::
 
-    best[s][j]  =  min over i < j of  max(best[s-1][i], time of blocks i to j-1)      s stages, the first j blocks
+    best[s][j]  =  min over i < j of  max(best[s-1][i], time of blocks i to j-1)  s stages, the first j blocks
 
-The slowest stage sets the pace of a pipeline, so the split with the fastest slowest stage is the best one. Among splits
-that are as fast (within ``slack``) the one is taken whose cuts send the fewest bytes on: between two residual blocks
-rather than inside of one.
+The slowest stage sets the pace of a pipeline, so the split with the fastest slowest stage is the
+best one. Among splits that are as fast (within ``slack``) the one is taken whose cuts send the
+fewest bytes on: between two residual blocks rather than inside of one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def split(
     devices: Sequence[str] = (),
     slack: float = 0.0,
 ) -> list[int]:
-    """Where each stage begins: its first block's place, for every stage, and the number of blocks at the end.
+    """Where each stage begins: its first block's place, for every stage, and the number of blocks
+    at the end.
 
     Args:
         blocks: in the order of execution.
@@ -43,23 +45,29 @@ def split(
         need: the bytes that a stage needs.
         capacity: of each stage's device, in bytes; None doesn't look at memory.
         devices: their names, for messages.
-        slack: how much slower than the fastest the slowest stage may be for fewer bytes to cross, as a share.
+        slack: how much slower than the fastest the slowest stage may be for fewer bytes to cross,
+            as a share.
 
     Raises:
         TooFewLayers: there are more stages than blocks.
         StrategyError: a device is too small for its stage.
     """
     if stages > len(blocks):
-        names = ", ".join(block.name or "the model" for block in blocks[:4]) + (", ..." if len(blocks) > 4 else "")
+        names = ", ".join(block.name or "the model" for block in blocks[:4]) + (
+            ", ..." if len(blocks) > 4 else ""
+        )
         raise TooFewLayers(
-            f"partition: {stages} stages, but the model has {counted(len(blocks), 'block')} that can be "
+            f"partition: {stages} stages, but the model has {counted(len(blocks), 'block')} that "
+            "can be "
             f"placed ({names}): use {counted(max(len(blocks), 1), 'device')}"
         )
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
 
     def cost(stage: int, first: int, last: int) -> Cost:
         """How many times too large a stage is for its device, and its time."""
-        share = 0.0 if capacity is None else need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
+        share = (
+            0.0 if capacity is None else need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
+        )
         return share if share > 1 else 0.0, before[last] - before[first]
 
     def slower(one: Cost, other: Cost) -> Cost:
@@ -78,12 +86,20 @@ def split(
     limit = 0.0, fastest * (1 + slack) + 1e-12
 
     def sent(stage: int, first: int, last: int) -> Cost:
-        """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of modules."""
-        if any(of_stage > most for of_stage, most in zip(cost(stage, first, last), limit, strict=True)):
+        """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of
+        modules.
+        """
+        if any(
+            of_stage > most for of_stage, most in zip(cost(stage, first, last), limit, strict=True)
+        ):
             return math.inf, 0.0
-        return (0.0, 0.0) if last == len(blocks) else (blocks[last - 1].crossing, _depth(blocks, last))
+        return (
+            (0.0, 0.0) if last == len(blocks) else (blocks[last - 1].crossing, _depth(blocks, last))
+        )
 
-    (least, _), bounds_of_least = _best(len(blocks), stages, sent, lambda a, b: (a[0] + b[0], a[1] + b[1]))
+    (least, _), bounds_of_least = _best(
+        len(blocks), stages, sent, lambda a, b: (a[0] + b[0], a[1] + b[1])
+    )
     return bounds if math.isinf(least) else bounds_of_least
 
 
@@ -112,6 +128,8 @@ def _best(
 
 
 def _depth(blocks: Sequence[Block], place: int) -> int:
-    """How deep inside of modules a cut before a block lies: the length of both names' common beginning."""
+    """How deep inside of modules a cut before a block lies: the length of both names' common
+    beginning.
+    """
     both = zip(blocks[place - 1].name.split("."), blocks[place].name.split("."), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))

@@ -1,8 +1,9 @@
-"""A job's model on one device: looked at, timed block by block, and tried for a moment with its stages on all devices.
+"""A job's model on one device: looked at, timed block by block, and tried for a moment with its
+stages on all devices.
 
-What blocks take one after the other says nothing of turns: a thread is woken, its caches are another micro-batch's, the
-interpreter and the memory are busy with the other stage. Each is small, and there are two turns of each stage for each
-micro-batch::
+What blocks take one after the other says nothing of turns: a thread is woken, its caches are
+another micro-batch's, the interpreter and the memory are busy with the other stage. Each is small,
+and there are two turns of each stage for each micro-batch::
 
     taken     |0F0 ·|0F1 ·|  ..  |0B0 ·|             a turn's cost: what is between both ends,
     simulated |0F0|0F1| .. |0B0|                     by the turns of a device
@@ -66,14 +67,20 @@ class Bench:
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
-        self._loss = Totalled(job.loss, self._precision.whole).copied()  # its state is the training's
+        self._loss = Totalled(
+            job.loss, self._precision.whole
+        ).copied()  # its state is the training's
 
     def fixed(self, block: Block) -> float:
-        """Bytes that a block takes besides activations: parameters, their gradients, the optimizer's state."""
+        """Bytes that a block takes besides activations: parameters, their gradients, the
+        optimizer's state.
+        """
         return block.parameters + (1 + self._state_copies) * block.trained
 
     def part(self, size: int, start: int = 0) -> Part:
-        """So many samples of the first micro-batch, on the device, in the job's format and layout."""
+        """So many samples of the first micro-batch, on the device, in the job's format and
+        layout.
+        """
         device, dtype, whole = self._home, self._precision.whole, self.first.size
         inputs, targets = (
             nest if size == whole else cut(nest, start=start, size=size, whole=whole)
@@ -83,7 +90,9 @@ class Bench:
         return Part(inputs, to_device(targets, device, dtype), size, self.first.of)
 
     def look(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> Look:
-        """The blocks with their costs for a part; estimated where the model and the part don't fit on the device."""
+        """The blocks with their costs for a part; estimated where the model and the part don't
+        fit on the device.
+        """
 
         def forward(inputs: Any) -> Any:
             with self._precision.autocast():
@@ -96,7 +105,9 @@ class Bench:
         total = functools.partial(self.total, part, self.model)
         try:
             with self._kept():
-                blocks = measured(self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds)
+                blocks = measured(
+                    self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds
+                )
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -104,7 +115,9 @@ class Bench:
         return replace(seen, blocks=blocks, measured=True)
 
     def _kept(self) -> contextlib.ExitStack:
-        """In which forwards are only tried: what they and the loss change outside of the model comes back."""
+        """In which forwards are only tried: what they and the loss change outside of the model
+        comes back.
+        """
         stack = contextlib.ExitStack()
         for outside in (OutsideVariables.of_model(self.model), self._loss.outside):
             stack.enter_context(outside.kept())
@@ -125,7 +138,8 @@ class Bench:
         *,
         seconds: float = 1.0,
     ) -> float | None:
-        """Seconds of forward and backward of the batch by a schedule, on slots; None where micro-batches can't overlap.
+        """Seconds of forward and backward of the batch by a schedule, on slots; None where
+        micro-batches can't overlap.
 
         It goes on for so many ``seconds`` after the updates that show the route.
         """
@@ -135,7 +149,9 @@ class Bench:
         parts = [self.part(size, start) for size, start in zip(sizes, starts, strict=False)]
         place_of = devices_of(schedule)
         places = [place_of[stage] for stage in range(len(place_of))]
-        Layers(model, stage_of(model, device_map, len(places)), [devices[place] for place in places])
+        Layers(
+            model, stage_of(model, device_map, len(places)), [devices[place] for place in places]
+        )
         with alone(tuple(devices)) as world, self._kept():
             runner = Runner(model, world, lambda count: schedule, places)
 
@@ -147,7 +163,12 @@ class Bench:
             def update() -> float:
                 model.zero_grad()
                 began = time.perf_counter()
-                runner.run(lambda number: None, forward, lambda number, loss: torch.autograd.backward(loss), len(sizes))
+                runner.run(
+                    lambda number: None,
+                    forward,
+                    lambda number, loss: torch.autograd.backward(loss),
+                    len(sizes),
+                )
                 return time.perf_counter() - began
 
             update()
@@ -162,7 +183,8 @@ class Bench:
 
 
 def state_copies(job: Job) -> float:
-    """How many times its parameters the job's optimizer keeps beside them: 0 for SGD, 1 with momentum, 2 for Adam.
+    """How many times its parameters the job's optimizer keeps beside them: 0 for SGD, 1 with
+    momentum, 2 for Adam.
 
     It is asked with one small parameter; where it won't take that, it is taken for Adam.
     """
@@ -172,7 +194,10 @@ def state_copies(job: Job) -> float:
         probe.grad = torch.ones(8)
         optimizer.step()
         kept = optimizer.state.get(probe, {}).values()
-        return sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1) / probe.numel()
+        return (
+            sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1)
+            / probe.numel()
+        )
     except Exception:  # groups by name, say, which this parameter isn't in
         return 2.0
 
@@ -189,19 +214,20 @@ def measured(
 ) -> tuple[Block, ...]:
     """The same blocks with measured times, medians of a few rounds. The model is left as it is.
 
-    One clock, and marks: when a block begins, the time until the next one begins is its own. In backward the gradient
-    of a block's output is what says that its backward begins. Nothing is put into the graph, so operators in place are
-    of no concern::
+    One clock, and marks: when a block begins, the time until the next one begins is its own. In
+    backward the gradient of a block's output is what says that its backward begins. Nothing is put
+    into the graph, so operators in place are of no concern::
 
-        forward     |block 0      |block 1   |block 2        |loss
-        backward    |loss, block 2     |block 1    |block 0              marks at the gradients of their outputs
+        forward   |block 0      |block 1   |block 2        |loss
+        backward  |loss, block 2     |block 1    |block 0         marks at the gradients of their outputs
 
     Args:
         model: on the device, in the mode in which it trains.
         blocks: as a look at the forward found them.
         total: one forward and the loss.
         device: the model's.
-        adds: whether backward adds to gradients that are there, as it does for every micro-batch but a batch's first.
+        adds: whether backward adds to gradients that are there, as it does for every micro-batch
+            but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
         rounds: how many there are at least.
     """
@@ -216,7 +242,9 @@ def measured(
                 model.zero_grad()
             taken.append(_round(model, names, total, device))
     usual = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
-    return tuple(replace(one, forward=usual["F", one.name], backward=usual["B", one.name]) for one in blocks)
+    return tuple(
+        replace(one, forward=usual["F", one.name], backward=usual["B", one.name]) for one in blocks
+    )
 
 
 def _round(

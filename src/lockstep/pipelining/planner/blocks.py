@@ -1,12 +1,15 @@
-"""Blocks: the parts of a model between which it may be cut, in the order in which forward comes to them.
+"""Blocks: the parts of a model between which it may be cut, in the order in which forward comes to
+them.
 
-A block is a module that is called and holds parameters or buffers: a layer, or as much as can't be taken apart (an
-attention that uses its output layer's weights without calling it). Everything else that forward does, activations
-without parameters, additions, reshaping, belongs to the block before it: it runs where that one left its result. So no
-container needs to be called (a ``ModuleList`` never is), and skips, dictionaries and control flow are of no concern.
+A block is a module that is called and holds parameters or buffers: a layer, or as much as can't be
+taken apart (an attention that uses its output layer's weights without calling it). Everything else
+that forward does, activations without parameters, additions, reshaping, belongs to the block before
+it: it runs where that one left its result. So no container needs to be called (a ``ModuleList``
+    never is), and skips, dictionaries and control flow are of no concern.
 
-What a block costs is estimated from a look at one forward (`trace`), so without a run: matrix products and convolutions
-by their operations, the rest by the bytes that it moves, backward by what it has to compute. Bytes are exact.
+What a block costs is estimated from a look at one forward (`trace`), so without a run: matrix
+products and convolutions by their operations, the rest by the bytes that it moves, backward by what
+it has to compute. Bytes are exact.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ _LARGE = 0.125
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a model that stays whole: a module. Activations and what crosses are those of a batch."""
+    """A part of a model that stays whole: a module. Activations and what crosses are those of a
+    batch.
+    """
 
     name: str
     forward: float = 0.0  # seconds, or what is estimated to be in proportion to them
@@ -48,7 +53,9 @@ class Look:
     """The blocks of a model with their costs, in the order in which forward comes to them."""
 
     blocks: tuple[Block, ...]
-    loose: dict[str, int]  # by parameter or buffer that belongs to no block, the place of the first block that uses it
+    loose: dict[
+        str, int
+    ]  # by parameter or buffer that belongs to no block, the place of the first block that uses it
     fake: bool  # whether the forward was followed without running
     measured: bool = False  # whether times were measured, or estimated
 
@@ -80,20 +87,37 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
         trained = [p for p in module.parameters() if p.requires_grad]
         forward = sum(segment.seconds for segment in segments)
         # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
-        kinds = any(segment.has_gradient for segment in segments if segment.name == name) + bool(trained)
+        kinds = any(segment.has_gradient for segment in segments if segment.name == name) + bool(
+            trained
+        )
         parameters = bytes_of([*module.parameters(), *module.buffers()])
         kept = sum(segment.kept for segment in segments)
         calls = max(seen.calls[name], 1)
-        return Block(name, forward, kinds * forward, parameters, bytes_of(trained), kept, crossing, calls)
+        return Block(
+            name, forward, kinds * forward, parameters, bytes_of(trained), kept, crossing, calls
+        )
 
     blocks = tuple(map(block, names, inside, crossing))
-    first_use = {name: used[storage][0] for storage, names in seen.state.items() if storage in used for name in names}
+    first_use = {
+        name: used[storage][0]
+        for storage, names in seen.state.items()
+        if storage in used
+        for name in names
+    }
     return Look(blocks, loose_of(model, names, first_use), seen.fake)
 
 
-def loose_of(model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]) -> dict[str, int]:
-    """The parameters and buffers outside of all blocks; one that forward doesn't use goes with what is named before."""
-    of_block = {id(m): place for place, name in enumerate(names) for m in model.get_submodule(name).modules()}
+def loose_of(
+    model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]
+) -> dict[str, int]:
+    """The parameters and buffers outside of all blocks; one that forward doesn't use goes with
+    what is named before.
+    """
+    of_block = {
+        id(m): place
+        for place, name in enumerate(names)
+        for m in model.get_submodule(name).modules()
+    }
     found: dict[str, int] = {}
     latest = 0
     for prefix, module in model.named_modules():
@@ -112,22 +136,28 @@ def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield key, tensor
 
 
-def block_names(model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = ()) -> list[str]:
+def block_names(
+    model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = ()
+) -> list[str]:
     """The names of a model's blocks, in the order of the model's modules.
 
-    A module is taken apart where all its parameters belong to modules inside that are called. Where some don't (a table
-    of positions beside the layers), it stays whole, unless it is large: then those parameters go with the first block
-    that uses them.
+    A module is taken apart where all its parameters belong to modules inside that are called. Where
+    some don't (a table of positions beside the layers), it stays whole, unless it is large: then
+    those parameters go with the first block that uses them.
 
     Args:
         model: whose blocks they are.
-        called: for each module that forward calls, by name, which share of the whole it takes, from 0 to 1.
-        repeated: those that it calls more than once. They stay whole: cut inside, each call would go to and fro.
+        called: for each module that forward calls, by name, which share of the whole it takes, from
+            0 to 1.
+        repeated: those that it calls more than once. They stay whole: cut inside, each call would
+            go to and fro.
     """
     names = {id(module): name for name, module in model.named_modules()}
 
     def inside(module: nn.Module) -> tuple[list[str], bool]:
-        """The blocks in a module, and whether anything in it that has state belongs to none of them."""
+        """The blocks in a module, and whether anything in it that has state belongs to none of
+        them.
+        """
         found: list[str] = []
         left = any(True for _ in _own_state(module))
         for child in module._modules.values():
@@ -146,14 +176,20 @@ def block_names(model: nn.Module, called: Mapping[str, float], repeated: Collect
 
 
 def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
-    """The device map of a split: as few names as say it, each with everything below it on one stage.
+    """The device map of a split: as few names as say it, each with everything below it on one
+    stage.
 
     A container whose layers are on several stages is not in it, but its parts are.
     """
     places = {**{block.name: place for place, block in enumerate(look.blocks)}, **look.loose}
     stages = {name: bisect.bisect_right(bounds, place) - 1 for name, place in places.items()}
-    of_module = {id(module): stages[name] for name, module in model.named_modules() if name in stages}
-    every = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    of_module = {
+        id(module): stages[name] for name, module in model.named_modules() if name in stages
+    }
+    every = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
     loose = {id(tensor): stages[name] for name, tensor in every if name in stages}
     found: dict[str, int] = {}
 

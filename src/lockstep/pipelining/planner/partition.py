@@ -1,4 +1,5 @@
-"""The partition: which layers go to which device, found by measuring them, and shown as a table and a map to paste.
+"""The partition: which layers go to which device, found by measuring them, and shown as a table and
+a map to paste.
 
 ::
 
@@ -38,7 +39,9 @@ from lockstep.tensors.byte_size import size
 
 _SUMMED = ("forward", "backward", "parameters", "trained", "activations")
 SLACK = 0.01
-"""How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next: less than noise."""
+"""How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next:
+less than noise.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +50,9 @@ class Stage(Block):
 
     device: Device
     blocks: tuple[Block, ...]
-    need: float  # bytes: weights, their gradients, the optimizer's state, activations of the micro-batches it holds
+    # bytes: weights, their gradients, the optimizer's state, activations of the micro-batches it
+    # holds
+    need: float
     capacity: float | None  # bytes of the device; None where that isn't known
 
 
@@ -76,7 +81,9 @@ class Partition:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster than one device, with so many micro-batches that filling and draining don't count."""
+        """How many times faster than one device, with so many micro-batches that filling and
+        draining don't count.
+        """
         times: dict[Device, float] = {}
         for stage in self.stages:
             times[stage.device] = times.get(stage.device, 0.0) + stage.time
@@ -84,31 +91,45 @@ class Partition:
         return sum(times.values()) / slowest if slowest else 1.0
 
     def lines(self, width: int = 80) -> list[str]:
-        """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width`` columns wide."""
+        """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width``
+        columns wide.
+        """
 
         def wrapped(text: str, indent: str = "") -> list[str]:
             return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
 
         how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
         stages, blocks = counted(len(self.stages), "stage"), counted(len(self.blocks), "block")
-        lines = wrapped(f"{stages} of {blocks}; {how}, a micro-batch of {counted(self.samples, 'sample')}")
+        lines = wrapped(
+            f"{stages} of {blocks}; {how}, a micro-batch of {counted(self.samples, 'sample')}"
+        )
         slowest = max(stage.time for stage in self.stages) or 1.0
         for number, stage in enumerate(self.stages):
             first = f"stage {number}, {stage.device}  "
-            lines.append((first + _bar(stage.time / slowest, max(4, min(24, width - len(first))))).rstrip())
+            lines.append(
+                (first + _bar(stage.time / slowest, max(4, min(24, width - len(first))))).rstrip()
+            )
             lines += wrapped(
-                f"forward {_milliseconds(stage.forward)}, backward {_milliseconds(stage.backward)}, "
+                f"forward {_milliseconds(stage.forward)}, backward "
+                f"{_milliseconds(stage.backward)}, "
                 f"weights {size(stage.parameters)}, activations {size(stage.activations)}",
                 "      ",
             )
             several = f", {len(stage.blocks)} blocks" if len(stage.blocks) > 1 else ""
-            fits = f"; {size(stage.need)} of {size(stage.capacity)}" if stage.capacity is not None else ""
+            fits = (
+                f"; {size(stage.need)} of {size(stage.capacity)}"
+                if stage.capacity is not None
+                else ""
+            )
             lines += wrapped(f"{stage.name}{several}{fits}", "      ")
         if len(self.stages) > 1:
             lines += wrapped(f"at most {self.speed_up:.3g} times as fast as one device")
         for note in self.notes:
             lines += wrapped(f"note: {note}")
-        lines += [*wrapped("below, for MP and PP; --map takes what is in braces, or a file of it"), ""]
+        lines += [
+            *wrapped("below, for MP and PP; --map takes what is in braces, or a file of it"),
+            "",
+        ]
         pasted = f"device_map={json.dumps(self.device_map)}"
         return lines + textwrap.wrap(
             pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
@@ -147,20 +168,24 @@ def partition(
         print(found)               # a table
         found.device_map           # {"stem": 0, "layer1": 0, "layer2": 1, ...}
 
-    Each block is timed on the first device, on the job's first batch, and the run of blocks for each device is chosen
-    so that the slowest device is as fast as can be, and each fits into its memory. Nothing of the job is changed.
+    Each block is timed on the first device, on the job's first batch, and the run of blocks for
+    each device is chosen so that the slowest device is as fast as can be, and each fits into its
+    memory. Nothing of the job is changed.
 
     Args:
         job: as in ``train``.
         devices: one for each stage.
-        microbatches: that each global batch will be cut in; one of them is what is timed, and 1F1B what is held.
+        microbatches: that each global batch will be cut in; one of them is what is timed, and 1F1B
+            what is held.
         measured: False estimates times from operations and bytes, without a run.
-        memory: bytes of each device, or of all; None asks the devices (slots share the machine's memory).
+        memory: bytes of each device, or of all; None asks the devices (slots share the machine's
+            memory).
         seconds: how long to measure, at least.
         settings: fields of the job that are replaced.
 
     Raises:
-        StrategyError: there are more devices than blocks, or a device is too small for its stage (both sizes are said).
+        StrategyError: there are more devices than blocks, or a device is too small for its stage
+            (both sizes are said).
         JobError: the job can't be loaded, or its model doesn't take its data.
     """
     if microbatches < 1:
@@ -169,7 +194,9 @@ def partition(
     loaded = the_job(with_settings(as_job(job), settings))
     loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
     schedule = one_f_one_b(len(chosen), microbatches)
-    return found_for(loaded, chosen, schedule, capacities(chosen, memory), measure=measured, seconds=seconds)
+    return found_for(
+        loaded, chosen, schedule, capacities(chosen, memory), measure=measured, seconds=seconds
+    )
 
 
 def found_for(
@@ -183,7 +210,8 @@ def found_for(
 ) -> Partition:
     """As ``partition``, for a job that is loaded; its first micro-batch is what is looked at.
 
-    The schedule says how many micro-batches a stage holds; without capacities memory isn't looked at.
+    The schedule says how many micro-batches a stage holds; without capacities memory isn't looked
+    at.
     """
     with alone(tuple(devices[:1])) as world:
         bench = Bench(job, world)
@@ -191,10 +219,13 @@ def found_for(
     notes = []
     if measure and not look.measured:
         notes.append(
-            f"the model with a micro-batch of {bench.first.size} doesn't fit on {bench.device}: times are estimated"
+            f"the model with a micro-batch of {bench.first.size} doesn't fit on {bench.device}: "
+            "times are estimated"
         )
     held = simulate(schedule).held_by_stage()
-    return divided(bench, look, bench.first.size, devices, capacity=capacity, held=held, notes=notes)
+    return divided(
+        bench, look, bench.first.size, devices, capacity=capacity, held=held, notes=notes
+    )
 
 
 def divided(
@@ -208,7 +239,8 @@ def divided(
     held: Mapping[int, float] | None = None,
     notes: Sequence[str] = (),
 ) -> Partition:
-    """The best run of blocks for each stage, or those that a device map says, which need not follow one another.
+    """The best run of blocks for each stage, or those that a device map says, which need not follow
+    one another.
 
     Args:
         bench: whose blocks they are.
@@ -227,19 +259,35 @@ def divided(
         return sum(bench.fixed(block) + held[stage] * block.activations for block in run)
 
     if given is None:
-        bounds = split(blocks, len(devices), need=need, capacity=capacity, devices=list(map(str, devices)), slack=SLACK)
+        bounds = split(
+            blocks,
+            len(devices),
+            need=need,
+            capacity=capacity,
+            devices=list(map(str, devices)),
+            slack=SLACK,
+        )
         runs = [blocks[i:j] for i, j in itertools.pairwise(bounds)]
         found = map_of(bench.model, look, bounds)
     else:
-        runs = [tuple(b for b in blocks if (longest(b.name, given) or 0) == stage) for stage in range(len(devices))]
+        runs = [
+            tuple(b for b in blocks if (longest(b.name, given) or 0) == stage)
+            for stage in range(len(devices))
+        ]
         found = dict(given)
     stages = []
     for number, (device, run) in enumerate(zip(devices, runs, strict=True)):
         names = [block.name or "the model" for block in run] or ["nothing"]
-        sums: dict[str, Any] = {what: sum(getattr(block, what) for block in run) for what in _SUMMED}
+        sums: dict[str, Any] = {
+            what: sum(getattr(block, what) for block in run) for what in _SUMMED
+        }
         room = None if capacity is None else capacity[number]
         name = " to ".join(dict.fromkeys((names[0], names[-1])))
-        stages.append(Stage(name=name, device=device, blocks=run, need=need(number, run), capacity=room, **sums))
+        stages.append(
+            Stage(
+                name=name, device=device, blocks=run, need=need(number, run), capacity=room, **sums
+            )
+        )
     again = [
         f'"{block.name}" is called {block.calls} times, and counted where it is called first'
         for block in blocks
@@ -249,16 +297,23 @@ def divided(
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
-    """A device map by the layers' parameters, in the order in which they were registered, without any forward.
+    """A device map by the layers' parameters, in the order in which they were registered, without
+    any forward.
 
     The blocks of a list stay whole where there are enough of them. A device has ``each`` stages.
 
     Raises:
         StrategyError: there are fewer layers than stages.
     """
-    numbers = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()}
+    numbers = {
+        name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()
+    }
     whole = tuple(f"{name}." for name in found_blocks(model))
-    coarse = {name: number / max(numbers[""], 1) for name, number in numbers.items() if not name.startswith(whole)}
+    coarse = {
+        name: number / max(numbers[""], 1)
+        for name, number in numbers.items()
+        if not name.startswith(whole)
+    }
     names = block_names(model, coarse)
     if len(names) < stages:
         names = block_names(model, dict.fromkeys(numbers, 1.0))
@@ -274,7 +329,13 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     blocks = []
     own = dict(model.named_parameters())
     for name in pieces:
-        its = {own[name]} if name in own else set() if name in loose else set(model.get_submodule(name).parameters())
+        its = (
+            {own[name]}
+            if name in own
+            else set()
+            if name in loose
+            else set(model.get_submodule(name).parameters())
+        )
         parameters = its - seen  # tied ones count once
         seen |= parameters
         blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
@@ -290,11 +351,14 @@ def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) ->
         sizes = [memory] * len(devices) if isinstance(memory, int) else list(memory)
         if len(sizes) != len(devices):
             raise StrategyError(
-                f"partition: {len(sizes)} sizes of memory for {len(devices)} devices: give one for each"
+                f"partition: {len(sizes)} sizes of memory for {len(devices)} devices: give one "
+                "for each"
             )
         return [float(byte) for byte in sizes]
     if devices[0].is_slot:
-        return [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)] * len(devices)
+        return [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)] * len(
+            devices
+        )
     try:
         return [float(free_memory(device)) for device in devices]
     except RuntimeError:  # its allocator doesn't count

@@ -1,11 +1,14 @@
-"""The whole plan of a pipeline for a job: measured at three sizes of micro-batch, split, simulated, chosen, tried.
+"""The whole plan of a pipeline for a job: measured at three sizes of micro-batch, split, simulated,
+chosen, tried.
 
-More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample. So each stage's
-time is known for two sizes of micro-batch or more, and is taken to be a straight line between them::
+More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample.
+So each stage's time is known for two sizes of micro-batch or more, and is taken to be a straight
+line between them::
 
     time of a stage for n samples  =  a + b n        a: what each micro-batch costs, however small
 
-Every schedule is simulated with every number of micro-batches; what doesn't fit into the devices' memory is left out.
+Every schedule is simulated with every number of micro-batches; what doesn't fit into the devices'
+memory is left out.
 """
 
 from __future__ import annotations
@@ -33,14 +36,19 @@ NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""
 
 _LEAST = 0.1
-"""Of a time that was measured, what is left where a try of the choice took less than was simulated."""
+"""Of a time that was measured, what is left where a try of the choice took less than was
+simulated.
+"""
 
 _NEAR = 1.01
-"""What is slower than the fastest by no more than that is as good, and then the one that holds less is taken."""
+"""What is slower than the fastest by no more than that is as good, and then the one that holds
+less is taken.
+"""
 
 _CUTS = (8, 32)
-"""Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks are divided by these
-times), and in the smallest that may be."""
+"""Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks
+are divided by these times), and in the smallest that may be.
+"""
 
 _TRIALS = 3
 
@@ -61,7 +69,9 @@ class Plan:
 
     places: tuple[int, ...]  # for each stage the device that holds it
     costs: tuple[Costs, ...]
-    turn: float = 0.0  # seconds that each turn of a stage takes beyond its costs, where micro-batches overlap
+    turn: float = (
+        0.0  # seconds that each turn of a stage takes beyond its costs, where micro-batches overlap
+    )
 
     @property
     def devices(self) -> int:
@@ -74,7 +84,10 @@ class Plan:
             yield "1f1b", one_f_one_b(self.devices, microbatches)
             yield "gpipe", gpipe(self.devices, microbatches)
         elif self.places == tuple(s % self.devices for s in range(len(self.places))):
-            yield "interleaved", interleaved(self.devices, microbatches, len(self.places) // self.devices)
+            yield (
+                "interleaved",
+                interleaved(self.devices, microbatches, len(self.places) // self.devices),
+            )
         yield "fitted", None
 
 
@@ -88,8 +101,12 @@ class Candidate:
     order: Schedule
     timeline: Timeline
     peak: tuple[float, ...]  # bytes that each device holds at most
-    filled: tuple[float, ...]  # those, as shares of what each device has; 0 where memory isn't looked at
-    cutting: float  # how many times the work of the whole batch its micro-batches take together, with what turns cost
+    filled: tuple[
+        float, ...
+    ]  # those, as shares of what each device has; 0 where memory isn't looked at
+    # how many times the work of the whole batch its micro-batches take together, with what turns
+    # cost
+    cutting: float
 
     @property
     def fits(self) -> bool:
@@ -102,8 +119,12 @@ class Candidate:
         return self.timeline.makespan
 
     def corrected(self, plan: Plan, taken: float) -> Plan:
-        """A plan with turns that cost as much as it takes for this candidate to last so many seconds, as it did."""
-        return replace(plan, turn=self.plan.turn + (taken - self.seconds) / max(map(len, self.order)))
+        """A plan with turns that cost as much as it takes for this candidate to last so many
+        seconds, as it did.
+        """
+        return replace(
+            plan, turn=self.plan.turn + (taken - self.seconds) / max(map(len, self.order))
+        )
 
     @property
     def name(self) -> str:
@@ -116,7 +137,9 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate for a global batch of so many samples, and all of them, the fastest first."""
+    """The best candidate for a global batch of so many samples, and all of them, the fastest
+    first.
+    """
 
     best: Candidate
     samples: int
@@ -128,12 +151,17 @@ class Choice:
         best = self.best
         whole = best.seconds * best.timeline.speed_up / best.cutting
         why = (
-            f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for {counted(self.samples, 'sample')}, "
+            f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for "
+            f"{counted(self.samples, 'sample')}, "
             f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost {best.cutting:.2f})"
+            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost "
+            f"{best.cutting:.2f})"
         )
         if whole < best.seconds and best.plan.devices > 1:
-            why += "; cutting costs more here than overlapping gains: one device, or larger batches, would be faster"
+            why += (
+                "; cutting costs more here than overlapping gains: one device, or larger "
+                "batches, would be faster"
+            )
         return why
 
 
@@ -147,7 +175,8 @@ def choose_schedule(
 ) -> Choice:
     """Simulate every schedule with every number of micro-batches, and take the fastest that fits.
 
-    The batch is of so many samples; its micro-batches have one at least. Arguments are as in ``planned``.
+    The batch is of so many samples; its micro-batches have one at least. Arguments are as in
+    ``planned``.
 
     Raises:
         StrategyError: nothing fits (both sizes are said), or there is nothing to choose from.
@@ -162,7 +191,8 @@ def choose_schedule(
     ]
     if not found:
         raise StrategyError(
-            f"schedule: there is nothing to choose from: {len(plans)} plans, schedules {schedules or 'all'}, "
+            f"schedule: there is nothing to choose from: {len(plans)} plans, schedules "
+            f"{schedules or 'all'}, "
             f"micro-batches {list(microbatches)} of a batch of {batch}"
         )
     fitting = [candidate for candidate in found if candidate.fits]
@@ -170,13 +200,21 @@ def choose_schedule(
         nearest = min(found, key=lambda candidate: max(candidate.filled))
         device = nearest.filled.index(max(nearest.filled))
         raise StrategyError(
-            f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device {device}, which has "
-            f"{said(capacity[device])}: use more devices, a smaller batch_size, or activation_checkpointing"
+            f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device "
+            f"{device}, which has "
+            f"{said(capacity[device])}: use more devices, a smaller batch_size, or "
+            "activation_checkpointing"
         )
     fastest = min(candidate.seconds for candidate in fitting)
     best = min(
         (candidate for candidate in fitting if candidate.seconds <= _NEAR * fastest),
-        key=lambda c: (len(c.plan.places), max(c.peak), c.microbatches, c.schedule == "fitted", c.seconds),
+        key=lambda c: (
+            len(c.plan.places),
+            max(c.peak),
+            c.microbatches,
+            c.schedule == "fitted",
+            c.seconds,
+        ),
     )
     return Choice(best, batch, tuple(sorted(found, key=lambda c: c.seconds)))
 
@@ -184,7 +222,8 @@ def choose_schedule(
 def at(points: Mapping[int, float], samples: int) -> float:
     """The time for so many samples, on the straight line through the two nearest sizes.
 
-    Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch is never cheaper.
+    Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
+    is never cheaper.
     """
     sizes = sorted(points)
     if samples in points:
@@ -199,20 +238,27 @@ def at(points: Mapping[int, float], samples: int) -> float:
     return max(value, points[sizes[0]] * samples / sizes[0]) if samples < sizes[0] else value
 
 
-def _candidates(batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None) -> Iterator[Candidate]:
+def _candidates(
+    batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None
+) -> Iterator[Candidate]:
     sizes = share_sizes(batch, microbatches)
     turn = plan.turn if microbatches > 1 else 0.0  # one alone has nobody to take turns with
 
     def times(points: Mapping[int, float]) -> list[float]:
         return [max(_LEAST * at(points, size), at(points, size) + turn) for size in sizes]
 
-    forward, backward = [times(cost.forward) for cost in plan.costs], [times(cost.backward) for cost in plan.costs]
+    forward, backward = (
+        [times(cost.forward) for cost in plan.costs],
+        [times(cost.backward) for cost in plan.costs],
+    )
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
     for name, order in plan.schedules(microbatches):
         order = order or fitted(plan.places, microbatches, forward, backward)
         timeline = simulate(order, forward, backward)
-        peak = list(timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}))
+        peak = list(
+            timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)})
+        )
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
         room = capacity or [math.inf] * len(peak)
@@ -232,12 +278,14 @@ def planned(
     seconds: float = 1.0,
     tried: bool = True,
 ) -> tuple[Partition, Choice]:
-    """Measure a job's blocks, and choose how many micro-batches to cut its batches in, and in which order they go.
+    """Measure a job's blocks, and choose how many micro-batches to cut its batches in, and in which
+    order they go.
 
     Args:
         job: its first accumulation part is what is measured.
         devices: the stages go over them.
-        device_map: the stage of each layer, where that is given; ``chunks`` then has one number, that goes with it.
+        device_map: the stage of each layer, where that is given; ``chunks`` then has one number,
+            that goes with it.
         schedules: those that may be taken; None is all.
         microbatches: the numbers that may be taken, of each accumulation part.
         chunks: how many stages a device may have.
@@ -246,7 +294,8 @@ def planned(
         tried: whether to run what is chosen for a moment, to choose with what turns cost.
 
     Returns:
-        The partition that goes with the choice (of a device's several stages each is a stage of it), and the choice.
+        The partition that goes with the choice (of a device's several stages each is a stage of
+        it), and the choice.
 
     Raises:
         TooFewLayers: there are more stages than blocks.
@@ -265,7 +314,9 @@ def planned(
             continue
         places = tuple(stage % len(devices) for stage in range(stages))
         # What is held is looked at by the simulation, which knows the schedule.
-        found = divided(bench, looks[near], near, [devices[place] for place in places], given=device_map)
+        found = divided(
+            bench, looks[near], near, [devices[place] for place in places], given=device_map
+        )
         partitions[places] = found
         plans.append(Plan(places, _costs(bench, looks, found)))
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
@@ -274,7 +325,9 @@ def planned(
     numbers = [number for number in numbers if batch // number > too_small] or numbers
 
     def choose(plans: Sequence[Plan]) -> Choice:
-        return choose_schedule(batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers)
+        return choose_schedule(
+            batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers
+        )
 
     def seconds_of(best: Candidate) -> float | None:
         if best.microbatches == 1:
@@ -291,9 +344,13 @@ def planned(
 
 
 def _tried(
-    plans: Sequence[Plan], choose: Callable[[Sequence[Plan]], Choice], seconds_of: Callable[[Candidate], float | None]
+    plans: Sequence[Plan],
+    choose: Callable[[Sequence[Plan]], Choice],
+    seconds_of: Callable[[Candidate], float | None],
 ) -> Choice:
-    """The fastest of up to three choices that were run, each made with what turns cost in the one before."""
+    """The fastest of up to three choices that were run, each made with what turns cost in the
+    one before.
+    """
     fastest = math.inf
     choice = found = choose(plans)
     names: set[str] = set()
@@ -305,12 +362,15 @@ def _tried(
         choice = choose([best.corrected(plan, taken) for plan in plans])
         if taken < fastest:
             fastest = taken
-            found = replace(choice, best=next(one for one in choice.candidates if one.name == best.name))
+            found = replace(
+                choice, best=next(one for one in choice.candidates if one.name == best.name)
+            )
     return found
 
 
 def _looks(bench: Bench, seconds: float) -> tuple[dict[int, Look], int]:
-    """The costs of the blocks by the samples of a micro-batch, and the first size that the model can't take (0: none).
+    """The costs of the blocks by the samples of a micro-batch, and the first size that the model
+    can't take (0: none).
 
     A size with which forward goes another way tells nothing of the blocks, and is left out.
     """
@@ -333,8 +393,13 @@ def _costs(bench: Bench, looks: Mapping[int, Look], found: Partition) -> tuple[C
     same = {size: blocks for size, blocks in by_name.items() if set(blocks) == set(names)}
     return tuple(
         Costs(
-            forward={size: sum(same[size][block.name].forward for block in stage.blocks) for size in same},
-            backward={size: sum(same[size][block.name].backward for block in stage.blocks) for size in same},
+            forward={
+                size: sum(same[size][block.name].forward for block in stage.blocks) for size in same
+            },
+            backward={
+                size: sum(same[size][block.name].backward for block in stage.blocks)
+                for size in same
+            },
             kept=stage.activations / found.samples,
             fixed=sum(map(bench.fixed, stage.blocks)),
         )

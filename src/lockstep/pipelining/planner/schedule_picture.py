@@ -1,8 +1,9 @@
-"""Pictures of a timeline: a grid of characters for the terminal, a drawing for a file. Simulated or measured alike.
+"""Pictures of a timeline: a grid of characters for the terminal, a drawing for a file. Simulated or
+measured alike.
 
 ::
 
-    0  F0 F1 F2 F3 ········· B0 F4 B1 F5 B2 ··· B3        a device's actions, as long as they took; it waits in the dots
+    0  F0 F1 F2 F3 ········· B0 F4 B1 F5 B2 ··· B3  a device's actions, as long as they took; it waits in the dots
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ LONG = "─"
 CUT = " … "
 
 KEY = (
-    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device that waits, "
+    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device "
+    "that waits, "
     f"F0{LONG * 2} an action that goes on,{CUT}the middle, left out. "
-    "Bubble: the share of the devices' time that is waited; speed-up: over one device that does the same alone; "
+    "Bubble: the share of the devices' time that is waited; speed-up: over one device that does "
+    "the same alone; "
     "held: forward is done and backward is not, for each device"
 )
 """What should be known to read a grid and the line below it."""
@@ -34,14 +37,17 @@ KEY = (
 def grid(timeline: Timeline, width: int = 80) -> list[str]:
     """A line for each device, at most ``width`` columns wide.
 
-    The scale is one for all: an action of the usual length is as wide as its name. Where the whole is wider than the
-    terminal, its middle, in which the same goes on and on, is left out.
+    The scale is one for all: an action of the usual length is as wide as its name. Where the whole
+    is wider than the terminal, its middle, in which the same goes on and on, is left out.
     """
     spans = [span for mine in timeline.devices for span in mine]
     if not spans:
         return []
     several = len({span.action.stage for span in spans}) > len(timeline.devices)
-    names = {span.action: str(span.action) if several else str(span.action).lstrip("0123456789") for span in spans}
+    names = {
+        span.action: str(span.action) if several else str(span.action).lstrip("0123456789")
+        for span in spans
+    }
     longest = max(map(len, names.values()))
     head = f"{{:>{len(str(len(timeline.devices) - 1))}}}  "
     room = max(width - len(head.format(0)), 2 * longest + len(CUT))
@@ -55,7 +61,9 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
         right = room - len(CUT) - left
         # What was cut through is left out: half a name would be another one.
         rows = [
-            re.sub(r"[\dFB]+$", _spaces, row[:left]) + CUT + re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
+            re.sub(r"[\dFB]+$", _spaces, row[:left])
+            + CUT
+            + re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
             for row in rows
         ]
     return [(head.format(device) + row).rstrip() for device, row in enumerate(rows)]
@@ -63,18 +71,26 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 
 def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
     """The title, the grid, and the bubble below it."""
-    return [*textwrap.wrap(f"{title}:", width), *grid(timeline, width), *textwrap.wrap(summary(timeline), width)]
+    return [
+        *textwrap.wrap(f"{title}:", width),
+        *grid(timeline, width),
+        *textwrap.wrap(summary(timeline), width),
+    ]
 
 
 def _scale(timeline: Timeline, cell: int) -> float:
-    """Columns for each unit of time: a short action has room for its name, unless it is much shorter than most."""
+    """Columns for each unit of time: a short action has room for its name, unless it is much
+    shorter than most.
+    """
     lengths = sorted(span.end - span.start for mine in timeline.devices for span in mine)
     usual = statistics.median(lengths)
     short = lengths[len(lengths) // 4]
     return cell / max(short, usual / 3) if usual else 1.0
 
 
-def _row(spans: tuple[Span, ...], timeline: Timeline, scale: float, names: Mapping[Any, str]) -> str:
+def _row(
+    spans: tuple[Span, ...], timeline: Timeline, scale: float, names: Mapping[Any, str]
+) -> str:
     """One device's line, all of it."""
     row = [IDLE] * max(1, round(timeline.makespan * scale))
     for action, start, end in spans:
@@ -90,7 +106,9 @@ def _row(spans: tuple[Span, ...], timeline: Timeline, scale: float, names: Mappi
 
 
 def _column(place: float) -> int:
-    """The nearest column; halves go up, so that equal lengths have equal columns wherever they begin."""
+    """The nearest column; halves go up, so that equal lengths have equal columns wherever they
+    begin.
+    """
     return int(place + 0.5 + 1e-6)
 
 
@@ -108,7 +126,8 @@ def summary(timeline: Timeline) -> str:
     held = timeline.held(parts)
     shown = " ".join(f"{peak:.3g}" for peak in held[:8]) + (" ..." if len(held) > 8 else "")
     return (
-        f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; micro-batches held at most: {shown}"
+        f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; "
+        f"micro-batches held at most: {shown}"
     )
 
 
@@ -118,7 +137,8 @@ def key(width: int = 80) -> list[str]:
 
 
 def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:
-    """Draw timelines one above the other, on one scale, to a file: the ending says the format (.png, .svg, .pdf).
+    """Draw timelines one above the other, on one scale, to a file: the ending says the format
+    (.png, .svg, .pdf).
 
     Args:
         timelines: by title: ``{"ideal": ..., "measured": ...}``.
@@ -126,7 +146,8 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") ->
         unit: of the time axis.
 
     Raises:
-        InputError: matplotlib isn't installed, can't write that format, or the file can't be written.
+        InputError: matplotlib isn't installed, can't write that format, or the file can't be
+            written.
     """
     titled = {f"{title}: {summary(timeline)}": timeline for title, timeline in timelines.items()}
     save(Timelines(titled, unit).draw(12.0), Path(path))

@@ -1,8 +1,10 @@
-"""The reader of schedules: when each action begins and ends, how much waiting that leaves, what is held meanwhile.
+"""The reader of schedules: when each action begins and ends, how much waiting that leaves, what is
+held meanwhile.
 
-The rules are few. A device does its actions in order, one at a time. A forward waits for the forward of the stage
-before it, a backward for the backward of the stage behind it, at the last stage for its own forward. What goes from
-device to device may take a time, in which both compute on. So::
+The rules are few. A device does its actions in order, one at a time. A forward waits for the
+forward of the stage before it, a backward for the backward of the stage behind it, at the last
+stage for its own forward. What goes from device to device may take a time, in which both compute
+on. So::
 
     a stage's forward of micro-batch m    0F0 -> 1F0 -> 2F0
     its backward                          0B0 <- 1B0 <- 2B0
@@ -20,10 +22,14 @@ from lockstep.pipelining.schedule import Schedule, devices_of, greedy, straight
 from lockstep.report.timeline import Action, Span, Timeline
 
 Times = float | Sequence[float] | Sequence[Sequence[float]]
-"""Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for each micro-batch."""
+"""Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for
+each micro-batch.
+"""
 
 
-def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0) -> Timeline:
+def simulate(
+    schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0
+) -> Timeline:
     """When each action would begin and end.
 
     Args:
@@ -33,7 +39,8 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
         transfer: how long what a stage gives is on its way to a stage on another device.
 
     Raises:
-        StrategyError: an action is missing, twice or too early, or the devices would wait for each other for ever.
+        StrategyError: an action is missing, twice or too early, or the devices would wait for each
+            other for ever.
     """
     _check_actions(schedule)
     place = devices_of(schedule)
@@ -53,28 +60,36 @@ def simulate(schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, tr
         before = left
         for device, order in enumerate(schedule):
             mine = spans[device]
-            while len(mine) < len(order) and (moment := ready(action := order[len(mine)])) is not None:
+            while (
+                len(mine) < len(order) and (moment := ready(action := order[len(mine)])) is not None
+            ):
                 start = max(moment, mine[-1].end if mine else 0.0)
-                ended[action] = start + _time_of(action, forward if action.kind == "F" else backward)
+                ended[action] = start + _time_of(
+                    action, forward if action.kind == "F" else backward
+                )
                 mine.append(Span(action, start, ended[action]))
                 left -= 1
         if left == before:
             waits = [
-                f"device {device} waits with {order[len(mine)]} for {_before(order[len(mine)], last)}"
+                f"device {device} waits with {order[len(mine)]} for "
+                f"{_before(order[len(mine)], last)}"
                 for device, (order, mine) in enumerate(zip(schedule, spans, strict=True))
                 if len(mine) < len(order)
             ]
-            raise StrategyError(f"schedule: the devices wait for each other for ever: {', '.join(waits)}")
+            raise StrategyError(
+                f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
+            )
     return Timeline(tuple(map(tuple, spans)))
 
 
 def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
-    """What a schedule would take if nobody waited but for what it needs, with the stage times that were measured.
+    """What a schedule would take if nobody waited but for what it needs, with the stage times that
+    were measured.
 
     Args:
         schedule: for each device its actions.
-        measured: timelines of it, of equal updates. Several visits of a stage count as one; an action that is in none
-            (the backward of a frozen stage) takes no time.
+        measured: timelines of it, of equal updates. Several visits of a stage count as one; an
+            action that is in none (the backward of a frozen stage) takes no time.
     """
     taken: list[dict[Action, float]] = []
     for timeline in measured:
@@ -85,20 +100,29 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
     microbatches = range(1 + max(action.microbatch for action in taken[0]))
 
     def times(kind: Literal["F", "B"]) -> list[list[float]]:
-        return [[statistics.median(one[Action(s, kind, m)] for one in taken) for m in microbatches] for s in stages]
+        return [
+            [statistics.median(one[Action(s, kind, m)] for one in taken) for m in microbatches]
+            for s in stages
+        ]
 
     return simulate(schedule, times("F"), times("B"))
 
 
 def fitted(
-    places: Sequence[int], microbatches: int, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0
+    places: Sequence[int],
+    microbatches: int,
+    forward: Times = 1.0,
+    backward: Times = 1.0,
+    transfer: float = 0.0,
 ) -> Schedule:
-    """A schedule for measured times: the shortest of a few greedy ones, which hold more or fewer micro-batches.
+    """A schedule for measured times: the shortest of a few greedy ones, which hold more or fewer
+    micro-batches.
 
-    A written schedule assumes that all stages take equally long. Where they don't, or where transfers take their time,
-    it lets a device wait for a certain action while another could be done. With equal times and one stage on each
-    device this is 1F1B. The first stage may hold up to two micro-batches more than there are stages: they bridge uneven
-    times, for their memory. Each stage behind it may hold one less, but one.
+    A written schedule assumes that all stages take equally long. Where they don't, or where
+    transfers take their time, it lets a device wait for a certain action while another could be
+    done. With equal times and one stage on each device this is 1F1B. The first stage may hold up to
+    two micro-batches more than there are stages: they bridge uneven times, for their memory. Each
+    stage behind it may hold one less, but one.
 
     Args:
         places: for each stage the device that holds it.
@@ -110,7 +134,8 @@ def fitted(
     """
     if not places or microbatches < 1:
         raise StrategyError(
-            f"schedule: {len(places)} stages and {microbatches} micro-batches; there is at least one of each"
+            f"schedule: {len(places)} stages and {microbatches} micro-batches; there is at least "
+            "one of each"
         )
     route = straight(len(places))
     actions = [[Action(*visit, m) for m in range(microbatches)] for visit in route]
@@ -127,7 +152,10 @@ def fitted(
         return [[actions[i][m] for i, m in order] for order in orders]
 
     tries = [made(more, first) for more in range(3) for first in ("F", "B")]
-    return min(tries, key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9))
+    return min(
+        tries,
+        key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9),
+    )
 
 
 def _before(action: Action, last: int) -> Action | None:
@@ -147,7 +175,9 @@ def _time_of(action: Action, times: Times) -> float:
 
 
 def _check_actions(schedule: Schedule) -> None:
-    """Make sure that each stage has each micro-batch's forward and backward once, and the forward first."""
+    """Make sure that each stage has each micro-batch's forward and backward once, and the
+    forward first.
+    """
     stages = devices_of(schedule)
     if not stages:
         raise StrategyError("schedule: there is no action in it")
@@ -157,10 +187,15 @@ def _check_actions(schedule: Schedule) -> None:
     for action in itertools.chain.from_iterable(schedule):
         if action in seen:
             raise StrategyError(f"schedule: {action} is there twice")
-        if action.kind == "B" and (forward := Action(action.stage, "F", action.microbatch)) not in seen:
+        if (
+            action.kind == "B"
+            and (forward := Action(action.stage, "F", action.microbatch)) not in seen
+        ):
             raise StrategyError(f"schedule: {action} comes before {forward}")
         seen.add(action)
     microbatches = 1 + max(action.microbatch for action in seen)
-    for action in itertools.starmap(Action, itertools.product(sorted(stages), "FB", range(microbatches))):
+    for action in itertools.starmap(
+        Action, itertools.product(sorted(stages), "FB", range(microbatches))
+    ):
         if action not in seen:
             raise StrategyError(f"schedule: {action} is missing")

@@ -1,11 +1,12 @@
-"""A look at one forward, without running it: which modules it calls in which order, what they cost, what they keep.
+"""A look at one forward, without running it: which modules it calls in which order, what they cost,
+what they keep.
 
-The model's tensors are replaced by fake ones (PyTorch's FakeTensorMode), which have shapes and no values, so a model of
-any size is looked at in a moment and without memory. A forward that asks for values (``if h.sum() > 0``) can't be
-followed so; it is run.
+The model's tensors are replaced by fake ones (PyTorch's FakeTensorMode), which have shapes and no
+values, so a model of any size is looked at in a moment and without memory. A forward that asks for
+values (``if h.sum() > 0``) can't be followed so; it is run.
 
-What is seen is a list of segments, one from each module's begin to the next one's, in which nothing is decided yet.
-Which of them make a block is found afterwards.
+What is seen is a list of segments, one from each module's begin to the next one's, in which nothing
+is decided yet. Which of them make a block is found afterwards.
 """
 
 from __future__ import annotations
@@ -41,44 +42,58 @@ class Segment:
     has_gradient: bool = False  # whether anything that the module takes depends on a parameter
     seconds: float = 0.0  # an estimate: what is slower, computing or moving bytes
     kept: int = 0  # bytes that are kept for backward, and were not before
-    storages: set[int] = field(default_factory=set)  # those that are read or written, each under a number of its own
+    storages: set[int] = field(
+        default_factory=set
+    )  # those that are read or written, each under a number of its own
 
 
-def trace(model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu") -> Trace:
+def trace(
+    model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu"
+) -> Trace:
     """Look at one forward of a model. The model is left as it is.
 
     Args:
         model: in the mode in which it trains.
         inputs: of a micro-batch, say.
-        forward: called with the inputs instead of ``call(model, inputs)``; what it does beside the model (autocast, the
-            loss) is looked at too.
+        forward: called with the inputs instead of ``call(model, inputs)``; what it does beside the
+            model (autocast, the loss) is looked at too.
         kind: the type of device that estimates are for.
     """
     forward = forward or functools.partial(call, model)
     try:
         return _traced(model, inputs, forward, kind, fake=True)
-    except Exception:  # it asks for values, or has an operator without a fake; what is wrong with it a real run says
+    # it asks for values, or has an operator without a fake; what is wrong with it a real run says
+    except Exception:
         return _traced(model, inputs, forward, kind, fake=False)
 
 
-def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str, *, fake: bool) -> Trace:
+def _traced(
+    model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str, *, fake: bool
+) -> Trace:
     with ExitStack() as stack:
         stack.enter_context(as_before(model))
-        stack.enter_context(OutsideVariables.of_model(model).kept())  # which a fake tensor must not get into
+        stack.enter_context(
+            OutsideVariables.of_model(model).kept()
+        )  # which a fake tensor must not get into
         if fake:
-            # What the person's model raises is raised again where it is run; PyTorch's fake tensors log it too.
+            # What the person's model raises is raised again where it is run; PyTorch's fake tensors
+            # log it too.
             log = logging.getLogger("torch._subclasses.fake_tensor")
             stack.callback(setattr, log, "disabled", log.disabled)
             log.disabled = True
             mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             state = dict((*model.named_parameters(), *model.named_buffers()))
-            fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+            fakes: dict[str, torch.Tensor] = {
+                name: mode.from_tensor(tensor) for name, tensor in state.items()
+            }
             stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
             inputs = each(mode.from_tensor, inputs)
         found = Trace(model, inputs, kind, fake)
         names = [name for name, _ in model.named_modules()]
         stack.enter_context(watched(model, names, found.begin, found.end))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor))
+        stack.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor)
+        )
         stack.enter_context(found)
         stack.enter_context(torch.enable_grad())
         forward(inputs)
@@ -87,9 +102,14 @@ def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: 
 
 @contextmanager
 def watched(
-    model: nn.Module, names: Iterable[str], before: Callable[[str, Any], None], after: Callable[[str, Any], None]
+    model: nn.Module,
+    names: Iterable[str],
+    before: Callable[[str, Any], None],
+    after: Callable[[str, Any], None],
 ) -> Iterator[None]:
-    """For a while each of these modules calls ``before`` with its name and inputs, ``after`` with name and outputs."""
+    """For a while each of these modules calls ``before`` with its name and inputs, ``after``
+    with name and outputs.
+    """
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         for name in names:
@@ -119,8 +139,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Bytes of the storages of the inputs, and of those that are written.
         self.sizes = {self._number(t): bytes_of([t]) for t in tensors(inputs)}
         self.segments = [Segment("", storages=set(self.sizes))]
-        self.state: dict[int, list[str]] = {}  # by storage the names of the parameters and buffers in it
-        for named in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
+        self.state: dict[
+            int, list[str]
+        ] = {}  # by storage the names of the parameters and buffers in it
+        for named in (
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        ):
             for name, tensor in named:
                 self.state.setdefault(self._number(tensor), []).append(name)
         self._kept = set(self.state)
@@ -167,7 +192,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return {self._number(t): bytes_of([t]) for t in tensors(nest) if t.layout == torch.strided}
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """Of the tensor's storage, which is held, so that none is used again under the same address."""
+        """Of the tensor's storage, which is held, so that none is used again under the same
+        address.
+        """
         storage = tensor.untyped_storage()
         self._held[storage._cdata] = storage
         return int(storage._cdata)
@@ -177,7 +204,9 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Multiplications and additions of matrix products and convolutions."""
     if func._overloadpacket in flop_registry:
         return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in str(func):  # that of the CPU, which PyTorch doesn't count (torch 2.13)
+    if "scaled_dot_product" in str(
+        func
+    ):  # that of the CPU, which PyTorch doesn't count (torch 2.13)
         query, key, value = args[:3]
         pairs = query[..., 0].numel() * key.shape[-2]
         return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
@@ -191,7 +220,9 @@ def bytes_of(held: Iterable[torch.Tensor]) -> int:
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Put attributes, hooks, values of buffers, gradients and the states of generators back to what they are now."""
+    """Put attributes, hooks, values of buffers, gradients and the states of generators back to
+    what they are now.
+    """
     held = [(vars(m), m._buffers, *(getattr(m, kind) for kind in HOOKS)) for m in model.modules()]
     tables = [(table, dict(table)) for of in held for table in of]
     values = [(b, b.clone()) for b in model.buffers()]

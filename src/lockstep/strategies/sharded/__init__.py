@@ -1,1 +1,3 @@
-"""What ``fsdp`` is made of, imported where it is used: PyTorch's sharding takes half a second to import."""
+"""What ``fsdp`` is made of, imported where it is used: PyTorch's sharding takes half a second to
+import.
+"""

@@ -1,7 +1,8 @@
-"""BlockWatch: which blocks of a sharded model the ranks come to, and which of its parameters get a gradient.
+"""BlockWatch: which blocks of a sharded model the ranks come to, and which of its parameters get a
+gradient.
 
-Each rank gathers a block's parameters when its forward begins, so ranks that come to different blocks would wait for
-one another for ever.
+Each rank gathers a block's parameters when its forward begins, so ranks that come to different
+blocks would wait for one another for ever.
 """
 
 from __future__ import annotations
@@ -31,27 +32,34 @@ class BlockWatch:
         model: the whole of it.
         shards: its blocks and parameters.
         world: the ranks.
-        compares: whether ranks compare in this forward to which blocks they come; the same on all of them.
+        compares: whether ranks compare in this forward to which blocks they come; the same on all
+            of them.
 
     Attributes:
         used: names of the parameters that got a gradient.
         order: a hash below 2^20 of which blocks this rank has come to, in which order.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]) -> None:
+    def __init__(
+        self, model: nn.Module, shards: Shards, world: World, compares: Callable[[], bool]
+    ) -> None:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
         self.order = 0
         self._names = ["its end", *(f'"{name}"' for name in shards.blocks), "its begin"]
         self._now: set[str] = set()
         self._given: list[Any] = []  # of each block whose forward is under way
-        self._gathered: dict[tuple[int, str], Any] = {}  # what stands in the place of a parameter in forward
+        self._gathered: dict[
+            tuple[int, str], Any
+        ] = {}  # what stands in the place of a parameter in forward
         within = {m for block in shards.blocks.values() for m in block.modules()}
         places = [(m, key, name) for name in shards.cut for m, key in shards.places[name]]
         for number, (name, block) in enumerate((*shards.blocks.items(), ("", model)), start=1):
             own = set(block.modules()) if name else set(model.modules()) - within
             mine = [place for place in places if place[0] in own]
-            block.register_forward_pre_hook(self._comes_to(number, mine), prepend=True, with_kwargs=True)
+            block.register_forward_pre_hook(
+                self._comes_to(number, mine), prepend=True, with_kwargs=True
+            )
             block.register_forward_pre_hook(self._notes_uses(mine))
             block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
@@ -67,8 +75,9 @@ class BlockWatch:
         """In which the step computes this.
 
         Args:
-            what: ``"stand-in"``, another rank's sample, which uses nothing; ``"backward"``, that of an update, others
-                are refused; ``"loss"``, and what it calls of the model is refused.
+            what: ``"stand-in"``, another rank's sample, which uses nothing; ``"backward"``, that of
+                an update, others are refused; ``"loss"``, and what it calls of the model is
+                refused.
         """
         self._now.add(what)
         try:
@@ -76,22 +85,32 @@ class BlockWatch:
         finally:
             self._now.remove(what)
 
-    def _comes_to(self, number: int, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
+    def _comes_to(
+        self, number: int, places: list[tuple[nn.Module, str, str]]
+    ) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             del module
             for m, key, name in places:
                 p = m._parameters.get(key)
-                if p is not self._shards.cut[name] and p is not self._gathered.get((id(m), key), self):
+                if p is not self._shards.cut[name] and p is not self._gathered.get(
+                    (id(m), key), self
+                ):
                     raise StrategyError(
-                        f'fsdp: forward gives a block another "{name}" for a call (torch.func.functional_call), and '
+                        f'fsdp: forward gives a block another "{name}" for a call '
+                        "(torch.func.functional_call), and "
                         "the block would compute with its own, which are gathered then",
-                        fix="name blocks without it: --blocks NAMES, or FSDP(blocks=...); or take ddp",
+                        fix="name blocks without it: --blocks NAMES, or FSDP(blocks=...); or take "
+                        "ddp",
                     )
-            if number > len(self._shards.blocks):  # the whole model; an earlier forward may have raised
+            if number > len(
+                self._shards.blocks
+            ):  # the whole model; an earlier forward may have raised
                 self._given.clear()
             self._given.append((args, kwargs))
             if "loss" in self._now:
-                raise StrategyError("fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp")
+                raise StrategyError(
+                    "fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp"
+                )
             self._compare(number)
 
         return hook
@@ -116,16 +135,21 @@ class BlockWatch:
             raise other_blocks(apart)
 
     def refuse_other_orders(self, orders: float, squares: float) -> None:
-        """Make sure that all ranks have come to the same blocks, given the sums over them of ``order`` and its square.
+        """Make sure that all ranks have come to the same blocks, given the sums over them of
+        ``order`` and its square.
 
         Raises:
             StrategyError: they haven't, and have taken another block's parameters for their own.
         """
         if self._world.size * int(squares) != int(orders) ** 2:
-            raise other_blocks("ranks have come to other blocks in this update, or in another order")
+            raise other_blocks(
+                "ranks have come to other blocks in this update, or in another order"
+            )
 
     def _gives(self, name: str) -> Callable[..., Any]:
-        """A hook on what a block gives, whose backward is to gather the block's parameters again."""
+        """A hook on what a block gives, whose backward is to gather the block's parameters
+        again.
+        """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
             _written_back((args, kwargs), self._given.pop())
@@ -140,10 +164,13 @@ class BlockWatch:
             if not found and any(p.requires_grad for p in module.parameters()):
                 raise StrategyError(
                     f"fsdp: there is no tensor with a gradient in what {what} gives "
-                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, or take ddp"
+                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, "
+                    "or take ddp"
                 )
             for tensor in found:
-                if not isinstance(tensor, nn.Parameter):  # (which would keep the hook of each forward)
+                if not isinstance(
+                    tensor, nn.Parameter
+                ):  # (which would keep the hook of each forward)
                     tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
             return outputs
 
@@ -153,12 +180,15 @@ class BlockWatch:
         del grad
         if "backward" not in self._now:
             raise StrategyError(
-                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a gradient penalty), for "
+                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
+                "gradient penalty), for "
                 "which the parameters of blocks would have to stay: take ddp"
             )
 
     def _notes_uses(self, places: list[tuple[nn.Module, str, str]]) -> Callable[..., None]:
-        """A hook of a block whose parameters have just been gathered; they are the same objects each time."""
+        """A hook of a block whose parameters have just been gathered; they are the same objects
+        each time.
+        """
         known: set[int] = set()
 
         def hook(module: nn.Module, args: Any) -> None:
@@ -193,7 +223,9 @@ def _written_back(now: Any, given: Any) -> Any:
     if dataclasses.is_dataclass(given) and hasattr(given, "__dict__"):
         _written_back(vars(now), vars(given))
     elif isinstance(given, list):
-        given[:] = [_written_back(one, its) for one, its in zip(now, given, strict=False)] + now[len(given) :]
+        given[:] = [_written_back(one, its) for one, its in zip(now, given, strict=False)] + now[
+            len(given) :
+        ]
     elif isinstance(given, dict):
         made = {key: _written_back(one, given.get(key)) for key, one in now.items()}
         given.clear()

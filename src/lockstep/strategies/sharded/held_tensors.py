@@ -1,4 +1,6 @@
-"""The tensors that must not lie in the memory of a parameter that is sharded: they don't see what its shards become."""
+"""The tensors that must not lie in the memory of a parameter that is sharded: they don't see
+what its shards become.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from lockstep.model.inspection import OutsideVariables, attribute_tensors
 from lockstep.tensors.common_memory import tensors_of
 
 
-def held_tensors(model: nn.Module, functions: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model, of its loss and of metrics, by name: parameters, buffers, attributes, outside variables.
+def held_tensors(
+    model: nn.Module, functions: Mapping[str, Any]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model, of its loss and of metrics, by name: parameters, buffers, attributes,
+    outside variables.
 
     Args:
         model: it.
@@ -23,7 +28,10 @@ def held_tensors(model: nn.Module, functions: Mapping[str, Any]) -> Iterator[tup
     owners: list[tuple[str, Any]] = [*model.named_modules()]
     for called, function in functions.items():
         outside = OutsideVariables([function])
-        owners += [(called, function), *((called, part) for module in outside.modules for part in module.modules())]
+        owners += [
+            (called, function),
+            *((called, part) for module in outside.modules for part in module.modules()),
+        ]
         yield from outside.held_tensors()
     every = dict(model.named_parameters(remove_duplicate=False))
     # (``spectral_norm`` begins with an attribute in the memory of what it computes it from.)

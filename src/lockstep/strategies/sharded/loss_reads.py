@@ -1,8 +1,8 @@
 """What a loss reads of a sharded model beside its outputs: by a global, a closure or an attribute.
 
-Where the loss is called after forward, what is in no block is whole still. Anything else there is a shard. A function
-of shards waits for the other ranks, and these may not compute it: rank 0 inspects the model alone, and a loss is
-checked on some ranks.
+Where the loss is called after forward, what is in no block is whole still. Anything else there is a
+shard. A function of shards waits for the other ranks, and these may not compute it: rank 0 inspects
+the model alone, and a loss is checked on some ranks.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from torch.utils._pytree import tree_map_only
 from lockstep.errors import StrategyError
 from lockstep.model.losses.loss import Totalled
 
-_FIX = "name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...); or take ddp"
+_FIX = (
+    "name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...); or take ddp"
+)
 
 
 class LossReads(TorchFunctionMode):
-    """Refuses functions of shards; while a whole model is inspected, they are given its parameters instead.
+    """Refuses functions of shards; while a whole model is inspected, they are given its parameters
+    instead.
 
     Args:
         cut: the parameters that were cut, by name.
@@ -46,7 +49,11 @@ class LossReads(TorchFunctionMode):
             self._whole = {}
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Any = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call ``func``.
 
@@ -69,11 +76,14 @@ class LossReads(TorchFunctionMode):
 
 def of_shards(what: str) -> StrategyError:
     """The refusal of what is made of shards."""
-    return StrategyError(f"fsdp: {what} outside of the block's forward, where it is a shard", fix=_FIX)
+    return StrategyError(
+        f"fsdp: {what} outside of the block's forward, where it is a shard", fix=_FIX
+    )
 
 
 def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None:
-    """Refuse a loss that holds or uses a model which another step has sharded: not every rank calls it as often.
+    """Refuse a loss that holds or uses a model which another step has sharded: not every rank calls
+    it as often.
 
     Args:
         loss: it.
@@ -87,7 +97,8 @@ def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None
         for name, p in module.named_parameters() if isinstance(module, nn.Module) else ():
             if isinstance(p, DTensor) and id(p) not in own:
                 raise StrategyError(
-                    f'fsdp: the loss uses "{name}" of a model that another step has sharded, and ranks would wait for '
+                    f'fsdp: the loss uses "{name}" of a model that another step has sharded, and '
+                    "ranks would wait for "
                     "one another in it",
                     fix="take ddp for both",
                 )

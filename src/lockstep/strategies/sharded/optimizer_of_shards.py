@@ -1,4 +1,6 @@
-"""What an optimizer that holds this rank's parts of parameters must not do, and what is logged of it."""
+"""What an optimizer that holds this rank's parts of parameters must not do, and what is logged
+of it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from lockstep.model.optimizer import is_hooked, may_draw
 
 @contextlib.contextmanager
 def noted_draws(optimizer: torch.optim.Optimizer, *, looks: bool) -> Iterator[list[Caveat]]:
-    """The optimizer makes its step in this context; the list has a caveat afterwards where the step drew numbers."""
+    """The optimizer makes its step in this context; the list has a caveat afterwards where the
+    step drew numbers.
+    """
     caveats: list[Caveat] = []
     if not looks or not may_draw(optimizer):
         yield caveats
@@ -23,7 +27,10 @@ def noted_draws(optimizer: torch.optim.Optimizer, *, looks: bool) -> Iterator[li
     with NotedDraws() as noted:
         yield caveats
     if noted.drew:
-        text = "the optimizer draws random numbers for each rank's shard of a parameter, the same ones on all ranks"
+        text = (
+            "the optimizer draws random numbers for each rank's shard of a parameter, the same "
+            "ones on all ranks"
+        )
         caveats.append(Caveat("drawing", f"{text}: other ones than on one device", "take ddp"))
 
 
@@ -35,7 +42,9 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """
     if is_hooked(optimizer):
         raise StrategyError(
-            "fsdp: the optimizer has hooks on its step (or another step in its place), which would be given a shard of "
-            "each gradient and parameter: where they treat each element by itself, say so by --elementwise true "
+            "fsdp: the optimizer has hooks on its step (or another step in its place), which "
+            "would be given a shard of "
+            "each gradient and parameter: where they treat each element by itself, say so by "
+            "--elementwise true "
             "(FSDP(elementwise=True)), or take ddp"
         )

@@ -1,7 +1,8 @@
 """Parameters that are built in files, for a model that is larger than the memory of a process.
 
-While the job builds its model, each parameter that a module is given is moved to a file that is mapped into memory, so
-that the system may write it out. ``fully_shard`` then copies this rank's part of each.
+While the job builds its model, each parameter that a module is given is moved to a file that is
+mapped into memory, so that the system may write it out. ``fully_shard`` then copies this rank's
+part of each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
     """Put the parameters of modules that are built meanwhile in files, which no name leads to.
 
     Args:
-        folder: where there is room for the whole model; None is the system's folder for temporary files.
+        folder: where there is room for the whole model; None is the system's folder for temporary
+            files.
 
     Raises:
         FolderError: where a parameter is built for which there is no room.
@@ -35,11 +37,18 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
 
     def hook(module: nn.Module, name: str, p: torch.Tensor | None) -> nn.Parameter | None:
         del module, name
-        if type(p) is not nn.Parameter or not p.is_cpu or p.nbytes < _SMALL or p.untyped_storage().filename is not None:
+        if (
+            type(p) is not nn.Parameter
+            or not p.is_cpu
+            or p.nbytes < _SMALL
+            or p.untyped_storage().filename is not None
+        ):
             return None
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".parameter-") as file:
             _reserve(file.fileno(), p.nbytes, file.name)
-            mapped = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype).view(p.shape)
+            mapped = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype).view(
+                p.shape
+            )
         mapped.copy_(p.detach())
         return nn.Parameter(mapped, requires_grad=p.requires_grad)
 
@@ -51,13 +60,17 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
 
 
 def _reserve(file: int, size: int, path: str) -> None:
-    """Take the room of a file before it is mapped: writing to memory for which the disk has none kills the process."""
+    """Take the room of a file before it is mapped: writing to memory for which the disk has none
+    kills the process.
+    """
     if not hasattr(os, "posix_fallocate"):
         return
     try:
         os.posix_fallocate(file, 0, size)
     except OSError as error:
         raise FolderError(
-            f"{Path(path).parent}: no room for a parameter of {size / 1e6:,.1f} MB ({error.strerror}), which "
-            "build_on_disk needs for each rank's whole model: free some space, or give another --folder"
+            f"{Path(path).parent}: no room for a parameter of {size / 1e6:,.1f} MB "
+            f"({error.strerror}), which "
+            "build_on_disk needs for each rank's whole model: free some space, or give another "
+            "--folder"
         ) from error

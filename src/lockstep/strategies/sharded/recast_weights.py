@@ -1,7 +1,9 @@
-"""Weights that autocast casts in a block's forward aren't kept for backward, which casts them again.
+"""Weights that autocast casts in a block's forward aren't kept for backward, which casts them
+again.
 
-Autograd would keep those of all blocks, whole, from forward to backward, and autocast those that it has cast until
-forward has ended. The weights that they are cast from are gathered when backward comes to the block.
+Autograd would keep those of all blocks, whole, from forward to backward, and autocast those that it
+has cast until forward has ended. The weights that they are cast from are gathered when backward
+comes to the block.
 """
 
 from __future__ import annotations
@@ -12,7 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-_VIEWS = {"TBackward0", "ViewBackward0", "TransposeBackward0", "PermuteBackward0", "UnsafeViewBackward0"}
+_VIEWS = {
+    "TBackward0",
+    "ViewBackward0",
+    "TransposeBackward0",
+    "PermuteBackward0",
+    "UnsafeViewBackward0",
+}
 _CAST = "ToCopyBackward0"
 
 
@@ -31,7 +39,9 @@ class _Recasting(nn.Module):
 def recast_weights(block: nn.Module) -> None:
     """Let a block's backward cast its weights again. It stays the same object."""
     kind = type(block)
-    block.__class__ = type(f"Recasting{kind.__name__}", (_Recasting, kind), {"__module__": kind.__module__})
+    block.__class__ = type(
+        f"Recasting{kind.__name__}", (_Recasting, kind), {"__module__": kind.__module__}
+    )
 
 
 @dataclass

@@ -1,9 +1,11 @@
-"""ShardedStep: one rank's local batch, and its shard of the model, its gradients and its optimizer's state.
+"""ShardedStep: one rank's local batch, and its shard of the model, its gradients and its
+optimizer's state.
 
-All ranks have to come to the same blocks in the same order, since each gathers the block's parameters there. So a rank
-whose local batch is empty computes the first rank's sample, times zero; and in updates 1, 2, 4, 8, ... ranks compare to
-which block they come. Gradients of every micro-batch are summed at once, so no rank holds more than one block's whole
-gradients, unless the strategy says otherwise.
+All ranks have to come to the same blocks in the same order, since each gathers the block's
+parameters there. So a rank whose local batch is empty computes the first rank's sample, times zero;
+and in updates 1, 2, 4, 8, ... ranks compare to which block they come. Gradients of every
+micro-batch are summed at once, so no rank holds more than one block's whole gradients, unless the
+strategy says otherwise.
 """
 
 from __future__ import annotations
@@ -70,14 +72,22 @@ class ShardedStep(DDPStep):
         self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
         super().__init__(model, optimizer, job, world, exchange, DDP(reduce="flat"))
         held = set(self._optimized)
-        self._held = {name: p for name, p in model.named_parameters() if id(self._mine[name]) in held}
+        self._held = {
+            name: p for name, p in model.named_parameters() if id(self._mine[name]) in held
+        }
         self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
         self.waits_in_backward = True
         self._skeleton = skeleton
         self._elementwise = elementwise
-        self._evaluates, self._evaluations = False, 0  # batches of evaluations, of which every rank computes something
-        self._watch, self._reads = BlockWatch(model, shards, world, self._compares_blocks), LossReads(shards.cut)
+        self._evaluates, self._evaluations = (
+            False,
+            0,
+        )  # batches of evaluations, of which every rank computes something
+        self._watch, self._reads = (
+            BlockWatch(model, shards, world, self._compares_blocks),
+            LossReads(shards.cut),
+        )
         self._modules, self.loss.within = modules_of(model), self._in_loss
         self._parameters_of_model = WholeParameters(model, optimizer, shards, world)
 
@@ -86,25 +96,35 @@ class ShardedStep(DDPStep):
             local.requires_grad_(self._shards.cut[name].requires_grad)
         super()._find_trained()
         self._parameters = [self._mine[name] for name in self._names]
-        self._whole = [p for name, p in zip(self._names, self._parameters, strict=True) if name in self._shards.whole]
+        self._whole = [
+            p
+            for name, p in zip(self._names, self._parameters, strict=True)
+            if name in self._shards.whole
+        ]
 
     def _look_at_flags(self) -> None:
         if self._parameters_of_model.are_gathered:
-            raise InputError("step: it is called within step.whole_parameters(): call it after that")
+            raise InputError(
+                "step: it is called within step.whole_parameters(): call it after that"
+            )
         if not self._elementwise:
             refuse_hooks(self.optimizer)
         super()._look_at_flags()
 
-    # ---- an update --------------------------------------------------------------------------------------------------
+    # ---- an update -------------------------------------------------------------------------------
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients of total / size, summed over micro-batches and ranks; of what was cut, this rank's part."""
+        """Gradients of total / size, summed over micro-batches and ranks; of what was cut, this
+        rank's part.
+        """
         for p in (*self._parameters, *self._shards.cut.values()):
             p.grad = None
         self._watch.begin_update()
         self._buffers.follow()
         losses: list[Loss] = []
-        parts = [part for part in batch.parts if part.of]  # (in a loop of one's own no rank may have a sample of one)
+        parts = [
+            part for part in batch.parts if part.of
+        ]  # (in a loop of one's own no rank may have a sample of one)
         for number, part in enumerate(parts):
             if not self.sync_each_microbatch:
                 with self._shards.fsdp_module() as model:
@@ -125,17 +145,23 @@ class ShardedStep(DDPStep):
         return loss
 
     def _or_first_sample(self, part: Part) -> tuple[Part, bool]:
-        """The part, or where this rank has no sample of it, the first rank's, and True; every rank calls this."""
+        """The part, or where this rank has no sample of it, the first rank's, and True; every
+        rank calls this.
+        """
         if part.of >= self.world.size:
             return part, False
         first = part.inputs, part.targets
-        if self._on_accelerator and self.world.is_first:  # else the others would unpack it on this rank's device
+        if (
+            self._on_accelerator and self.world.is_first
+        ):  # else the others would unpack it on this rank's device
             first = to_device(first, torch.device("cpu"))
         inputs, targets, size = self.world.broadcast_object((*first, part.size))
         return (part, False) if part.size else (Part(inputs, targets, size, part.of), True)
 
     def _compute_in_vain(self, part: Part) -> None:
-        """Forward and backward of another rank's sample, times zero, so that this rank comes to each collective."""
+        """Forward and backward of another rank's sample, times zero, so that this rank comes to
+        each collective.
+        """
         part = self.placed(part)
         with self._standing_in():
             with self._precision.autocast():
@@ -146,15 +172,22 @@ class ShardedStep(DDPStep):
     def _standing_in(self) -> Iterator[None]:
         """In which a sample is computed in vain."""
         dtype = next((p.dtype for p in self._mine.values() if p.is_floating_point()), None)
-        with self._watch.during("stand-in"), without_a_trace(self.model, dtype, self.world.device.torch):
+        with (
+            self._watch.during("stand-in"),
+            without_a_trace(self.model, dtype, self.world.device.torch),
+        ):
             yield
 
     @phase("communicating", "reduce")
     def _summed_shards(self, loss: Loss) -> Loss:
-        """Take the gradients that were summed, and sum what is beside them. What no rank used has none."""
+        """Take the gradients that were summed, and sum what is beside them. What no rank used
+        has none.
+        """
         cut = [name for name in self._names if name in self._shards.cut]
         beside, order = as_tensor(self._beside(loss), self.world.device.torch), self._watch.order
-        flags = torch.tensor([*(name in self._watch.used for name in cut), order, order**2], dtype=torch.float64)
+        flags = torch.tensor(
+            [*(name in self._watch.used for name in cut), order, order**2], dtype=torch.float64
+        )
         flags = flags.to(self.world.exchange_device)
         if self._on_accelerator:  # whose values the host doesn't wait for
             self.world.all_reduce(flags)
@@ -167,7 +200,9 @@ class ShardedStep(DDPStep):
         for name, ranks in zip(cut, uses, strict=True):
             grad = self._shards.cut[name].grad
             if ranks and not isinstance(grad, DTensor):
-                raise StrategyError(f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp')
+                raise StrategyError(
+                    f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp'
+                )
             self._mine[name].grad = grad.to_local() if ranks and isinstance(grad, DTensor) else None
             if not ranks:
                 self._shards.cut[name].grad = None
@@ -196,11 +231,17 @@ class ShardedStep(DDPStep):
 
     @phase("computing", "clip")
     def clip(self) -> None:
-        """Hold the norm of all gradients together under ``clip_norm``: its square is summed over the ranks."""
+        """Hold the norm of all gradients together under ``clip_norm``: its square is summed over
+        the ranks.
+        """
         if self._clip_norm is None:
             return
         whole, is_first_replica = {id(p) for p in self._whole}, self._shards.is_first_replica
-        counted = [p for p in self._parameters if (self.world.is_first if id(p) in whole else is_first_replica)]
+        counted = [
+            p
+            for p in self._parameters
+            if (self.world.is_first if id(p) in whole else is_first_replica)
+        ]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         if values := gradient_values(counted):
             square += nn.utils.get_total_norm(values).double().square()
@@ -209,7 +250,9 @@ class ShardedStep(DDPStep):
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
-        unfit = torch.tensor(float(not super()._gradients_are_finite()), device=self.world.exchange_device)
+        unfit = torch.tensor(
+            float(not super()._gradients_are_finite()), device=self.world.exchange_device
+        )
         return not self.world.all_reduce(unfit)
 
     def _optimize(self) -> None:
@@ -218,7 +261,9 @@ class ShardedStep(DDPStep):
         self.tell_once(caveats)
 
     def bytes_communicated(self) -> int:
-        """Its shard, which the others gather in forward and again in backward, and the whole gradients."""
+        """Its shard, which the others gather in forward and again in backward, and the whole
+        gradients.
+        """
         return 2 * self._shards.bytes_here + sum(p.nbytes for p in self._held.values())
 
     def _refuse_gaps(self, here: list[bool]) -> None:
@@ -241,11 +286,13 @@ class ShardedStep(DDPStep):
     def _compares_blocks(self) -> bool:
         return is_power_of_two(self._evaluations) if self._evaluates else self.looks_again
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------
+    # ---- evaluation ------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As every evaluator's; what is in no block is freed afterwards, for which training waits until backward."""
+        """As every evaluator's; what is in no block is freed afterwards, for which training
+        waits until backward.
+        """
         before, self._evaluates = self._evaluates, True
         with super().evaluating():
             try:
@@ -255,7 +302,9 @@ class ShardedStep(DDPStep):
                 if not self._parameters_of_model.are_gathered:
                     self._shards.reshard()
 
-    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
+    def _of_each(
+        self, function: Callable[[nn.Module, Part], T], batch: Batch
+    ) -> list[tuple[Part, T]]:
         self._evaluations += 1
         part, is_stand_in = self._or_first_sample(batch.parts[0])
         with shards_explained():
@@ -276,7 +325,7 @@ class ShardedStep(DDPStep):
                     return outputs, total, count
             return None, 0.0, 0
 
-    # ---- the whole model --------------------------------------------------------------------------------------------
+    # ---- the whole model -------------------------------------------------------------------------
 
     def _look(self, batch: Batch) -> None:
         whole = self.whole_model()
@@ -328,7 +377,9 @@ class ShardedStep(DDPStep):
         return put_together(self._skeleton, parts, self.model)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """The model and the optimizer have whole parameters in this context, which every rank enters."""
+        """The model and the optimizer have whole parameters in this context, which every rank
+        enters.
+        """
         return self._parameters_of_model.gathered()
 
     def own_parameters(self) -> contextlib.AbstractContextManager[None]:
@@ -360,13 +411,15 @@ class ShardedStep(DDPStep):
 
     def gathered_gradients(self) -> dict[str, torch.Tensor]:
         """As every step's: gathered."""
-        return {name: self.joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None}
+        return {
+            name: self.joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None
+        }
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """As that of ``ddp``: those that couldn't be cut."""
         return [(name, p) for name, p in self._mine.items() if name in self._shards.whole]
 
-    # ---- state ------------------------------------------------------------------------------------------------------
+    # ---- state -----------------------------------------------------------------------------------
 
     keeps_shards = True
     of_own_loop = (OF_OWN_LOOP,)
@@ -377,14 +430,21 @@ class ShardedStep(DDPStep):
             kept = self.model.state_dict()
             self._shards.refuse_replaced(kept)
             given = self._shards.gathered if whole else self._shards.rows
-            return {name: given(value) if isinstance(value, DTensor) else value for name, value in kept.items()}
+            return {
+                name: given(value) if isinstance(value, DTensor) else value
+                for name, value in kept.items()
+            }
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """As every step's: those of parameters, and of what the optimizer keeps of their shape."""
         kind, _, rest = name.partition("/")
         if kind == "optimizer":
             rest = rest.removeprefix("state/").rpartition("/")[0]
-        p = self._shards.cut.get(self._shards.first_names.get(rest, rest)) if kind in ("model", "optimizer") else None
+        p = (
+            self._shards.cut.get(self._shards.first_names.get(rest, rest))
+            if kind in ("model", "optimizer")
+            else None
+        )
         return self._shards.rows_of(p) if p is not None and list(p.shape) == list(shape) else None
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
@@ -402,13 +462,18 @@ class ShardedStep(DDPStep):
         with self.own_parameters():
             kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
             states = kept["state"].items()
-            joined = {n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states}
+            joined = {
+                n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states
+            }
         return {**kept, "state": joined}
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """As every step's: of each tensor, this rank's part."""
         states = saved["state"].items()
         cut = self._shards.cut
-        mine = {**saved, "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states}}
+        mine = {
+            **saved,
+            "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states},
+        }
         with self.own_parameters():
             load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)

@@ -1,13 +1,14 @@
-"""Shards: which parameters of a model ``fully_shard`` cuts, and the part of each that this rank keeps.
+"""Shards: which parameters of a model ``fully_shard`` cuts, and the part of each that this rank
+keeps.
 
-Each parameter is cut along its first dimension. The model holds DTensors, which are gathered block by block while
-forward and backward need them. The optimizer is given the local parts as ordinary parameters: what it does to each
-element is the same, and costs no dispatch of DTensors.
+Each parameter is cut along its first dimension. The model holds DTensors, which are gathered block
+by block while forward and backward need them. The optimizer is given the local parts as ordinary
+parameters: what it does to each element is the same, and costs no dispatch of DTensors.
 
 ::
 
-    block 0        gathered | forward | freed | ... | gathered | backward | gradients summed, cut, freed
-    the rest       gathered | forward of the whole model ... backward      | gradients summed, cut, freed
+    block 0   gathered | forward | freed | ... | gathered | backward | gradients summed, cut, freed
+    the rest  gathered | forward of the whole model ... backward      | gradients summed, cut, freed
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
 
 @dataclass(frozen=True)
 class Before:
-    """What a module had before it was sharded: the names of its attributes, and the numbers of its hooks."""
+    """What a module had before it was sharded: the names of its attributes, and the numbers of
+    its hooks.
+    """
 
     names: set[str]
     hooks: set[int]
@@ -54,8 +57,10 @@ class Shards:
     Args:
         model: the same on every rank; it may be on the CPU still.
         mesh: the ranks.
-        blocks: modules that are gathered on their own, by name; all else is gathered for the whole of forward.
-        place: this rank's device, which has one block's whole parameters at a time while the model is cut.
+        blocks: modules that are gathered on their own, by name; all else is gathered for the whole
+            of forward.
+        place: this rank's device, which has one block's whole parameters at a time while the model
+            is cut.
 
     Attributes:
         blocks: likewise.
@@ -67,7 +72,11 @@ class Shards:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module], place: torch.device
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        blocks: Mapping[str, nn.Module],
+        place: torch.device,
     ) -> None:
         self.before = {module: _before(module) for module in model.modules()}
         before = dict(model.named_parameters())
@@ -76,7 +85,9 @@ class Shards:
         self.places = places_of(model)
         ignored = {before[name] for name in self.whole}
         for block in (*self.blocks.values(), model):
-            whole = [p for p in block.parameters() if not isinstance(p, DTensor) and p not in ignored]
+            whole = [
+                p for p in block.parameters() if not isinstance(p, DTensor) and p not in ignored
+            ]
             for tensor in (*block.parameters(), *block.buffers()):
                 if tensor.device != place:
                     place_tensor(tensor, place)
@@ -85,35 +96,50 @@ class Shards:
                 p.data = torch.empty(0, dtype=p.dtype, device=place)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(1.0)  # a sum: the mean over ranks isn't that over samples
+                module.set_gradient_divide_factor(
+                    1.0
+                )  # a sum: the mean over ranks isn't that over samples
                 module.set_force_sum_reduction_for_comms(True)
                 _send_zeros(module)
                 vars(module)["__deepcopy__"] = _refuse_copy
-        self._sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+        self._sharded = [
+            (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
+        ]
         self._give_classes_back()
-        self._before = {name: weakref.ref(p) for name, p in before.items() if name not in self.whole}
+        self._before = {
+            name: weakref.ref(p) for name, p in before.items() if name not in self.whole
+        }
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
         self._storages = {name: p.untyped_storage()._cdata for name, p in self.cut.items()}
         names = {id(p): name for name, p in self.cut.items()}
         every = model.named_parameters(remove_duplicate=False)
         self.first_names = {name: names[id(p)] for name, p in every if id(p) in names}
-        self.local = {name: nn.Parameter(_local(p), requires_grad=p.requires_grad) for name, p in self.cut.items()}
+        self.local = {
+            name: nn.Parameter(_local(p), requires_grad=p.requires_grad)
+            for name, p in self.cut.items()
+        }
         self._of_whole = {id(before[name]): self.local[name] for name in self.cut}
         self._names = {id(p): name for name, p in self.local.items()}
         self._shown: dict[str, tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
 
     def give_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer of the whole parameters the local ones instead, with its state of them."""
+        """Give an optimizer of the whole parameters the local ones instead, with its state of
+        them.
+        """
         for group in optimizer.param_groups:
-            old, group["params"] = group["params"], [self._of_whole.get(id(p), p) for p in group["params"]]
+            old, group["params"] = (
+                group["params"],
+                [self._of_whole.get(id(p), p) for p in group["params"]],
+            )
             for p, local in zip(old, group["params"], strict=True):
                 if p is not local and (state := optimizer.state.pop(p, None)) is not None:
                     optimizer.state[local] = self.cut_state(self._names[id(local)], state)
         self._of_whole.clear()  # the whole ones are needed no more
 
     def refuse_others(self) -> None:
-        """Refuse a model whose whole parameters something has kept, now that the optimizer has its own.
+        """Refuse a model whose whole parameters something has kept, now that the optimizer has its
+        own.
 
         Raises:
             StrategyError: it would go on with what they were.
@@ -122,8 +148,10 @@ class Shards:
         for name, kept in self._before.items():
             if kept() is not None:
                 raise StrategyError(
-                    f'fsdp: something beside its module holds parameter "{name}" (a list, a closure, a variable of '
-                    "yours, or the graph of a copy), and would go on with what it was before it was cut: reach it by "
+                    f'fsdp: something beside its module holds parameter "{name}" (a list, a '
+                    "closure, a variable of "
+                    "yours, or the graph of a copy), and would go on with what it was before it "
+                    "was cut: reach it by "
                     "its module, and make copies by p.detach().clone(); or take ddp"
                 )
 
@@ -131,7 +159,9 @@ class Shards:
         """This rank's part of an optimizer's state of a whole parameter."""
         shape, kinds = self.cut[name].shape, (torch.Tensor, RowShard)
         return {
-            key: self.part(name, value) if isinstance(value, kinds) and value.shape == shape else value
+            key: self.part(name, value)
+            if isinstance(value, kinds) and value.shape == shape
+            else value
             for key, value in state.items()
         }
 
@@ -140,12 +170,16 @@ class Shards:
         shape = self.local[name].shape
         given = self.gathered if whole else self.rows
         return {
-            key: given(self.as_rows(name, value)) if isinstance(value, torch.Tensor) and value.shape == shape else value
+            key: given(self.as_rows(name, value))
+            if isinstance(value, torch.Tensor) and value.shape == shape
+            else value
             for key, value in state.items()
         }
 
     def part(self, name: str, whole: torch.Tensor | RowShard) -> torch.Tensor:
-        """This rank's part of a tensor of the shape of a parameter, which is all that its device is given of it."""
+        """This rank's part of a tensor of the shape of a parameter, which is all that its device
+        is given of it.
+        """
         if isinstance(whole, RowShard):
             rows = whole.local
         else:
@@ -161,21 +195,30 @@ class Shards:
         """The tensor, of the shape of a parameter, of which this rank has these rows."""
         p = self.cut[name]
         return DTensor.from_local(
-            local.detach(), p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+            local.detach(),
+            p.device_mesh,
+            p.placements,
+            run_check=False,
+            shape=p.shape,
+            stride=p.stride(),
         )
 
     def refuse_assigned(self) -> None:
-        """Refuse what was assigned to ``parameter.data``, and hooks, which a shard doesn't take, and PyTorch loses.
+        """Refuse what was assigned to ``parameter.data``, and hooks, which a shard doesn't take,
+        and PyTorch loses.
 
         Raises:
             StrategyError: something was, or a parameter has a hook.
         """
         for name, p in self.cut.items():
             if is_hooked(p):
-                raise StrategyError(f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp')
+                raise StrategyError(
+                    f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp'
+                )
             if p.untyped_storage()._cdata != self._storages[name]:
                 raise StrategyError(
-                    f'fsdp: something was assigned to the data of "{name}", of which each rank has a shard: write it '
+                    f'fsdp: something was assigned to the data of "{name}", of which each rank '
+                    "has a shard: write it "
                     "in place, under torch.no_grad(): parameter.copy_(value)"
                 )
 
@@ -188,7 +231,8 @@ class Shards:
                 del p._backward_hooks[number]
 
     def refuse_replaced(self, state: Mapping[str, Any]) -> None:
-        """Refuse a model, of this state, that has another parameter in the place of one that was cut.
+        """Refuse a model, of this state, that has another parameter in the place of one that was
+        cut.
 
         Raises:
             InputError: it has.
@@ -204,9 +248,11 @@ class Shards:
             self._shown[name] = p.grad, -1 if p.grad is None else p.grad._version, grad
 
     def take_gradients(self) -> None:
-        """Give the local parts the gradients of the parameters that a person has written since they were shown.
+        """Give the local parts the gradients of the parameters that a person has written since they
+        were shown.
 
-        Unless the optimizer's were replaced (``optimizer.zero_grad()``): then give the parameters these.
+        Unless the optimizer's were replaced (``optimizer.zero_grad()``): then give the parameters
+        these.
         """
         for name, p in self.cut.items():
             (shown, version, local), grad = self._shown[name], p.grad
@@ -228,13 +274,17 @@ class Shards:
         return whole
 
     def rows(self, tensor: DTensor) -> RowShard:
-        """This rank's rows of a tensor; where several replicas have the same, those of the first count."""
+        """This rank's rows of a tensor; where several replicas have the same, those of the first
+        count.
+        """
         sizes, _ = self.rows_of(tensor)
         others = self._mesh.size() - len(sizes)
         return RowShard(tensor.to_local(), (*sizes, *[0] * others), self._mesh.get_rank())
 
     def rows_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-        """How many rows of a tensor each rank of a replica has, and the number of this rank among them."""
+        """How many rows of a tensor each rank of a replica has, and the number of this rank
+        among them.
+        """
         *_, number = self._mesh.get_coordinate() or [0]
         ranks = self._mesh.size(self._mesh.ndim - 1)
         sizes = [len(piece) for piece in torch.empty(len(tensor), 0).chunk(ranks)]
@@ -255,8 +305,8 @@ class Shards:
     def fsdp_module(self) -> Iterator[FSDPModule]:
         """The model, which has the methods of ``FSDPModule`` in this context, as its blocks have.
 
-        ``fully_shard`` changes their classes. Afterwards they have their own again: a person's code may ask whether
-        ``type(layer) is Block``.
+        ``fully_shard`` changes their classes. Afterwards they have their own again: a person's code
+        may ask whether ``type(layer) is Block``.
         """
         for module, kind in self._sharded:
             module.__class__ = kind
@@ -283,7 +333,8 @@ def _before(module: nn.Module) -> Before:
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     raise StrategyError(
         "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
-        fix="copy it within `with step.whole_parameters():`, or let lockstep.callbacks.EMA or SWA average it",
+        fix="copy it within `with step.whole_parameters():`, or let lockstep.callbacks.EMA or SWA "
+        "average it",
     )
 
 
@@ -335,10 +386,12 @@ def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
 
     Args:
         model: the whole model.
-        wanted: ``"auto"`` takes repeated layers; names, with commas between, of modules or lists of them; ``""`` none.
+        wanted: ``"auto"`` takes repeated layers; names, with commas between, of modules or lists of
+            them; ``""`` none.
 
     Raises:
-        StrategyError: there is no such module (the nearest is offered), or one is within another or tied to another.
+        StrategyError: there is no such module (the nearest is offered), or one is within another or
+            tied to another.
     """
     if wanted == "auto":
         found = found_blocks(model)
@@ -346,7 +399,9 @@ def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
     named = named_blocks(model, wanted, "blocks", StrategyError)
     for name, block in named.items():
         if tied := _tied(model, block):
-            raise StrategyError(f'blocks: "{name}" has "{tied}", which the model uses elsewhere too: leave it out')
+            raise StrategyError(
+                f'blocks: "{name}" has "{tied}", which the model uses elsewhere too: leave it out'
+            )
         if inner := next((n for n in named if n.startswith(f"{name}.")), None):
             raise StrategyError(f'blocks: "{inner}" is within "{name}": name one of them')
     return named
@@ -365,7 +420,9 @@ def _tied(model: nn.Module, block: nn.Module) -> str | None:
 
 
 def places_of(model: nn.Module) -> dict[str, list[Place]]:
-    """By the name of each parameter, the modules that hold it, and its names there: several where it is tied."""
+    """By the name of each parameter, the modules that hold it, and its names there: several
+    where it is tied.
+    """
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, list[Place]] = defaultdict(list)
     for module in model.modules():

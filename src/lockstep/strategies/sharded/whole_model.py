@@ -1,4 +1,6 @@
-"""The whole model of which each rank has a shard, for rank 0 to inspect: a copy without values, and what fills it."""
+"""The whole model of which each rank has a shard, for rank 0 to inspect: a copy without values,
+and what fills it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from lockstep.strategies.sharded.shards import places_of
 
 LATER = Caveat(
     "uncopied",
-    "hooks, modules or forward of the model are others than when it was cut into shards, and rank 0 inspects a copy "
+    "hooks, modules or forward of the model are others than when it was cut into shards, and rank "
+    "0 inspects a copy "
     "from before: what they make of the samples isn't seen",
     "put them in where the model is built, or before lockstep.parallelize",
 )
@@ -36,17 +39,23 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
-        raise StrategyError(f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy") from error
+        raise StrategyError(
+            f"fsdp: the model can't be copied ({told(error)}), and rank 0 inspects a copy"
+        ) from error
 
 
 def put_together(
-    skeleton: nn.Module | None, parameters: Iterable[tuple[str, nn.Parameter, torch.Tensor]], sharded: nn.Module
+    skeleton: nn.Module | None,
+    parameters: Iterable[tuple[str, nn.Parameter, torch.Tensor]],
+    sharded: nn.Module,
 ) -> nn.Module | None:
-    """A copy of the skeleton with the sharded model's buffers, attributes and modes; None without a skeleton.
+    """A copy of the skeleton with the sharded model's buffers, attributes and modes; None without a
+    skeleton.
 
     Args:
         skeleton: what ``skeleton_of`` gave.
-        parameters: the name of each, what this rank has of it, and all of it; all ranks go through them.
+        parameters: the name of each, what this rank has of it, and all of it; all ranks go through
+            them.
         sharded: the model.
 
     Raises:
@@ -62,7 +71,8 @@ def put_together(
     was, now = ({name for name, _ in one.named_modules()} for one in (skeleton, sharded))
     if was != now:
         raise StrategyError(
-            f'fsdp: the model\'s layer "{min(was ^ now)}" was put in or taken out after it was built, and rank 0 '
+            f'fsdp: the model\'s layer "{min(was ^ now)}" was put in or taken out after it was '
+            "built, and rank 0 "
             "inspects a copy from before",
             fix="do it where the model is built, or take ddp",
         )
@@ -80,7 +90,9 @@ def put_together(
 
 
 def _follow_attributes(model: nn.Module, sharded: nn.Module) -> None:
-    """Give the copy what forward, or a person, has made of other attributes since; what can't be copied stays."""
+    """Give the copy what forward, or a person, has made of other attributes since; what can't be
+    copied stays.
+    """
     memo: dict[int, Any] = detached_attributes(sharded)
     for of in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
         theirs = dict(of(model))
@@ -88,7 +100,10 @@ def _follow_attributes(model: nn.Module, sharded: nn.Module) -> None:
     before = attribute_prints(model)
     for name, its in attribute_prints(sharded).items():
         if before.get(name) != its:
-            (mine, own), (attributes, _) = attribute_place(sharded, name), attribute_place(model, name)
+            (mine, own), (attributes, _) = (
+                attribute_place(sharded, name),
+                attribute_place(model, name),
+            )
             with contextlib.suppress(Exception):
                 attributes[own] = copy.deepcopy(mine[own], known := dict(memo))
                 memo = known  # what several modules share is one thing in the copy, too

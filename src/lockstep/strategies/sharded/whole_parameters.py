@@ -1,4 +1,5 @@
-"""The whole model on every rank for a while, for a person's code that expects the model of one device.
+"""The whole model on every rank for a while, for a person's code that expects the model of one
+device.
 
 ::
 
@@ -8,9 +9,10 @@
     optimizer     this rank's part of parameters,    the same parameters, which are whole,
                   with their state                   with their whole state
 
-Every rank gathers when the context begins, and keeps its part when it ends. Within, the model is an ordinary module
-with ordinary parameters, so what a person computes with them is what one device computes. They are the parameters that
-the optimizer has, whose memory is exchanged: a callback may keep them.
+Every rank gathers when the context begins, and keeps its part when it ends. Within, the model is an
+ordinary module with ordinary parameters, so what a person computes with them is what one device
+computes. They are the parameters that the optimizer has, whose memory is exchanged: a callback may
+keep them.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ from lockstep.tensors.digest import digest
 
 OF_OWN_LOOP = Caveat(
     "state",
-    "between updates the model's parameters and gradients are shards (DTensors): a number made of one is of this "
+    "between updates the model's parameters and gradients are shards (DTensors): a number made of "
+    "one is of this "
     "rank's part, and what is written to a part of one is lost",
     "do both within `with step.whole_parameters():`, on every rank",
 )
@@ -41,7 +44,9 @@ OF_OWN_LOOP = Caveat(
 
 @dataclass
 class _Kept:
-    """What this rank keeps of a parameter: its part, and the gradient and the optimizer's state of that."""
+    """What this rank keeps of a parameter: its part, and the gradient and the optimizer's state
+    of that.
+    """
 
     part: torch.Tensor
     grad: torch.Tensor | None
@@ -61,7 +66,9 @@ class WholeParameters:
         are_gathered: whether the model has its whole parameters now.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World
+    ) -> None:
         self._optimizer = optimizer
         self._shards = shards
         self._world = world
@@ -73,7 +80,8 @@ class WholeParameters:
     def gathered(self) -> Iterator[None]:
         """The model has its whole parameters in this context, which every rank enters.
 
-        What is written to them is written back to the shards at the end, unless an exception ends the context.
+        What is written to them is written back to the shards at the end, unless an exception ends
+        the context.
 
         Raises:
             RunError: ranks have written other values.
@@ -103,7 +111,9 @@ class WholeParameters:
 
     @torch.no_grad()
     def _gather(self, into: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Gather all parameters, into the memory that they had before, since somebody may have a view of it."""
+        """Gather all parameters, into the memory that they had before, since somebody may have a
+        view of it.
+        """
         shards, state = self._shards, self._optimizer.state
         shards.reshard()  # what a forward of the person's has left gathered
         self._of_sharding.take_off()
@@ -150,18 +160,23 @@ class WholeParameters:
         self._of_sharding.put_back()
         self.are_gathered = False
 
-    # ---- what can't be kept -----------------------------------------------------------------------------------------
+    # ---- what can't be kept ----------------------------------------------------------------------
 
     def _refuse_changes(self) -> None:
         for name, p in self._shards.local.items():
             part = self._kept[name].part
-            if any(module._parameters.get(key) is not p for module, key in self._shards.places[name]):
+            if any(
+                module._parameters.get(key) is not p for module, key in self._shards.places[name]
+            ):
                 raise InputError(REPLACED)
             if is_hooked(p):
-                raise StrategyError(f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp')
+                raise StrategyError(
+                    f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp'
+                )
             if p.dtype != part.dtype or p.device != part.device:
                 raise StrategyError(
-                    f'fsdp: parameter "{name}" was converted to {p.dtype} on {p.device}: convert a copy of the model'
+                    f'fsdp: parameter "{name}" was converted to {p.dtype} on {p.device}: convert '
+                    "a copy of the model"
                 )
 
     def _refuse_differences(self) -> None:
@@ -171,7 +186,8 @@ class WholeParameters:
         for rank, theirs in enumerate(others, 1):
             if differ := [name for name in first if first[name] != theirs[name]]:
                 raise RunError(
-                    f'callbacks change parameter "{differ[0]}" on rank 0 and rank {rank} differently: what they change '
+                    f'callbacks change parameter "{differ[0]}" on rank 0 and rank {rank} '
+                    "differently: what they change "
                     "must be the same on every rank"
                 )
 

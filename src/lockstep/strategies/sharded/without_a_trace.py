@@ -1,4 +1,6 @@
-"""What a rank without samples computes, so that it comes to each collective, and what that leaves behind: nothing."""
+"""What a rank without samples computes, so that it comes to each collective, and what that
+leaves behind: nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,11 @@ from lockstep.model.inspection.attributes import plain_attributes
 
 
 @contextlib.contextmanager
-def without_a_trace(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> Iterator[None]:
-    """What is computed meanwhile leaves no trace in a model; its batch norms take part in no statistics.
+def without_a_trace(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device
+) -> Iterator[None]:
+    """What is computed meanwhile leaves no trace in a model; its batch norms take part in no
+    statistics.
 
     Args:
         model: as its forward is called.
@@ -23,7 +28,9 @@ def without_a_trace(model: nn.Module, dtype: torch.dtype | None, device: torch.d
     modules = list(model.modules())
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
     attributes = [(vars(m), plain_attributes(m)) for m in modules]
-    buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+    buffers = [
+        (m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None
+    ]
     bare = [m for m in norms if m.running_mean is None]  # which one sample is too few for
     for norm in norms:
         norm.training = False

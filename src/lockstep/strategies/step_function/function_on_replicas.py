@@ -1,4 +1,6 @@
-"""A step function under ``dp``: each replica's thread runs it, and the threads meet in each call of ``update``."""
+"""A step function under ``dp``: each replica's thread runs it, and the threads meet in each call
+of ``update``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _END = ""
 
 
 class _Meeting:
-    """Where the threads of some replicas wait for one another; the last one to come does what is to be done."""
+    """Where the threads of some replicas wait for one another; the last one to come does what is
+    to be done.
+    """
 
     def __init__(self, parties: int, act: Callable[[dict[int, tuple[str, Loss]]], None]) -> None:
         self._said: dict[int, tuple[str, Loss]] = {}
@@ -80,7 +84,9 @@ class FunctionOnReplicas(FunctionStep, DPStep):
             self._meeting.come(i, _END, Loss(0.0, 0))
 
     def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
-        """As on ranks: backward in each replica's thread; one moves the first one's parameters, and copies them."""
+        """As on ranks: backward in each replica's thread; one moves the first one's parameters,
+        and copies them.
+        """
         assert self._meeting is not None
         self.backward_into(self.named(name), name, loss, samples, self._trained[replica])
         self._meeting.come(replica, name, loss.detached())
@@ -102,4 +108,6 @@ class FunctionOnReplicas(FunctionStep, DPStep):
         for i in said:
             for p in self._trained[i]:
                 p.grad = None
-        self._share_parameters(self.moved(name))  # no others, which a graph may still need as they are
+        self._share_parameters(
+            self.moved(name)
+        )  # no others, which a graph may still need as they are

@@ -1,10 +1,12 @@
-"""Whether a step function computes sums over samples, so that the parts of a batch add up to the whole.
+"""Whether a step function computes sums over samples, so that the parts of a batch add up to the
+whole.
 
-In steps 1, 2, 4, 8, ... the function is run on a local batch, on two parts of it, on it with samples of another one (a
-mask may be even over each local batch, and not over both), and on it several times (the hardest ten samples of a batch
-may be all of a local batch), with an ``update`` that only takes note of what it is given: nothing is moved. Each run
-has a copy of the model, since a function may write to it (a target network, a running mean). Dropout and batch norms
-are in evaluation mode meanwhile, since they are told of anyway.
+In steps 1, 2, 4, 8, ... the function is run on a local batch, on two parts of it, on it with
+samples of another one (a mask may be even over each local batch, and not over both), and on it
+several times (the hardest ten samples of a batch may be all of a local batch), with an ``update``
+that only takes note of what it is given: nothing is moved. Each run has a copy of the model, since
+a function may write to it (a target network, a running mean). Dropout and batch norms are in
+evaluation mode meanwhile, since they are told of anyway.
 """
 
 from __future__ import annotations
@@ -61,28 +63,42 @@ class _Noted:
         self.totals.append(loss.total.detach())
         if self._model is None or not loss.total.requires_grad:
             return
-        trained = {f"{name}.{n}": p for n, p in self._model.get_submodule(name).named_parameters() if p.requires_grad}
+        trained = {
+            f"{name}.{n}": p
+            for n, p in self._model.get_submodule(name).named_parameters()
+            if p.requires_grad
+        }
         found: tuple[torch.Tensor | None, ...] = ()
         if trained:  # else all of it is frozen
-            found = torch.autograd.grad(loss.total, list(trained.values()), retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(
+                loss.total, list(trained.values()), retain_graph=True, allow_unused=True
+            )
         zero = torch.zeros(())
         named = zip(trained, found, strict=True)
-        self.gradients.append({n: g if g is not None and g.layout == torch.strided else zero for n, g in named})
+        self.gradients.append(
+            {n: g if g is not None and g.layout == torch.strided else zero for n, g in named}
+        )
 
 
 def as_sum(name: str, total: Any, count: Any) -> Loss:
     """What ``update`` was given, as total and count.
 
     Raises:
-        LossError: the total is no scalar tensor, or the count no number, or missing: what a mean is over is unknown.
+        LossError: the total is no scalar tensor, or the count no number, or missing: what a mean is
+            over is unknown.
     """
     if not isinstance(total, torch.Tensor) or total.dim():
-        what = f"of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+        what = (
+            f"of shape {tuple(total.shape)}"
+            if isinstance(total, torch.Tensor)
+            else f"a {type(total).__name__}"
+        )
         raise LossError(f'update("{name}"): the loss is {what}, a scalar tensor is expected')
     total = total.float() if total.dtype in HALF else total
     if count is None:
         raise LossError(
-            f'update("{name}"): there is no count, so what a mean is over is unknown: give the sum over items, and '
+            f'update("{name}"): there is no count, so what a mean is over is unknown: give the '
+            "sum over items, and "
             f'their number: update("{name}", total, count)'
         )
     if not isinstance(count, int | float) and not _is_scalar(count):
@@ -103,7 +119,8 @@ def probe(
     *,
     local_batches: int,
 ) -> list[Caveat]:
-    """What a person has to know of a function, by what it makes of a local batch that is on the model's device.
+    """What a person has to know of a function, by what it makes of a local batch that is on the
+    model's device.
 
     Args:
         function: it.
@@ -148,12 +165,19 @@ def probe(
             if not same(drawn, states(accelerators)):
                 return found
         if is_ragged(part.inputs, part.size):
-            return [*found, _unchecked("inputs have several rows for a sample, as the nodes of graphs, or none")]
+            return [
+                *found,
+                _unchecked(
+                    "inputs have several rows for a sample, as the nodes of graphs, or none"
+                ),
+            ]
         parts = []
         if part.size > 1:
             half = (part.size + 1) // 2
             try:
-                parts = [calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))]
+                parts = [
+                    calls(cut(nest, *of, part.size)) for of in ((0, half), (half, part.size - half))
+                ]
             except _CANT_TAKE as error:
                 return [*found, _unchecked(told(error))]
             _refuse_no_sums(part.size, whole, *parts)
@@ -167,11 +191,14 @@ def probe(
         many = repeated(nest, part.size, local_batches)
         with contextlib.suppress(*_CANT_TAKE):
             if many is not None:
-                _refuse_no_sums(local_batches * part.size, calls(many), whole, whole.times(local_batches - 1))
+                _refuse_no_sums(
+                    local_batches * part.size, calls(many), whole, whole.times(local_batches - 1)
+                )
     return found + [
         Caveat(
             "state",
-            f'the step function writes "{name}" by the samples of its local batch, so it is another one on each device',
+            f'the step function writes "{name}" by the samples of its local batch, so it is '
+            "another one on each device",
             "make it of what is the same on all of them",
         )
         for name in (*whole.written, *whole.attributes)
@@ -188,14 +215,18 @@ def _differ(name: str, whole: Called, part: Called) -> bool:
 
 _DRAWING = Caveat(
     "drawing",
-    "the step function draws random numbers: other ones for each local batch than single-device training; they are "
+    "the step function draws random numbers: other ones for each local batch than single-device "
+    "training; they are "
     "reproducible",
     "let the dataset draw them: a sample's are the same on any number of devices",
 )
 
 
 def _unchecked(why: str) -> Caveat:
-    text = f"whether the losses are sums over samples isn't checked, since a local batch can't be cut ({why})"
+    text = (
+        "whether the losses are sums over samples isn't checked, since a local batch can't be "
+        f"cut ({why})"
+    )
     return Caveat("mixing", text, "lockstep verify shows it")
 
 
@@ -223,7 +254,9 @@ class Called:
 
     def times(self, number: int) -> Called:
         """What sums over samples are for the same ones so many times."""
-        return Called([(name, number * total, number * count) for name, total, count in self.updates], {})
+        return Called(
+            [(name, number * total, number * count) for name, total, count in self.updates], {}
+        )
 
 
 def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
@@ -232,21 +265,29 @@ def _refuse_no_sums(samples: int, whole: Called, *parts: Called) -> None:
     Raises:
         StrategyError: one isn't.
     """
-    if any([name for name, *_ in of.updates] != [name for name, *_ in whole.updates] for of in parts):
+    if any(
+        [name for name, *_ in of.updates] != [name for name, *_ in whole.updates] for of in parts
+    ):
         return  # replicas that make different calls are found in the step itself
     for (name, *numbers), *others in zip(whole.updates, *(of.updates for of in parts), strict=True):
         for value, one, other in zip(numbers, *(of[1:] for of in others), strict=True):
             if is_apart(value, one, other, tolerance=whole.tolerance):
                 raise StrategyError(
-                    f'update("{name}"): the loss of {samples} samples is {value:.4g}, and of two parts of them '
+                    f'update("{name}"): the loss of {samples} samples is {value:.4g}, and of two '
+                    "parts of them "
                     f"{one:.4g} and {other:.4g}, so it isn't a sum over samples",
                     kind="mixing",
-                    fix=f'give the sum and the number of items, update("{name}", total, count); or use single',
+                    fix=f'give the sum and the number of items, update("{name}", total, count); '
+                    "or use single",
                 )
 
 
-def _calls(function: Callable[..., None], model: nn.Module, step: int, samples: int, nest: Nest) -> Called:
-    """What the function makes of some samples, with a copy of the model; ``samples``: of the global batch."""
+def _calls(
+    function: Callable[..., None], model: nn.Module, step: int, samples: int, nest: Nest
+) -> Called:
+    """What the function makes of some samples, with a copy of the model; ``samples``: of the
+    global batch.
+    """
     mode: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     try:
         model = copy.deepcopy(model, detached_attributes(model))
@@ -256,28 +297,43 @@ def _calls(function: Callable[..., None], model: nn.Module, step: int, samples: 
     looks = step <= 1 and sum(p.nbytes for p in model.parameters()) <= _LARGEST
     noted = _Noted(step, samples, model if looks else None)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    before, attributes = {name: digest(tensor) for name, tensor in state.items()}, attribute_prints(model)
+    before, attributes = (
+        {name: digest(tensor) for name, tensor in state.items()},
+        attribute_prints(model),
+    )
     with mode:
         function(model, nest, noted)
-    now = {name: its for name, its in attribute_prints(model).items() if attributes.get(name) != its}
+    now = {
+        name: its for name, its in attribute_prints(model).items() if attributes.get(name) != its
+    }
     written = {name: tensor for name, tensor in state.items() if digest(tensor) != before[name]}
-    return Called(noted.calls, written, now, noted.gradients, tolerance_of(nest, noted.totals, waits=False))
+    return Called(
+        noted.calls, written, now, noted.gradients, tolerance_of(nest, noted.totals, waits=False)
+    )
 
 
 def _changed(name: str) -> Caveat:
     text = (
-        f'the step function changes "{name}", which is outside of the models: once for each local batch, not once a '
+        f'the step function changes "{name}", which is outside of the models: once for each local '
+        "batch, not once a "
         "step, and all replicas of dp share it"
     )
     return Caveat("state", text, "choose by update.step, or single keeps the results")
 
 
 def _gradients_apart(whole: Called, *parts: Called) -> Iterator[Caveat]:
-    """Say what gradient isn't the sum of those of two parts, though the loss is: ``loss / loss.detach()``."""
-    if not all([list(g) for g in of.gradients] == [list(g) for g in whole.gradients] for of in parts):
+    """Say what gradient isn't the sum of those of two parts, though the loss is: ``loss /
+    loss.detach()``.
+    """
+    if not all(
+        [list(g) for g in of.gradients] == [list(g) for g in whole.gradients] for of in parts
+    ):
         return
     for of, one, other in zip(whole.gradients, *(of.gradients for of in parts), strict=True):
         sums = [a + b for a, b in zip(one.values(), other.values(), strict=True)]
         if (name := first_apart(list(of), list(of.values()), sums)) is not None:
-            text = f'the gradient of "{name}" is not the sum of those of parts of the batch, though the loss is'
+            text = (
+                f'the gradient of "{name}" is not the sum of those of parts of the batch, '
+                "though the loss is"
+            )
             yield Caveat("autograd function", text, "single keeps the results")

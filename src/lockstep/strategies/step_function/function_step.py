@@ -5,15 +5,17 @@ The function is ordinary code, which each replica runs on its share of the globa
     def step(models, batch, update):
         images, noise = batch
         drawn = models["generator"](noise)
-        update("discriminator", judged(models, images, drawn.detach()), len(images))    # total, count
+        update("discriminator", judged(models, images, drawn.detach()), len(images))  # total, count
         update("generator", fooled(models, drawn), len(images))
 
-Each call of ``update`` keeps the law of any update: backward of total / n into the parameters of that optimizer alone,
-n being the samples of the global batch; the sum over replicas; times n / count; clipping; that optimizer's step. So
-what the function computes afterwards sees the moved parameters, on every replica alike.
+Each call of ``update`` keeps the law of any update: backward of total / n into the parameters of
+that optimizer alone, n being the samples of the global batch; the sum over replicas; times n /
+count; clipping; that optimizer's step. So what the function computes afterwards sees the moved
+parameters, on every replica alike.
 
-Replicas meet in each call, and have to make the same calls in the same order. A rank without a sample runs the
-function on some of another rank's, and adds nothing: so what the function writes, freezes or counts is alike on all.
+Replicas meet in each call, and have to make the same calls in the same order. A rank without a
+sample runs the function on some of another rank's, and adds nothing: so what the function writes,
+freezes or counts is alike on all.
 """
 
 from __future__ import annotations
@@ -55,8 +57,10 @@ _SOME, _MOST = 4, 8
 
 _BENDS = Caveat(
     "autograd function",
-    "the step function's backward has hooks on tensors, or autograd functions of your own: one that isn't linear (it "
-    "clamps gradients, say) is given the gradient of total / samples, not of total / count: what the whole batch "
+    "the step function's backward has hooks on tensors, or autograd functions of your own: one "
+    "that isn't linear (it "
+    "clamps gradients, say) is given the gradient of total / samples, not of total / count: what "
+    "the whole batch "
     "counts is known afterwards only",
     "single keeps the results",
 )
@@ -66,7 +70,8 @@ class Update:
     """What the function is given to call: ``update("generator", total, count)``.
 
     Attributes:
-        step: the number of this step, from 1; the same on every device, as a counter of the function's own isn't.
+        step: the number of this step, from 1; the same on every device, as a counter of the
+            function's own isn't.
         samples: of the global batch.
     """
 
@@ -94,11 +99,18 @@ class FunctionStep(Step):
     """Calls the function on this process's share. It is put before the step of a strategy."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World, *others: Any
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Job,
+        world: World,
+        *others: Any,
     ) -> None:
         super().__init__(model, optimizer, job, world, *others)
         assert isinstance(optimizer, Optimizers) and job.step is not None
-        self._by_count = not self.cuts_batch and self._scaler is None  # else backward is of total / samples
+        self._by_count = (
+            not self.cuts_batch and self._scaler is None
+        )  # else backward is of total / samples
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
@@ -111,7 +123,9 @@ class FunctionStep(Step):
         self._may_bend = False  # backward has hooks, or functions of the person's own
 
     def update(self, batch: Batch | None = None) -> Result:
-        """One step: whatever updates the function makes of a batch. The loss is the sum of those of all names."""
+        """One step: whatever updates the function makes of a batch. The loss is the sum of those
+        of all names.
+        """
         if batch is None:
             self._refuse_gradients()
         self._look_at_flags()
@@ -122,8 +136,12 @@ class FunctionStep(Step):
         with self.explained(batch):
             self.run_function(batch)
         parts = {name: added(losses) for name, losses in self._losses_of.items()}
-        means = [total / count for total, count in parts.values()]  # NaN of no item, which an accelerator is asked for
-        loss = Loss(sum(means) * batch.size, batch.size, {name: (*its,) for name, its in parts.items()})
+        means = [
+            total / count for total, count in parts.values()
+        ]  # NaN of no item, which an accelerator is asked for
+        loss = Loss(
+            sum(means) * batch.size, batch.size, {name: (*its,) for name, its in parts.items()}
+        )
         return self._ended(loss, batch.size)
 
     def run_function(self, batch: Batch) -> None:
@@ -149,7 +167,9 @@ class FunctionStep(Step):
         if self._adds:
             self.backward_into(which, name, loss, samples)
         self._agree(self._order.index(name))
-        self._move(name, self._over_ranks(name, loss.detached() if self._adds else Loss(0.0, 0)), samples)
+        self._move(
+            name, self._over_ranks(name, loss.detached() if self._adds else Loss(0.0, 0)), samples
+        )
 
     def named(self, name: str) -> list[int]:
         """Which parameters the optimizer of that name has, frozen or not.
@@ -158,26 +178,40 @@ class FunctionStep(Step):
             InputError: there is none.
         """
         if name not in self._order:
-            raise InputError(f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}')
+            raise InputError(
+                f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}'
+            )
         if name not in self._of_part:
-            part = {id(p) for p in self.model.get_submodule(name).parameters()}  # another one may have some, too
+            part = {
+                id(p) for p in self.model.get_submodule(name).parameters()
+            }  # another one may have some, too
             self._of_part[name] = [i for i, p in enumerate(self._parameters) if id(p) in part]
         return self._of_part[name]
 
     def moved(self, name: str) -> list[int]:
-        """Those that aren't frozen now; on one device, or once all replicas have come to the same call."""
+        """Those that aren't frozen now; on one device, or once all replicas have come to the
+        same call.
+        """
         return [i for i in self.named(name) if self._parameters[i].requires_grad]
 
     def backward_into(
-        self, which: list[int], name: str, loss: Loss, samples: int, parameters: list[nn.Parameter] | None = None
+        self,
+        which: list[int],
+        name: str,
+        loss: Loss,
+        samples: int,
+        parameters: list[nn.Parameter] | None = None,
     ) -> None:
-        """Add the gradient of total / ``samples``, or total / count, to those of the parameters, of one replica."""
+        """Add the gradient of total / ``samples``, or total / count, to those of the parameters,
+        of one replica.
+        """
         parameters = self._parameters if parameters is None else parameters
         inputs = [parameters[i] for i in which if parameters[i].requires_grad]
         total = loss.total
         if not self._on_accelerator and not math.isfinite(value := total.item()):
             raise NonFiniteLoss(
-                f'update("{name}"): the loss became {value} at step {self.world.step} on {self.world.device}'
+                f'update("{name}"): the loss became {value} at step {self.world.step} on '
+                f"{self.world.device}"
             )
         if not inputs:
             return  # that part is frozen now
@@ -187,24 +221,31 @@ class FunctionStep(Step):
             if self.looks_again and self._hooks is not None:
                 self._may_bend |= self._hooks.found or bool(own_functions(total))
             divisor = self.divisor(loss.count, samples)
-            self._run_backward_into(total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs)
+            self._run_backward_into(
+                total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs
+            )
 
     @phase("computing", "backward")
     @observed(lambda observer, step, total, factor, inputs: observer.backward(total, sums=False))
-    def _run_backward_into(self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter]) -> None:
+    def _run_backward_into(
+        self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter]
+    ) -> None:
         torch.autograd.backward(total, factor, inputs=inputs)
 
     def _move(self, name: str, loss: Loss, samples: int) -> None:
-        """With gradients that are summed: weight and clip them, and let the optimizer of that name make its step."""
+        """With gradients that are summed: weight and clip them, and let the optimizer of that
+        name make its step.
+        """
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
-        # (Fused optimizers don't: a later backward of what was computed before would take the moved weights.)
+        # (Fused optimizers don't: a later backward of what was computed before would take the moved
+        # weights.)
         torch.autograd.graph.increment_version([self._parameters[i] for i in self.moved(name)])
         for p in self._parameters:
             p.grad = None
 
-    # ---- between ranks ----------------------------------------------------------------------------------------------
+    # ---- between ranks ---------------------------------------------------------------------------
 
     def _lent(self, part: Part) -> Part:
         """This rank's samples; where it has none, some of the first rank's that has."""
@@ -214,7 +255,9 @@ class FunctionStep(Step):
         if all(sizes):
             return part
         source = next(rank for rank, size in enumerate(sizes) if size)
-        lent = self.world.broadcast_object(_some_of(part) if self.world.rank == source else part, source)
+        lent = self.world.broadcast_object(
+            _some_of(part) if self.world.rank == source else part, source
+        )
         return part if part.size else lent
 
     def _agree(self, mine: int) -> None:
@@ -228,7 +271,8 @@ class FunctionStep(Step):
             self.refuse_different([self._order[code] if code != _END else "" for code in codes])
 
     def refuse_different(self, calls: list[str | None]) -> NoReturn:
-        """Raise for replicas that make different calls: their names, "" at the end, None without a sample.
+        """Raise for replicas that make different calls: their names, "" at the end, None without a
+        sample.
 
         Raises:
             InputError: always.
@@ -239,8 +283,10 @@ class FunctionStep(Step):
             if name is not None
         ]
         raise InputError(
-            f"step function: in step {self.world.step} {', '.join(told)}: each replica has to make the same calls, so "
-            "choose them by update.step, not by the samples of a local batch, nor by a counter of your own"
+            f"step function: in step {self.world.step} {', '.join(told)}: each replica has to "
+            "make the same calls, so "
+            "choose them by update.step, not by the samples of a local batch, nor by a counter of "
+            "your own"
         )
 
     @phase("communicating", "reduce")
@@ -258,7 +304,9 @@ class FunctionStep(Step):
         if which not in self._sums:
             mine = [self._parameters[i] for i in which]
             self._sums[which] = FlatGradients(mine, 3, sparse_parameters(self.model))
-        asked, total, count = self._sums[which].sum_over(self.world, [self.world.asked_to_stop(), *loss])
+        asked, total, count = self._sums[which].sum_over(
+            self.world, [self.world.asked_to_stop(), *loss]
+        )
         self.agree_to_stop(asked)
         return Loss(total, count)
 
@@ -270,11 +318,13 @@ class FunctionStep(Step):
         """As every step's; of functions backward isn't tried, only looked at."""
         return [_BENDS] if self._may_bend else []
 
-    # ---- its number -------------------------------------------------------------------------------------------------
+    # ---- its number ------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """Of the update, from 1; in a loop of one's own other steps may be taken between, which it doesn't count."""
+        """Of the update, from 1; in a loop of one's own other steps may be taken between, which
+        it doesn't count.
+        """
         return self._loaded + self._updates if self.own_loop else self.world.step
 
     def load(self, folder: str | Path) -> None:
@@ -282,7 +332,7 @@ class FunctionStep(Step):
         super().load(folder)
         self._loaded = self.world.step - self._updates
 
-    # ---- what is other than in any step -----------------------------------------------------------------------------
+    # ---- what is other than in any step ----------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
         """Look at what the function does with the first batch."""
@@ -299,7 +349,11 @@ class FunctionStep(Step):
             shares = [shares[0], *(self.placed(part) for part in every[1:] if part.size)]
         if self.world.is_first:
             count = min(self.replicas, _MOST)
-            self.tell_once(probe(self._function, self.model, shares, self.world, self.number, local_batches=count))
+            self.tell_once(
+                probe(
+                    self._function, self.model, shares, self.world, self.number, local_batches=count
+                )
+            )
 
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
@@ -314,11 +368,16 @@ class FunctionStep(Step):
         self._refuse_gradients()
 
     def _refuse_gradients(self) -> NoReturn:
-        raise StrategyError("a step function makes updates itself: call step(inputs, targets), not backward and update")
+        raise StrategyError(
+            "a step function makes updates itself: call step(inputs, targets), not backward and "
+            "update"
+        )
 
 
 def _some_of(part: Part) -> Part:
     """A few samples of a share, to be sent to another rank; all where they can't be cut."""
     size = part.size if is_ragged(part.inputs, part.size) else min(part.size, _SOME)
-    inputs, targets = to_device(cut((part.inputs, part.targets), 0, size, part.size), torch.device("cpu"))
+    inputs, targets = to_device(
+        cut((part.inputs, part.targets), 0, size, part.size), torch.device("cpu")
+    )
     return Part(inputs, targets, size, part.of)

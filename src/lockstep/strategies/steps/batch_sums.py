@@ -1,4 +1,6 @@
-"""When a training's batches are held to the sum check, on which samples, and what is done with what it finds."""
+"""When a training's batches are held to the sum check, on which samples, and what is done with
+what it finds.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class BatchSums:
         self.draws_elsewhere = False
 
     def is_due(self, update: int) -> bool:
-        """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every ``check_every``-th."""
+        """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
+        ``check_every``-th.
+        """
         step = self._step
         if self._every == 0 or not step.cuts_batch:
             return False
@@ -59,14 +63,17 @@ class BatchSums:
         """Compare a batch with two parts of it; every rank calls this.
 
         Raises:
-            StrategyError: the loss, or its gradients, are no sums over samples, and differences aren't accepted.
+            StrategyError: the loss, or its gradients, are no sums over samples, and differences
+                aren't accepted.
         """
         step = self._step
         pieces = self._pieces(batch)
         if pieces is None:
             return
         in_turn = step.replicas == 1
-        sums = SumCheck(step.model, step.loss, _forward, in_turn=in_turn, accelerators=step.accelerators)
+        sums = SumCheck(
+            step.model, step.loss, _forward, in_turn=in_turn, accelerators=step.accelerators
+        )
         with step.whole_parameters():
             verdict = sums(*pieces)
         self.draws |= verdict.draws
@@ -77,10 +84,12 @@ class BatchSums:
         if step.world.is_first:
             step.tell_once(self._notes(verdict))
 
-    # ---- which samples ----------------------------------------------------------------------------------------------
+    # ---- which samples ---------------------------------------------------------------------------
 
     def _pieces(self, batch: Batch) -> list[Piece] | None:
-        """The whole, and two parts of it without a common divisor; None where there are too few samples."""
+        """The whole, and two parts of it without a common divisor; None where there are too few
+        samples.
+        """
         world = self._step.world
         if batch.collate is None:
             return self._cut_pieces(batch)
@@ -101,7 +110,11 @@ class BatchSums:
     def _cut_pieces(self, batch: Batch) -> list[Piece] | None:
         """The local batch, which nobody can collate anew, and two cuts of it."""
         step = self._step
-        given = batch.parts if batch.shares is None else [part for share in batch.shares for part in share]
+        given = (
+            batch.parts
+            if batch.shares is None
+            else [part for share in batch.shares for part in share]
+        )
         part = max(given, key=lambda part: part.size)
         samples = part.size
         if min(here for (here,) in over_ranks(step.world, samples)) < 2:
@@ -117,23 +130,30 @@ class BatchSums:
         part = self._step.placed(Part(inputs, targets, size, size))
         return Piece(part.inputs, part.targets, size, start)
 
-    # ---- what is done with what is found ----------------------------------------------------------------------------
+    # ---- what is done with what is found ---------------------------------------------------------
 
     def _refuse(self, verdict: Verdict, pieces: list[Piece]) -> None:
         step = self._step
         whole, *parts = pieces
         cut_in = " and ".join(str(part.size) for part in parts)
         text = (
-            f"results depend on where a batch is cut: in update {step.number}, of {whole.size} samples as one and in "
+            f"results depend on where a batch is cut: in update {step.number}, of {whole.size} "
+            "samples as one and in "
             f"parts of {cut_in}, {verdict.difference}; {verdict.where}"
         )
-        instead = "single or mp keep the results" if step.replicas > 1 else "no micro-batches keep the results"
+        instead = (
+            "single or mp keep the results"
+            if step.replicas > 1
+            else "no micro-batches keep the results"
+        )
         if self._accepts:
             if step.world.is_first and not self._is_told:
                 step.tell_once([Caveat("mixing", text, instead)])
             self._is_told = True
             return
-        raise StrategyError(text, kind="mixing", fix=f"{instead}, or accept_differences=True trains with this one")
+        raise StrategyError(
+            text, kind="mixing", fix=f"{instead}, or accept_differences=True trains with this one"
+        )
 
     def _refuse_written(self, verdict: Verdict) -> None:
         """Refuse a forward that writes parameters, where each replica would write its own."""
@@ -144,7 +164,8 @@ class BatchSums:
         names = verdict.written if shares else verdict.drifts
         if names:
             raise StrategyError(
-                f'the model writes its parameter "{names[0]}" in forward: each replica would write it once more, or '
+                f'the model writes its parameter "{names[0]}" in forward: each replica would '
+                "write it once more, or "
                 "from its local batch",
                 kind="state",
                 fix="make it a buffer, write it between updates, or use single",
@@ -164,24 +185,34 @@ class BatchSums:
                 "lockstep verify shows whether results are those of single-device training",
             )
         for name in verdict.written if not of_replicas else ():
-            yield Caveat("state", f'the model writes its parameter "{name}" in forward, once per micro-batch')
+            yield Caveat(
+                "state", f'the model writes its parameter "{name}" in forward, once per micro-batch'
+            )
         for name in verdict.kept:
             yield _of_kept(name, of_replicas=of_replicas)
         if verdict.draws and of_replicas and not any(map(drops, self._step.model.modules())):
-            text = "the model draws random numbers in forward, which differ from single-device training; they are"
+            text = (
+                "the model draws random numbers in forward, which differ from single-device "
+                "training; they are"
+            )
             yield Caveat("drawing", f"{text} reproducible")
 
 
 def _of_kept(name: str, *, of_replicas: bool) -> Caveat:
     if of_replicas:
-        text = f'"{name}" is written from the local batch: each replica has its own, or follows the first'
+        text = (
+            f'"{name}" is written from the local batch: each replica has its own, or follows '
+            "the first"
+        )
     else:
         text = f'"{name}" is written once per micro-batch, not once per batch'
     return Caveat("buffer", text, "single keeps the results")
 
 
 def _first_of_two(samples: int) -> int:
-    """The larger of two sizes that have no common divisor: a mask over samples can't leave as much of both."""
+    """The larger of two sizes that have no common divisor: a mask over samples can't leave as
+    much of both.
+    """
     half = share_sizes(samples, 2)[0]
     return next(size for size in range(half, 0, -1) if math.gcd(size, samples) == 1)
 

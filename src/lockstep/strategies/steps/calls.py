@@ -1,8 +1,9 @@
-"""What a loop of a person's own calls: ``step(inputs, targets)``, or ``step.backward(...)`` and ``step.update()``.
+"""What a loop of a person's own calls: ``step(inputs, targets)``, or ``step.backward(...)`` and
+``step.update()``.
 
-By hand, each call of ``backward`` is a part of one global batch, whose size nobody knows before the update. So after
-every call ``parameter.grad`` is the gradient of total / samples over the parts so far, and the update weights it as it
-does that of any batch::
+By hand, each call of ``backward`` is a part of one global batch, whose size nobody knows before the
+update. So after every call ``parameter.grad`` is the gradient of total / samples over the parts so
+far, and the update weights it as it does that of any batch::
 
     part 1    n1 samples    g1                                   gradient of total1 / n1
     part 2    n2 samples    (n1 g1 + n2 g2) / (n1 + n2)
@@ -44,23 +45,31 @@ class Calls(StepState, ABC):
     """A step as a person calls it.
 
     Attributes:
-        of_own_loop: what whoever writes a loop of their own has to know of the model between updates.
-        caveats_in_parts: gives where results differ from those of one device where a batch is given in parts, or is
-            cut in so many micro-batches.
+        of_own_loop: what whoever writes a loop of their own has to know of the model between
+            updates.
+        caveats_in_parts: gives where results differ from those of one device where a batch is given
+            in parts, or is cut in so many micro-batches.
     """
 
     of_own_loop: tuple[Caveat, ...] = ()
     caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+    ) -> None:
         super().__init__(model, optimizer, job, world)
         self._seed, self._synchronises = job.seed, job.sync_batchnorm
-        self._updates, self._followed = 0, 1  # and the update for which parameters were last frozen or thawed
+        self._updates, self._followed = (
+            0,
+            1,
+        )  # and the update for which parameters were last frozen or thawed
         self._microbatches = job.accumulate  # in which the last batch was cut, or is to be
         self._losses: list[Loss] = []  # of the parts since the last update by hand
         self._samples_given = 0
         self._is_begun = False  # an update by hand
-        self._left: list[tuple[torch.Tensor | None, int]] = []  # the gradients of its parts so far, and their versions
+        self._left: list[
+            tuple[torch.Tensor | None, int]
+        ] = []  # the gradients of its parts so far, and their versions
         self._by_hand, self._evaluations_by_hand = False, 0
         self._seen_batches = SeenBatches()
 
@@ -68,8 +77,9 @@ class Calls(StepState, ABC):
         """One update on this process's share of a global batch.
 
         Args:
-            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as ``model(**inputs)``), or a ``Batch``
-                of ``lockstep.batches``, which also knows the size of the global batch.
+            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as
+                ``model(**inputs)``), or a ``Batch`` of ``lockstep.batches``, which also knows the
+                size of the global batch.
             targets: what the loss takes beside the outputs.
         """
         self.refuse_waiting("step(...)")
@@ -81,10 +91,12 @@ class Calls(StepState, ABC):
             return self.update(batch)
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
-        """Forward and backward of a part of a batch; after as many as a loop likes comes ``update()``.
+        """Forward and backward of a part of a batch; after as many as a loop likes comes
+        ``update()``.
 
-        All calls since the last update equal one of the step on all their samples together. Until the update
-        ``parameter.grad`` is the gradient of total / samples over the parts so far, summed over the devices.
+        All calls since the last update equal one of the step on all their samples together. Until
+        the update ``parameter.grad`` is the gradient of total / samples over the parts so far,
+        summed over the devices.
 
         Args:
             inputs, targets: as the step itself takes them.
@@ -94,7 +106,8 @@ class Calls(StepState, ABC):
 
         Raises:
             InputError: the ranks call it unequally often.
-            LossError: the loss isn't additive over samples, so that parts of a batch can't be added up.
+            LossError: the loss isn't additive over samples, so that parts of a batch can't be added
+                up.
         """
         if not self._by_hand:  # from now on each batch is a part of one
             self._by_hand, self._by_count, self._loss_checks = True, False, {}
@@ -107,7 +120,9 @@ class Calls(StepState, ABC):
             self.world.announce(self.world.step + 1)
         batch = self._batch_of(inputs, targets)
         # Not in place: a strategy may write the next gradients where these are.
-        sums = [None if p.grad is None or not number else p.grad * samples for p in self._parameters]
+        sums = [
+            None if p.grad is None or not number else p.grad * samples for p in self._parameters
+        ]
         with (
             own_stream(self.world, mixed(self._seed, number) if number else self._seed),
             self._own_streams_of_parts(len(batch.parts), number),
@@ -131,17 +146,27 @@ class Calls(StepState, ABC):
         self.tell_once(self.caveats_in_parts() if self.world.is_first else ())
         if self.looks_again:
             shares = None if batch.shares is None else [[*share, *share] for share in batch.shares]
-            self._look(Batch([*batch.parts, *batch.parts], 2 * batch.size, batch.index, batch.epoch, shares=shares))
+            self._look(
+                Batch(
+                    [*batch.parts, *batch.parts],
+                    2 * batch.size,
+                    batch.index,
+                    batch.epoch,
+                    shares=shares,
+                )
+            )
 
     def _given_parts(self) -> tuple[Batch, Loss]:
-        """The sizes and the loss of all parts since the last update; the next part begins another one.
+        """The sizes and the loss of all parts since the last update; the next part begins another
+        one.
 
         Raises:
             InputError: there is none.
         """
         if not self._losses:
             raise InputError(
-                "step.update(): there are no gradients yet: call step.backward(inputs, targets) before, or "
+                "step.update(): there are no gradients yet: call step.backward(inputs, targets) "
+                "before, or "
                 "step(inputs, targets), which does both"
             )
         self._look_at_flags()
@@ -152,7 +177,9 @@ class Calls(StepState, ABC):
         return Batch([Part(None, None, size, size)], size, 0, 0), loss
 
     def _forget_thrown_away(self) -> None:
-        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``), as PyTorch does."""
+        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``),
+        as PyTorch does.
+        """
         if self._losses and self._are_thrown_away():
             self._losses, self._samples_given, self._left = [], 0, []
 
@@ -164,12 +191,25 @@ class Calls(StepState, ABC):
             if was is not None and was.numel()
         ]
         written = all(grad is not was or was._version != version for grad, was, version in left)
-        return bool(left) and written and not any(grad is not None and bool(grad.any()) for grad, *_ in left)
+        return (
+            bool(left)
+            and written
+            and not any(grad is not None and bool(grad.any()) for grad, *_ in left)
+        )
 
     def _look_at_hooks(self) -> None:
-        """Say what hooks on parameters do where batches are cut; a loop may register them at any time."""
-        on_threads = self.replicas > 1 == self.world.size  # where replicas lack them, which is refused
-        if self.world.is_first and self.cuts_batch and not on_threads and any(map(is_hooked, self._held.values())):
+        """Say what hooks on parameters do where batches are cut; a loop may register them at any
+        time.
+        """
+        on_threads = (
+            self.replicas > 1 == self.world.size
+        )  # where replicas lack them, which is refused
+        if (
+            self.world.is_first
+            and self.cuts_batch
+            and not on_threads
+            and any(map(is_hooked, self._held.values()))
+        ):
             self.tell_once([PARAMETER_HOOKS])
 
     def _agree(self, number: int) -> None:
@@ -180,9 +220,15 @@ class Calls(StepState, ABC):
         """
         every = [theirs for (theirs,) in over_ranks(self.world, number)]
         if len(set(every)) > 1:
-            calls = ["update()" if n == _UPDATE else f"backward(...) for the {_nth(n)} time" for n in every]
+            calls = [
+                "update()" if n == _UPDATE else f"backward(...) for the {_nth(n)} time"
+                for n in every
+            ]
             told = " and ".join(f"rank {rank} calls step.{call}" for rank, call in enumerate(calls))
-            raise InputError(f"every rank has to give step.update() as many parts: after step {self.world.step} {told}")
+            raise InputError(
+                "every rank has to give step.update() as many parts: after step "
+                f"{self.world.step} {told}"
+            )
 
     def refuse_waiting(self, what: str) -> None:
         """Refuse what would lose gradients that wait for the update.
@@ -193,7 +239,8 @@ class Calls(StepState, ABC):
         self._forget_thrown_away()
         if self._losses:
             raise InputError(
-                f"{what}: gradients of {self._samples_given} samples, by step.backward(...), wait for step.update(): "
+                f"{what}: gradients of {self._samples_given} samples, by step.backward(...), wait "
+                "for step.update(): "
                 "call that first"
             )
 
@@ -224,10 +271,13 @@ class Calls(StepState, ABC):
             inputs, targets = inputs
         if self._accumulate > 1 and self.world.size > 1:
             self.tell_once(self._of_own_microbatches())
-        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches)
+        return batch_of(
+            inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches
+        )
 
     def _look_at_microbatches(self, batch: Batch) -> None:
-        """See whether the loader cuts batches as the step was told; one of fewer samples has fewer parts.
+        """See whether the loader cuts batches as the step was told; one of fewer samples has fewer
+        parts.
 
         Raises:
             InputError: it cuts them in another number of micro-batches.
@@ -236,22 +286,37 @@ class Calls(StepState, ABC):
             return
         if self._accumulate > 1:
             raise InputError(
-                f"accumulate: this batch has {number} micro-batches, and the step was made with {self._accumulate}: "
+                f"accumulate: this batch has {number} micro-batches, and the step was made with "
+                f"{self._accumulate}: "
                 "give lockstep.batches and lockstep.parallelize the same number"
             )
         self._microbatches = number
         self.tell_once(self.caveats_in_parts(number) if self.world.is_first else ())
 
     def _of_own_microbatches(self) -> Iterator[Caveat]:
-        """What it changes that each rank cuts its share into micro-batches, instead of the loader the global batch."""
-        if self.world.is_first and self._synchronises and any(isinstance(m, _BatchNorm) for m in self.model.modules()):
-            text = "each rank cuts its share into micro-batches, over which BatchNorm normalizes: they aren't those of "
+        """What it changes that each rank cuts its share into micro-batches, instead of the
+        loader the global batch.
+        """
+        if (
+            self.world.is_first
+            and self._synchronises
+            and any(isinstance(m, _BatchNorm) for m in self.model.modules())
+        ):
+            text = (
+                "each rank cuts its share into micro-batches, over which BatchNorm normalizes: "
+                "they aren't those of "
+            )
             single = f"single with accumulate={self._accumulate}"
-            fix = f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as single does"
+            fix = (
+                f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as "
+                "single does"
+            )
             yield Caveat("batchnorm", text + single, fix)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
-        """Called where a rank has no sample and a later one has; a strategy that can't do that refuses."""
+        """Called where a rank has no sample and a later one has; a strategy that can't do that
+        refuses.
+        """
         del here
 
     def before_evaluation(self, part: Part) -> None:
@@ -262,7 +327,7 @@ class Calls(StepState, ABC):
             shares = functools.partial(self.first_shares, batch) if part.size else lambda: [part]
             look_at_evaluation(self, shares, batch.size, self.loss.judged, again=batch.index > 0)
 
-    # ---- what a step makes of it ------------------------------------------------------------------------------------
+    # ---- what a step makes of it -----------------------------------------------------------------
 
     @abstractmethod
     def update(self, batch: Batch | None = None) -> Result:
@@ -298,8 +363,12 @@ class Calls(StepState, ABC):
         """What a person is given."""
 
 
-def _joined(sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int) -> torch.Tensor | None:
-    """The gradient of total / ``whole``, from the sums before and that of total / ``size`` of one more part."""
+def _joined(
+    sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int
+) -> torch.Tensor | None:
+    """The gradient of total / ``whole``, from the sums before and that of total / ``size`` of
+    one more part.
+    """
     if grad is None:
         return None if sums is None else sums / whole
     return grad * (size / whole) if sums is None else sums.add(grad, alpha=size) / whole

@@ -1,4 +1,6 @@
-"""What a model does in evaluation that replicas with a local batch each can't do as one device would, is said."""
+"""What a model does in evaluation that replicas with a local batch each can't do as one device
+would, is said.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,18 @@ if TYPE_CHECKING:
 Judge = Callable[[Any, Any, int], Loss]
 """What a loss makes of outputs and targets of so many samples."""
 
-_BATCHNORM = Caveat("batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation")
+_BATCHNORM = Caveat(
+    "batchnorm evaluation", "BatchNorm normalizes over the local batch in evaluation"
+)
 
 
 def look_at_evaluation(
-    step: StepState, shares: Callable[[], list[Part]], size: int, judge: Judge | None = None, *, again: bool
+    step: StepState,
+    shares: Callable[[], list[Part]],
+    size: int,
+    judge: Judge | None = None,
+    *,
+    again: bool,
 ) -> Seen | None:
     """Inspect a model in evaluation mode, and say what was seen. Every rank calls it.
 
@@ -43,7 +52,9 @@ def look_at_evaluation(
     model = step.whole_model() if step.replicas > 1 else None
     if model is None or not step.world.is_first:
         return None
-    norms = [m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+    norms = [
+        m for m in step.model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)
+    ]
     if any(m.training or not m.track_running_stats for m in norms):
         step.tell_once([_BATCHNORM])
     part = mixed_share(shares())
@@ -53,9 +64,18 @@ def look_at_evaluation(
         judge = None
     with step.looking_at(model):
         seen = look(
-            model, part.inputs, part.size, targets=part.targets, judge=judge, of=size, again=again, trains=False
+            model,
+            part.inputs,
+            part.size,
+            targets=part.targets,
+            judge=judge,
+            of=size,
+            again=again,
+            trains=False,
         )
-    seen.draws |= any(m.training and drops(m) for m in step.model.modules())  # they are silent in the copy
+    seen.draws |= any(
+        m.training and drops(m) for m in step.model.modules()
+    )  # they are silent in the copy
     seen.refuse_writes()
     if step.world.data.local_batches > 1:
         seen.refuse_on_threads()

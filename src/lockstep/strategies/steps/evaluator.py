@@ -1,6 +1,8 @@
-"""Evaluator: a model under a strategy, asked for outputs and losses without an update. Every step is one.
+"""Evaluator: a model under a strategy, asked for outputs and losses without an update. Every step
+is one.
 
-What strategies have of their own here: where a share is computed (``results``, ``predictions``, ``over``).
+What strategies have of their own here: where a share is computed (``results``, ``predictions``,
+``over``).
 """
 
 from __future__ import annotations
@@ -78,12 +80,16 @@ class Evaluator:
 
     @property
     def replicas(self) -> int:
-        """How many copies of the model there are over all ranks, each with a local batch of its own."""
+        """How many copies of the model there are over all ranks, each with a local batch of its
+        own.
+        """
         return self.world.layout.local_batches
 
     @property
     def cuts_batch(self) -> bool:
-        """Whether a loss sees less than the global batch, so that it must be additive over samples."""
+        """Whether a loss sees less than the global batch, so that it must be additive over
+        samples.
+        """
         return self.replicas * self._accumulate > 1
 
     @property
@@ -100,18 +106,24 @@ class Evaluator:
         if what not in self._loss_checks:
             cuts, local_batches = self.cuts_batch, max(2, self.replicas * self._accumulate)
             joins = what == "evaluation"  # (whose batches may be in the order of their lengths)
-            self._loss_checks[what] = LossCheck(self.loss, cuts=cuts, local_batches=local_batches, joins=joins)
+            self._loss_checks[what] = LossCheck(
+                self.loss, cuts=cuts, local_batches=local_batches, joins=joins
+            )
         return self._loss_checks[what]
 
     @contextmanager
     def looking_at(self, model: nn.Module) -> Iterator[None]:
-        """In which the first process inspects the whole model; what the loss keeps comes back afterwards."""
+        """In which the first process inspects the whole model; what the loss keeps comes back
+        afterwards.
+        """
         del model
         with self.loss.outside.kept():
             yield
 
     def compare_ranks(self, check: LossCheck | None = None) -> None:
-        """Hold the loss to being additive over the ranks' samples, in training or by a check; every rank calls it."""
+        """Hold the loss to being additive over the ranks' samples, in training or by a check;
+        every rank calls it.
+        """
         (check or self.loss_check).compare_ranks(self.world)
 
     def models(self) -> list[nn.Module]:
@@ -119,34 +131,50 @@ class Evaluator:
         return [self.model]
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """The model and the optimizer have whole parameters in this context, which every rank enters."""
+        """The model and the optimizer have whole parameters in this context, which every rank
+        enters.
+        """
         return nullcontext()
 
     def own_parameters(self) -> AbstractContextManager[None]:
-        """The model has what this rank keeps of it in this context, within ``whole_parameters`` too."""
+        """The model has what this rank keeps of it in this context, within ``whole_parameters``
+        too.
+        """
         return nullcontext()
 
     def follow_modes(self) -> None:
-        """Give replicas that share the first one's parameters its mode: their own ``train`` would write these again."""
+        """Give replicas that share the first one's parameters its mode: their own ``train``
+        would write these again.
+        """
 
     def share_buffers(self) -> None:
-        """Give every replica the first one's buffers (running statistics), before an evaluation or a save."""
+        """Give every replica the first one's buffers (running statistics), before an evaluation
+        or a save.
+        """
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; each module's own mode comes back afterwards.
+        """The model in evaluation mode, without gradients; each module's own mode comes back
+        afterwards.
 
-        An ``nn.TransformerEncoder`` computes padding as it does in training: PyTorch makes zeros of it, in evaluation
-        only, and not under a function mode or hooks, as some strategies have them.
+        An ``nn.TransformerEncoder`` computes padding as it does in training: PyTorch makes zeros of
+        it, in evaluation only, and not under a function mode or hooks, as some strategies have
+        them.
         """
         every = [module for model in self.models() for module in model.modules()]
-        nests = [m for m in every if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)]
+        nests = [
+            m
+            for m in every
+            if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)
+        ]
         own = self.models()[:1] if self.shares_parameters else self.models()
         modes = [(module, module.training) for model in own for module in model.modules()]
         stream = self._stream
         self.share_buffers()
         self.loss.follow()
-        writes = any(has_own_train(module) for module, _ in modes)  # which may merge adapters into weights
+        writes = any(
+            has_own_train(module) for module, _ in modes
+        )  # which may merge adapters into weights
         around = self.whole_parameters if writes else nullcontext
         with around():
             for model in own:
@@ -166,7 +194,8 @@ class Evaluator:
             self.follow_modes()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this process's share, without an update; of None they are None, 0 and 0.
+        """Outputs, total and count of this process's share, without an update; of None they are
+        None, 0 and 0.
 
         Args:
             inputs, targets: as the step itself takes them.
@@ -186,14 +215,16 @@ class Evaluator:
             return outputs, total, count
 
     def before_evaluation(self, part: Part) -> None:
-        """Called for this process's part of what a person's own loop evaluates; every rank comes to it."""
+        """Called for this process's part of what a person's own loop evaluates; every rank comes
+        to it.
+        """
 
     @property
     def number(self) -> int:
         """Of the update, from 1."""
         return self.world.step
 
-    # ---- within ``evaluating()`` ------------------------------------------------------------------------------------
+    # ---- within ``evaluating()`` -----------------------------------------------------------------
 
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
@@ -203,7 +234,8 @@ class Evaluator:
         Args:
             batches: of the loader.
             compute: ``results`` or ``predictions``, or what calls one of them.
-            seed: gives each batch a random stream of its own; None goes on with the stream there is.
+            seed: gives each batch a random stream of its own; None goes on with the stream there
+                is.
         """
         self._refuse_parts()
         for batch in batches:
@@ -215,7 +247,8 @@ class Evaluator:
         if isinstance(self.model, nn.ModuleDict):
             first = next(iter(self.model))
             raise JobError(
-                f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate or predict with: call "
+                f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate "
+                "or predict with: call "
                 f'a part yourself (run.model()["{first}"]), or give a Module with a forward'
             )
 
@@ -223,8 +256,13 @@ class Evaluator:
         self.seed(seed, batch.index + 1)
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Outputs, targets and loss of each of this process's shares of an evaluation batch, not empty ones."""
-        return [(outputs, part.targets, loss) for part, (outputs, loss) in self._of_each(self.judged, batch)]
+        """Outputs, targets and loss of each of this process's shares of an evaluation batch, not
+        empty ones.
+        """
+        return [
+            (outputs, part.targets, loss)
+            for part, (outputs, loss) in self._of_each(self.judged, batch)
+        ]
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
         """Samples and outputs of each of this process's shares of a batch that isn't empty.
@@ -233,8 +271,12 @@ class Evaluator:
         """
         return [(part.size, outputs) for part, outputs in self._of_each(self._predicted, batch)]
 
-    def _of_each(self, function: Callable[[nn.Module, Part], T], batch: Batch) -> list[tuple[Part, T]]:
-        """Call a function for each replica of this process that has a share of a batch; gives each share too."""
+    def _of_each(
+        self, function: Callable[[nn.Module, Part], T], batch: Batch
+    ) -> list[tuple[Part, T]]:
+        """Call a function for each replica of this process that has a share of a batch; gives
+        each share too.
+        """
         if not batch.parts[0].size:
             return []
         part = self.placed(batch.parts[0])
@@ -257,7 +299,9 @@ class Evaluator:
         checks = self.replicas > 1 and may_wait and self.eval_check.wants(number, closer=closer)
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something
+            given = (
+                copied_nest((outputs, part.targets)) if checks else None
+            )  # in which the loss may keep something
             loss = self.loss_of(outputs, part, looks=self.cuts_batch and looks)
         if given is not None and self.eval_check.wants(number, closer=closer):
             with squeezing_explained(outputs, part.targets, part.size):
@@ -265,7 +309,9 @@ class Evaluator:
         return outputs, loss
 
     def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
-        """Total, count and parts; where it ``looks``, it is noted whether the loss remembers something."""
+        """Total, count and parts; where it ``looks``, it is noted whether the loss remembers
+        something.
+        """
         with self.loss.one_at_a_time:
             before = self.loss.state() if looks else None
             with squeezing_explained(outputs, part.targets, part.size):
@@ -276,12 +322,15 @@ class Evaluator:
         return loss
 
     def compute_in_turn(self, seen: Seen) -> list[str]:
-        """Have replicas on threads compute forward one after another, if all see what each sets; gives notes."""
+        """Have replicas on threads compute forward one after another, if all see what each sets;
+        gives notes.
+        """
         if seen.puts_back is None:
             return []
         self._turn = threading.RLock()
         return [
-            f'"{seen.puts_back}", which is outside of the model, is set in forward and put back: replicas compute '
+            f'"{seen.puts_back}", which is outside of the model, is set in forward and put back: '
+            "replicas compute "
             "forward one after another; give it to the layers as an argument, or use ddp"
         ]
 
@@ -304,16 +353,28 @@ class Evaluator:
 
         Where none is named, inputs are on this process's first device, and targets on its last one.
         """
-        place, end = (device, device) if device is not None else (self.world.devices[0], self.world.devices[-1])
+        place, end = (
+            (device, device)
+            if device is not None
+            else (self.world.devices[0], self.world.devices[-1])
+        )
         if self._dtype is None and not self._channels_last and place.is_slot and end.is_slot:
             return part
         inputs = to_device(part.inputs, place.torch, self._dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(part.targets, end.torch, self._dtype), part.size, part.of, part.samples)
+        return Part(
+            inputs,
+            to_device(part.targets, end.torch, self._dtype),
+            part.size,
+            part.of,
+            part.samples,
+        )
 
-    # ---- random numbers ---------------------------------------------------------------------------------------------
+    # ---- random numbers --------------------------------------------------------------------------
 
     def seed(self, seed: int, number: int | None = None) -> None:
-        """Begin a random stream of its own for this step (or that number) and rank, so that it can be repeated."""
+        """Begin a random stream of its own for this step (or that number) and rank, so that it
+        can be repeated.
+        """
         self._stream = seed, self.world.step if number is None else number, self.world.data.rank
         self._seed_all(mixed(*self._stream))
 
@@ -335,11 +396,12 @@ class Evaluator:
 
     @contextmanager
     def _own_streams_of_parts(self, parts: int, number: int = 0) -> Iterator[None]:
-        """Give the micro-batches of a step random streams of their own, where nobody has called ``seed``.
+        """Give the micro-batches of a step random streams of their own, where nobody has called
+        ``seed``.
 
-        They follow from where the caller's stream stands, so that they are the same in whichever order, or how far
-        overlapped, a strategy computes them; that stream stays there, as where no micro-batch draws. ``number`` is
-        that of the call in this update.
+        They follow from where the caller's stream stands, so that they are the same in whichever
+        order, or how far overlapped, a strategy computes them; that stream stays there, as where no
+        micro-batch draws. ``number`` is that of the call in this update.
         """
         if self.world.size > 1 or parts == 1 or self._stream is not None:
             yield
@@ -355,6 +417,8 @@ class Evaluator:
 
     @observed(lambda observer, step, number: observer.microbatch(number))
     def begin_part(self, number: int) -> None:
-        """Give micro-batch ``number`` a random stream of its own, so that it draws the same whenever it is computed."""
+        """Give micro-batch ``number`` a random stream of its own, so that it draws the same
+        whenever it is computed.
+        """
         if number and self._stream is not None:
             self._seed_all(mixed(*self._stream, number))

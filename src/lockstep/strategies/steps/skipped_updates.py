@@ -66,13 +66,17 @@ class SkippedUpdates:
             RunError: it has made no update.
         """
         if self._world.layout.together and 0 < self.number == self._world.step:
-            raise RunError(f"all {self.number} updates were skipped: are all targets ignored, or NaN?")
+            raise RunError(
+                f"all {self.number} updates were skipped: are all targets ignored, or NaN?"
+            )
 
 
 def no_items(step: int, skipped: int = 0) -> RunError:
     """The error of a batch without an item that counts, after so many that were skipped."""
     before = f", and the {skipped} updates before it were skipped" if skipped else ""
-    return RunError(f"step {step}: the loss counted 0 items in the batch{before}: are all targets ignored?")
+    return RunError(
+        f"step {step}: the loss counted 0 items in the batch{before}: are all targets ignored?"
+    )
 
 
 def not_finite(what: str, step: int, world: World) -> NonFiniteLoss:

@@ -1,16 +1,17 @@
 """Step: what every strategy builds, and the part of an update that is the same for all.
 
-An update is: forward and backward of each micro-batch, the sum of gradients over the devices, the weighting by count,
-clipping, the optimizer. A strategy writes the first two (``gradients``); the rest is here, once.
+An update is: forward and backward of each micro-batch, the sum of gradients over the devices, the
+weighting by count, clipping, the optimizer. A strategy writes the first two (``gradients``); the
+rest is here, once.
 
 The weighting, with n the samples of the global batch and (total, count) the loss of a share::
 
-    backward runs on  total / n       every rank knows n before it starts
-    gradients are     summed          over micro-batches, replicas and ranks; total and count beside them
-    and multiplied by n / count       so that they are those of  sum(totals) / sum(counts)
+    backward runs on  total / n  every rank knows n before it starts
+    gradients are     summed     over micro-batches, replicas and ranks; total and count beside them
+    and multiplied by n / count  so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, backward runs on total / count, as that of the mean would, if it may be other than linear, and on
-accelerators, which are spared the multiplication afterwards.
+Where nothing is cut, backward runs on total / count, as that of the mean would, if it may be other
+than linear, and on accelerators, which are spared the multiplication afterwards.
 """
 
 from __future__ import annotations
@@ -53,17 +54,20 @@ _OPTIMIZER = -1
 class Step(Calls):
     """One model in training under one strategy.
 
-    ``step(inputs, targets)`` is one update; its arguments are this process's share of the global batch (all of it where
-    one process drives all devices).
+    ``step(inputs, targets)`` is one update; its arguments are this process's share of the global
+    batch (all of it where one process drives all devices).
 
     Attributes:
-        stopping: whether the ranks have agreed, in the last update, that the training is to be saved and stopped.
-        last_look: the last update in which it is looked at what the model does in forward, by some more forwards; that
-            is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
+        stopping: whether the ranks have agreed, in the last update, that the training is to be
+            saved and stopped.
+        last_look: the last update in which it is looked at what the model does in forward, by some
+            more forwards; that is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
         last_step: that update's step, where it is known.
         seen: what was seen.
-        caveats: gives where results differ from those of one device, by the settings of the model and the job.
-        grad_norm: of the last update, before clipping, where that is computed; on an accelerator a tensor.
+        caveats: gives where results differ from those of one device, by the settings of the model
+            and the job.
+        grad_norm: of the last update, before clipping, where that is computed; on an accelerator a
+            tensor.
         skips: counts the updates that were skipped.
     """
 
@@ -74,14 +78,20 @@ class Step(Calls):
     """Whether replicas exchange something in backward, so that each has to run one."""
 
     timed: Literal["rank", "replica", "device"] = "rank"
-    """What a profile has times of: the process, its replicas on threads, or the devices of its stages."""
+    """What a profile has times of: the process, its replicas on threads, or the devices of its
+    stages.
+    """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+    ) -> None:
         super().__init__(model, optimizer, job, world)
         self._clip_norm, self._compile = job.clip_norm, job.compile
         self._checkpoints, self._owes_look = job.activation_checkpointing is not None, False
         whole = not self.cuts_batch and self._scaler is None
-        self._by_count = whole and (self._on_accelerator or bool(job.compile))  # (a compiled backward isn't looked at)
+        self._by_count = whole and (
+            self._on_accelerator or bool(job.compile)
+        )  # (a compiled backward isn't looked at)
         self.stopping = False
         self.last_look: float = math.inf
         self.last_step: int | None = None
@@ -95,7 +105,7 @@ class Step(Calls):
         self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
         self.caveats: Callable[[], list[Caveat]] = list
 
-    # ---- one update -------------------------------------------------------------------------------------------------
+    # ---- one update ------------------------------------------------------------------------------
 
     def update(self, batch: Batch | None = None) -> Result:
         """One update on a batch of the loader; without one, on what ``backward`` has been given.
@@ -106,7 +116,8 @@ class Step(Calls):
         Raises:
             RunError: the loss counted no item in too many batches in a row.
             StrategyError: the model does in forward what can't be kept.
-            NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to save waiting).
+            NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to
+                save waiting).
             OutOfMemory: with the share that was too large.
         """
         batch, loss = self._given_parts() if batch is None else (batch, None)
@@ -169,7 +180,9 @@ class Step(Calls):
             if self._checkpoints and (said := not_checkpointable(error)) is not None:
                 raise said from error
             may = self.may_synchronise
-            known = update_checks.explained(error, batch, self.world, accumulate=self._accumulate, may_synchronise=may)
+            known = update_checks.explained(
+                error, batch, self.world, accumulate=self._accumulate, may_synchronise=may
+            )
             if known is None:
                 raise
             raise known from error
@@ -178,7 +191,9 @@ class Step(Calls):
         """After an update."""
         line = None  # how often the loss is checked from now on
         if self._began is not None:
-            line = self.loss_check.timed(self._updates, self._time() - self._began, len(self.models()))
+            line = self.loss_check.timed(
+                self._updates, self._time() - self._began, len(self.models())
+            )
         self.loss_check.agree(self.world, self._updates, line, meets=self.looks_again)
         self.tell_of_loss()
         self.tell_once(self.caveats() if self.looks_again and self.world.is_first else [])
@@ -196,10 +211,13 @@ class Step(Calls):
 
     def result_of(self, loss: Loss, size: int) -> Result:
         """What a person is given for a loss of so many samples."""
-        return Result(*loss, size, {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)})
+        return Result(
+            *loss, size, {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)}
+        )
 
     def prepare(self, batch: Batch) -> None:
-        """Inspect the model with the first batch, then compile it. A strategy that shards it does so afterwards.
+        """Inspect the model with the first batch, then compile it. A strategy that shards it does
+        so afterwards.
 
         Raises:
             StrategyError: the model does in forward what can't be kept.
@@ -218,18 +236,34 @@ class Step(Calls):
         Raises:
             StrategyError: it does what replicas can't.
         """
-        parts, begins = sum(1 for part in batch.parts if part.size), self._updates in (1, self._followed)
-        self._owes_look = self.replicas == 1 and parts == 1 < self._accumulate  # of one sample: the next one is seen
-        if not self.world.is_first or (self.replicas * parts <= 1 and not (self._checkpoints and begins)):
+        parts, begins = (
+            sum(1 for part in batch.parts if part.size),
+            self._updates in (1, self._followed),
+        )
+        self._owes_look = (
+            self.replicas == 1 and parts == 1 < self._accumulate
+        )  # of one sample: the next one is seen
+        if not self.world.is_first or (
+            self.replicas * parts <= 1 and not (self._checkpoints and begins)
+        ):
             return
         part = mixed_share(self.first_shares(batch))
         with self.looking_at(self.model):
             seen = look(
-                self.model, part.inputs, part.size, targets=part.targets, judge=self.loss.judged, of=batch.size,
-                original=self.original, again=not begins,
+                self.model,
+                part.inputs,
+                part.size,
+                targets=part.targets,
+                judge=self.loss.judged,
+                of=batch.size,
+                original=self.original,
+                again=not begins,
                 without_checkpoints=without_checkpoints if self._checkpoints else None,
-            )  # fmt: skip
-        seen.nonlinear, self.seen = seen.nonlinear or self.seen.nonlinear, seen  # (gradients are seen in the first one)
+            )
+        seen.nonlinear, self.seen = (
+            seen.nonlinear or self.seen.nonlinear,
+            seen,
+        )  # (gradients are seen in the first one)
         seen.refuse_recomputed()
         if self.replicas * parts <= 1:
             return
@@ -242,12 +276,22 @@ class Step(Calls):
             return
         seen.refuse_in_replicas(on_threads=(on_threads := self.world.data.local_batches > 1))
         self.tell_once(self.compute_in_turn(seen) if on_threads else [])
-        self.tell_once(seen.of_replicas(with_dropout=with_dropout, accumulates=parts > 1, on_threads=on_threads))
+        self.tell_once(
+            seen.of_replicas(
+                with_dropout=with_dropout, accumulates=parts > 1, on_threads=on_threads
+            )
+        )
 
     @property
     def looks_again(self) -> bool:
-        """Whether what may change is looked at again: in updates 1, 2, 4, 8, ..., the last, and where flags changed."""
-        return is_power_of_two(self._updates) or self._updates == self._followed or self.world.step == self.last_step
+        """Whether what may change is looked at again: in updates 1, 2, 4, 8, ..., the last, and
+        where flags changed.
+        """
+        return (
+            is_power_of_two(self._updates)
+            or self._updates == self._followed
+            or self.world.step == self.last_step
+        )
 
     def _compile_models(self) -> None:
         """In place, so that the modules keep their names."""
@@ -264,9 +308,11 @@ class Step(Calls):
 
     @abstractmethod
     def gradients(self, batch: Batch) -> Loss:
-        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global batch.
+        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global
+        batch.
 
-        A gradient that no device computed is None. Gives the total, the count and the parts of the global batch.
+        A gradient that no device computed is None. Gives the total, the count and the parts of the
+        global batch.
         """
 
     def _is_skipped(self, loss: Loss) -> bool:
@@ -288,7 +334,9 @@ class Step(Calls):
         return True
 
     def _why_skipped(self, loss: Loss) -> str | None:
-        """Give the reason to skip this update, on all ranks alike; this waits for an accelerator."""
+        """Give the reason to skip this update, on all ranks alike; this waits for an
+        accelerator.
+        """
         if float(loss.count) == 0:
             return NO_ITEMS
         if not self.skips.nonfinite:
@@ -317,9 +365,15 @@ class Step(Calls):
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
-        begin_momentum(self.optimizer)  # of parameters that are trained anew, or whose state a person took away
-        if self._stream is not None and may_draw(self.optimizer):  # the same on all ranks, however batches are cut
-            self._seed_all(mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER))
+        begin_momentum(
+            self.optimizer
+        )  # of parameters that are trained anew, or whose state a person took away
+        if self._stream is not None and may_draw(
+            self.optimizer
+        ):  # the same on all ranks, however batches are cut
+            self._seed_all(
+                mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER)
+            )
         if self._scaler is None:
             self.optimizer.step()
         else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
@@ -337,13 +391,17 @@ class Step(Calls):
             return
         grads = [p.grad for p in self._parameters if p.grad is not None]
         if isinstance(count, torch.Tensor):
-            factor: Number = quotient(size, count, next((g for g in grads if g.dtype == torch.float64), None))
+            factor: Number = quotient(
+                size, count, next((g for g in grads if g.dtype == torch.float64), None)
+            )
         else:
             factor = size / count
         self.tell_once(self.of_weighting())
         for device in dict.fromkeys(grad.device for grad in grads):
             mine = [grad for grad in grads if grad.device == device]
-            here = factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+            here = (
+                factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
+            )
             if all(grad.layout == torch.strided for grad in mine):
                 torch._foreach_mul_(mine, here)
             else:
@@ -362,12 +420,19 @@ class Step(Calls):
 
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
-        """Total and count of one micro-batch's share under ``model``; the loss is probed where that is needed."""
+        """Total and count of one micro-batch's share under ``model``; the loss is probed where
+        that is needed.
+        """
         checks = self.loss_check.wants(self._updates, closer=self.looks_again)
         knows = self._by_count or self.cuts_batch or self._scaler is not None
-        with self._precision.autocast(), NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks:
+        with (
+            self._precision.autocast(),
+            NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks,
+        ):
             outputs = self.forward(model, part)
-            given = copied_nest((outputs, part.targets)) if checks else None  # in which the loss may keep something
+            given = (
+                copied_nest((outputs, part.targets)) if checks else None
+            )  # in which the loss may keep something
             total, _ = loss = self.loss_of(outputs, part, looks=self.looks_again)
         if hooks is not None:
             self._by_count = may_be_nonlinear(model, total, hooks)
@@ -375,11 +440,15 @@ class Step(Calls):
             observer.forwarded(where, part, outputs)
         if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
             self._check_loss(*given, part.size, loss)
-        if self._waits and loss.count == 0 and not math.isfinite(total.item()):  # a mean of none, times 0
+        if (
+            self._waits and loss.count == 0 and not math.isfinite(total.item())
+        ):  # a mean of none, times 0
             total, _ = loss = Loss(torch.zeros_like(total.detach()), loss.count, loss.parts)
         if self._waits and not self.skips.takes_nonfinite:
             is_first = self._updates == self.skips.in_a_row + 1
-            update_checks.refuse_not_finite(total, model, part, outputs, self.world, where, first=is_first)
+            update_checks.refuse_not_finite(
+                total, model, part, outputs, self.world, where, first=is_first
+            )
         if not total.requires_grad and self._parameters:
             update_checks.refuse_counted(loss)
             return update_checks.with_graph(loss, outputs) if self.waits_in_backward else loss
@@ -405,7 +474,9 @@ class Step(Calls):
 
     @property
     def _waits(self) -> bool:
-        """Whether values of this update may be waited for: those of an accelerator in the first one only."""
+        """Whether values of this update may be waited for: those of an accelerator in the first
+        one only.
+        """
         return not self._on_accelerator or self._updates == 1
 
     def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss) -> None:
@@ -413,7 +484,9 @@ class Step(Calls):
         if self.looks_again and self.cuts_batch:
             update_checks.note_reads(self.loss, outputs, targets, size)
         whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
-        for closer in (check := self.loss_check).interval.looks(self._updates, again=self.looks_again):
+        for closer in (check := self.loss_check).interval.looks(
+            self._updates, again=self.looks_again
+        ):
             began = None if self._began is None else self._time()
             with squeezing_explained(outputs, targets, size):
                 wrong = check(outputs, targets, whole, step=step, closer=closer, waits=waits)
@@ -423,13 +496,17 @@ class Step(Calls):
                 check.interval.spent(self._time() - began, closer=bool(closer))
 
     def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
-        """Say what acts in the loss that the model computed over a whole local batch; ``seen`` in an evaluation."""
+        """Say what acts in the loss that the model computed over a whole local batch; ``seen``
+        in an evaluation.
+        """
         self.tell_once([BESIDE] if self.loss.reads_beside and self.world.is_first else [])
         check, seen = (self.loss_check, self.seen) if seen is None else (self.eval_check, seen)
         if not (self.cuts_batch and self.world.is_first):
             return
         for name in check.reads:
-            caveat = None if name in self._said_read else seen.of_output(name)  # (later ones show less)
+            caveat = (
+                None if name in self._said_read else seen.of_output(name)
+            )  # (later ones show less)
             if caveat is not None:
                 self._said_read.add(name)
                 self.tell_once([caveat])
@@ -438,14 +515,17 @@ class Step(Calls):
         self.tell_once(map(seen.of_loss, sorted(hidden)))
 
     def agree_to_stop(self, asked: Number) -> None:
-        """Take note of how many ranks were asked to stop, by a number that is the same on all of them."""
+        """Take note of how many ranks were asked to stop, by a number that is the same on all of
+        them.
+        """
         if isinstance(asked, torch.Tensor):  # on an accelerator, which is asked now and then
             self._on_devices.note_asked(asked)
         else:
             self.stopping = asked > 0
 
     def check(self) -> None:
-        """Raise for a step in which an accelerator found something wrong, where it has not been asked yet.
+        """Raise for a step in which an accelerator found something wrong, where it has not been
+        asked yet.
 
         Raises:
             NonFiniteLoss: the loss was not finite.

@@ -1,4 +1,5 @@
-"""StepState: a model and its optimizer, which of its parameters are trained, and what is saved of both.
+"""StepState: a model and its optimizer, which of its parameters are trained, and what is saved of
+both.
 
 What is saved has the names and the shapes of the single-device model under every strategy.
 """
@@ -36,7 +37,10 @@ from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
 from lockstep.tensors.row_shard import RowShard
 
-_NOT_OPTIMIZED = "the optimizer wasn't given it: build it trainable, and freeze it later (on_start of a callback)"
+_NOT_OPTIMIZED = (
+    "the optimizer wasn't given it: build it trainable, and freeze it later "
+    "(on_start of a callback)"
+)
 
 
 class StepState(Evaluator):
@@ -53,12 +57,16 @@ class StepState(Evaluator):
     """Whether ``state_dict`` is the same on every rank; else it is rank 0's."""
 
     keeps_shards = False
-    """Whether this rank has only some rows of parameters, which it writes to a checkpoint itself where it can."""
+    """Whether this rank has only some rows of parameters, which it writes to a checkpoint itself
+    where it can.
+    """
 
     own_loop = False
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+    ) -> None:
         super().__init__(model, job, world)
         self.optimizer = optimizer
         self._with_modes = with_modes(optimizer)
@@ -67,8 +75,14 @@ class StepState(Evaluator):
         self._optimized = self._in_optimizer()
         held = set(self._optimized)
         self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
-        self._frozen = {name: p for name, p in model.named_parameters() if not (p.requires_grad or id(p) in held)}
-        self._trains_frozen = job.step is not None  # a step function may train them within an update
+        self._frozen = {
+            name: p
+            for name, p in model.named_parameters()
+            if not (p.requires_grad or id(p) in held)
+        }
+        self._trains_frozen = (
+            job.step is not None
+        )  # a step function may train them within an update
         self._find_trained()
         self._built_attributes: dict[str, str] | None = None
         self._saved_attributes: Mapping[str, str] = {}
@@ -91,19 +105,29 @@ class StepState(Evaluator):
         if not self.together:
             return tuple(loss.parts)
         if self._part_names is None:  # (one of PyTorch's has none, on any rank)
-            every = [list(loss.parts)] if self.loss.is_known else self.world.gather_objects(list(loss.parts))
+            every = (
+                [list(loss.parts)]
+                if self.loss.is_known
+                else self.world.gather_objects(list(loss.parts))
+            )
             self._part_names = tuple(dict.fromkeys(itertools.chain(*every)))
         if new := [name for name in loss.parts if name not in self._part_names]:
             raise LossError(
-                f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no batch had it before',
-                fix="give each part from the first update on, as (0.0, 0) where a batch has nothing of it",
+                f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no '
+                "batch had it before",
+                fix="give each part from the first update on, as (0.0, 0) where a batch has "
+                "nothing of it",
             )
         return self._part_names
 
     def _find_trained(self) -> None:
-        """The parameters that are trained in an update: those of the optimizer that aren't frozen."""
+        """The parameters that are trained in an update: those of the optimizer that aren't
+        frozen.
+        """
         self._flags = [p.requires_grad for p in self._held.values()]
-        self._names = [name for name, p in self._held.items() if p.requires_grad or self._trains_frozen]
+        self._names = [
+            name for name, p in self._held.items() if p.requires_grad or self._trains_frozen
+        ]
         self._parameters = [self._held[name] for name in self._names]
 
     def _in_optimizer(self) -> list[int]:
@@ -119,18 +143,27 @@ class StepState(Evaluator):
             if self.own_loop:
                 how = "call lockstep.parallelize again, with the model as it is now"
             else:
-                how = "give it all from the beginning, and freeze and train them with requires_grad_()"
-            raise StrategyError(f"the optimizer has other parameters than when the step was made: {how}")
+                how = (
+                    "give it all from the beginning, and freeze and train them with "
+                    "requires_grad_()"
+                )
+            raise StrategyError(
+                f"the optimizer has other parameters than when the step was made: {how}"
+            )
         flags = [p.requires_grad for p in self._held.values()]
         if flags != self._flags:
             changed = zip(self._held, flags, self._flags, strict=True)
             self._follow_flags(next(name for name, now, before in changed if now != before))
         thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
         if thawed is not None and self.world.is_first:
-            self.tell_once([f'"{thawed}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}'])
+            self.tell_once(
+                [f'"{thawed}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
+            )
 
     def _follow_flags(self, name: str) -> None:
-        """A person has frozen parameters of the optimizer, or trains frozen ones from now on; ``name`` is the first."""
+        """A person has frozen parameters of the optimizer, or trains frozen ones from now on;
+        ``name`` is the first.
+        """
         for p in self._parameters:
             p.grad = None
         self._find_trained()
@@ -148,7 +181,7 @@ class StepState(Evaluator):
             self.tell_once(dict.fromkeys(check.notes))
             check.notes.clear()
 
-    # ---- state, under one-device names; all of these are called on every rank ----------------------------------------
+    # ---- state, under one-device names; all of these are called on every rank --------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -165,10 +198,12 @@ class StepState(Evaluator):
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """With the weights of the ``eval()`` of an optimizer that has one; what is written meanwhile stays.
+        """With the weights of the ``eval()`` of an optimizer that has one; what is written
+        meanwhile stays.
 
-        ``train()`` gives other parameters their values back but for rounding. They get the same bits, so that neither
-        evaluations nor callbacks change a result, and a resumed run goes on as one that was not interrupted.
+        ``train()`` gives other parameters their values back but for rounding. They get the same
+        bits, so that neither evaluations nor callbacks change a result, and a resumed run goes on
+        as one that was not interrupted.
         """
         if not self._with_modes or self._evaluates_weights:
             yield
@@ -203,10 +238,11 @@ class StepState(Evaluator):
             self.world.meet(what, together=self.together)
 
     def save(self, folder: str | Path) -> None:
-        """Write all that a loop needs to go on: weights and the optimizer's state, under one-device names.
+        """Write all that a loop needs to go on: weights and the optimizer's state, under one-device
+        names.
 
-        It is a checkpoint (`lockstep.checkpoint`), which ``load`` takes up under any strategy and number of devices.
-        A crash leaves what was there before.
+        It is a checkpoint (`lockstep.checkpoint`), which ``load`` takes up under any strategy and
+        number of devices. A crash leaves what was there before.
 
         Raises:
             SaveError: it can't be written.
@@ -244,7 +280,8 @@ class StepState(Evaluator):
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
 
-        The optimizer's state is by parameter name too, so it does not depend on the order of its groups.
+        The optimizer's state is by parameter name too, so it does not depend on the order of its
+        groups.
 
         Args:
             whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
@@ -267,10 +304,17 @@ class StepState(Evaluator):
             "extra_state": [] if len(extra) > 1 and are_alike(extra) else extra,
             "changed_attributes": self._changed_attributes(),
         }
-        return {"model": kept, "optimizer": optimizer, **scaler, **{name: of for name, of in beside.items() if of}}
+        return {
+            "model": kept,
+            "optimizer": optimizer,
+            **scaler,
+            **{name: of for name, of in beside.items() if of},
+        }
 
     def extra_states(self) -> list[dict[str, Any]]:
-        """Gather the extra state of every replica, in the order of ranks; [] where there is none."""
+        """Gather the extra state of every replica, in the order of ranks; [] where there is
+        none.
+        """
         mine = [extra_state_of(model) for model in self.models()]
         return list(itertools.chain(*self.world.gather_objects(mine))) if mine[0] else []
 
@@ -294,14 +338,22 @@ class StepState(Evaluator):
         return {name: text for name, text in now.items() if built.get(name) != text}
 
     def leave_out_frozen(self) -> None:
-        """From now on states have no parameter that is frozen now: whoever loads one builds it again."""
-        frozen = {n: p for n, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        """From now on states have no parameter that is frozen now: whoever loads one builds it
+        again.
+        """
+        frozen = {
+            n: p
+            for n, p in self.model.named_parameters(remove_duplicate=False)
+            if not p.requires_grad
+        }
         own = self.weights(whole=False) if frozen else {}
         self.left_out = {name: self._sum_of(name, own[name]) for name in frozen}
         self._digests = {name: _digest(own[name]) for name in frozen}
 
     def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
-        return sum_in_place_of(self.joined(name, part.local) if isinstance(part, RowShard) else part)
+        return sum_in_place_of(
+            self.joined(name, part.local) if isinstance(part, RowShard) else part
+        )
 
     def _check_left_out(self) -> None:
         """Look whether those are still as the job built them.
@@ -311,11 +363,16 @@ class StepState(Evaluator):
         """
         own = self.weights(whole=False) if self.left_out else {}
         for name in self.left_out:
-            p, is_written = self.model.get_parameter(name), _digest(own[name]) != self._digests[name]
+            p, is_written = (
+                self.model.get_parameter(name),
+                _digest(own[name]) != self._digests[name],
+            )
             if p.requires_grad or is_written:
                 raise RunError(
-                    f'save_frozen: "{name}" was frozen when the training began, so that it is not saved, and '
-                    f"{'has other values' if is_written else 'is trained'} now: leave save_frozen out"
+                    f'save_frozen: "{name}" was frozen when the training began, so that it is not '
+                    "saved, and "
+                    f"{'has other values' if is_written else 'is trained'} now: leave save_frozen "
+                    "out"
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -332,7 +389,9 @@ class StepState(Evaluator):
         try:
             self.take_weights(weights)
         except RuntimeError as error:
-            raise InputError(f"the saved model is another one: {str(error).splitlines()[-1].strip()}") from error
+            raise InputError(
+                f"the saved model is another one: {str(error).splitlines()[-1].strip()}"
+            ) from error
         for model, its in zip(self.models()[1:], extra[1:], strict=True):
             set_extra_state(model, its)
         self._take_buffers(state.get("buffers", {}))
@@ -359,7 +418,8 @@ class StepState(Evaluator):
         name, saved_by = next(iter(saved[0])), counted(len(saved), "replica")
         self._begins_anew = Caveat(
             "state",
-            f'extra state "{name}" was saved by {saved_by} and this training has {replicas}, so it begins anew',
+            f'extra state "{name}" was saved by {saved_by} and this training has {replicas}, so '
+            "it begins anew",
             "resume on as many devices, or keep what does not depend on the samples in a buffer",
         )
         return [{}] * models
@@ -373,11 +433,15 @@ class StepState(Evaluator):
             setattr(module, own, buffer if now is None else buffer.to(now.device))
 
     def begin_training(self) -> None:
-        """Note the attributes before the first update; what was done to them until then is done again."""
+        """Note the attributes before the first update; what was done to them until then is done
+        again.
+        """
         self._built_attributes = plain_attributes_of(self.model)
 
     def tell_what_is_not_kept(self) -> None:
-        """Take over what was frozen, and log what the loaded checkpoint does not have; callbacks have begun."""
+        """Take over what was frozen, and log what the loaded checkpoint does not have; callbacks
+        have begun.
+        """
         set_flags(self.model, self._saved_attributes)
         now = plain_attributes_of(self.model) if self._saved_attributes else {}
         lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
@@ -385,7 +449,7 @@ class StepState(Evaluator):
         notes += [note_on_attributes(lost)] if lost else []
         self.tell_once(notes if self.world.is_first else [])
 
-    # ---- what a strategy does in another way whose ranks hold shards; all of these are called on every rank ----------
+    # ---- what a strategy does in another way whose ranks hold shards; all of these are called on e
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's state dict; ``whole`` as in ``state_dict``."""
@@ -402,7 +466,9 @@ class StepState(Evaluator):
             save_weights(path, weights, joined=self.joined, writes=self.world.is_first)
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """How many rows of a tensor of a checkpoint each rank has, and this rank; None where each has all of it."""
+        """How many rows of a tensor of a checkpoint each rank has, and this rank; None where
+        each has all of it.
+        """
         del name, shape
         return None
 

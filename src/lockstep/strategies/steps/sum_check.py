@@ -1,17 +1,18 @@
 """The sum check: whether the loss of a batch and its gradients are the sums of those of its parts.
 
-Whatever cuts a batch (replicas, ranks, micro-batches) adds up what the parts give. So these have to agree, for a batch
-and any two parts of it::
+Whatever cuts a batch (replicas, ranks, micro-batches) adds up what the parts give. So these have to
+agree, for a batch and any two parts of it::
 
     total(batch)     =  total(part 1)     +  total(part 2)
     count(batch)     =  count(part 1)     +  count(part 2)
     gradient(batch)  =  gradient(part 1)  +  gradient(part 2)       of each parameter
 
-``SumCheck`` computes all three by the model itself, and puts back what that changes: weights, buffers, attributes,
-gradients and random numbers. A training with checks ends on the same bits as one without.
+``SumCheck`` computes all three by the model itself, and puts back what that changes: weights,
+buffers, attributes, gradients and random numbers. A training with checks ends on the same bits as
+one without.
 
-Parts draw the numbers that the whole has drawn for their samples. What differs in float32 is computed again in float64
-before anything is refused, since rounding may differ too.
+Parts draw the numbers that the whole has drawn for their samples. What differs in float32 is
+computed again in float64 before anything is refused, since rounding may differ too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _UNDECIDED = 1e-2
 """The same where float32 shows a difference, and nothing can be computed in float64."""
 
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
-"""The part of the largest gradient below which another one is rounding: that of a key's bias is zero."""
+"""The part of the largest gradient below which another one is rounding: that of a key's bias is
+zero.
+"""
 
 _COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
@@ -57,7 +60,9 @@ Forward = Callable[[nn.Module, Any], Any]
 
 @dataclass(frozen=True)
 class Piece:
-    """Samples that are computed together: the whole, or a part of it, which begins with its sample ``start``."""
+    """Samples that are computed together: the whole, or a part of it, which begins with its
+    sample ``start``.
+    """
 
     inputs: Any
     targets: Any
@@ -146,7 +151,9 @@ class SumCheck:
         if not verdict.difference or verdict.precision is torch.float64:
             return verdict
         with _in_float64(self._model):
-            doubled = [Piece(_doubled(p.inputs), _doubled(p.targets), p.size, p.start) for p in pieces]
+            doubled = [
+                Piece(_doubled(p.inputs), _doubled(p.targets), p.size, p.start) for p in pieces
+            ]
             again = self._compared(doubled, self._loss.copied(double=True), layout)
         if not again.unchecked:
             return again
@@ -166,7 +173,9 @@ class SumCheck:
                 verdict.where = _first_that_mixes(self._model, pieces, compute, snapshot)
             return verdict
         except Exception as error:  # a part has too few samples for the model, say
-            unchecked = f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
+            unchecked = (
+                f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
+            )
             return Verdict(unchecked=unchecked, communicates=draws.communicates)
         finally:
             snapshot.put_back()
@@ -212,7 +221,9 @@ class _Computing:
 class _Comparison:
     """The whole and its parts, one after the other, and what they came to."""
 
-    def __init__(self, model: nn.Module, snapshot: _Snapshot, draws: _Draws, *, in_turn: bool) -> None:
+    def __init__(
+        self, model: nn.Module, snapshot: _Snapshot, draws: _Draws, *, in_turn: bool
+    ) -> None:
         self._snapshot = snapshot
         self._draws = draws
         self._in_turn = in_turn
@@ -223,7 +234,9 @@ class _Comparison:
         self._draws_elsewhere = False
 
     def run(self, pieces: list[Piece], compute: _Computing) -> None:
-        """Compute all pieces. Afterwards gradients are those of the parts, less that of the whole."""
+        """Compute all pieces. Afterwards gradients are those of the parts, less that of the
+        whole.
+        """
         whole = pieces[0]
         for p in self._trained.values():
             p.grad = None
@@ -272,12 +285,16 @@ class _Comparison:
         return verdict
 
     def _worst(self) -> tuple[float, str]:
-        """How far the worst sum is off, and what to say of it: rather of totals than of gradients."""
+        """How far the worst sum is off, and what to say of it: rather of totals than of
+        gradients.
+        """
         tolerance = TOLERANCE[self._draws.coarsest]
         whole, *parts = self._sums
         worst, text = 0.0, ""
         for name, value in whole.items():
-            of_parts = [part.get(name, 0.0) for part in parts]  # a batch may leave out a part of the loss
+            of_parts = [
+                part.get(name, 0.0) for part in parts
+            ]  # a batch may leave out a part of the loss
             far = _apart(value, of_parts)
             if far > max(worst, tolerance) or math.isnan(far):
                 added = " + ".join(f"{part:.6g}" for part in of_parts)
@@ -293,7 +310,8 @@ class _Comparison:
             if not far <= worst:
                 worst, text = (
                     far,
-                    f'the gradient of "{name}" for the whole batch is not the sum for its parts ({far:.1e})',
+                    f'the gradient of "{name}" for the whole batch is not the sum for its parts '
+                    f"({far:.1e})",
                 )
         return math.inf if math.isnan(worst) else worst, text
 
@@ -304,7 +322,9 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
 
 
 def _numbers(loss: Loss) -> dict[str, float]:
-    """Totals and counts by name. The total of no item is 0, also where it is a mean of none, NaN, times 0."""
+    """Totals and counts by name. The total of no item is 0, also where it is a mean of none,
+    NaN, times 0.
+    """
     found = {}
     named: Mapping[str, tuple[Any, Any]] = {"": (loss.total, loss.count), **loss.parts}
     for name, (total, count) in named.items():
@@ -328,7 +348,7 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-# ---- numbers that are drawn -----------------------------------------------------------------------------------------
+# ---- numbers that are drawn ----------------------------------------------------------------------
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -364,7 +384,9 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return bool(self._drawn)
 
     def replay(self, start: int, stop: int) -> None:
-        """Begin with a piece, of these samples of the whole; the first one is the whole, which is recorded."""
+        """Begin with a piece, of these samples of the whole; the first one is the whole, which
+        is recorded.
+        """
         self._records = not self._drawn and (start, stop) == (0, self._samples)
         self._start, self._stop = start, stop
         self._at = 0
@@ -443,7 +465,7 @@ def _without_dropout(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*args[:at], 0.0, *args[at + 1 :])
 
 
-# ---- what is put back -----------------------------------------------------------------------------------------------
+# ---- what is put back ----------------------------------------------------------------------------
 
 _DEEP = 7
 """Levels of what modules hold that are put back: attributes, what is in them, and so on."""
@@ -470,10 +492,13 @@ _OF_LOSS = "the loss."
 class _Snapshot:
     """All that a model and its loss hold, and random numbers, to be put back.
 
-    Weights, buffers, attributes, and what lies in them: containers, arrays, generators, and objects of other classes.
+    Weights, buffers, attributes, and what lies in them: containers, arrays, generators, and objects
+    of other classes.
     """
 
-    def __init__(self, model: nn.Module, loss: Totalled, accelerators: Sequence[torch.device]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Totalled, accelerators: Sequence[torch.device]
+    ) -> None:
         self._model = model
         self._loss = loss.loss
         self._accelerators = accelerators
@@ -500,7 +525,11 @@ class _Snapshot:
             way = f"{path}." if path else ""
             for owner in (module._parameters, module._buffers):
                 found.update((way + key, its) for key, its in owner.items() if its is not None)
-            found.update((way + key, its) for key, its in vars(module).items() if isinstance(its, int | float))
+            found.update(
+                (way + key, its)
+                for key, its in vars(module).items()
+                if isinstance(its, int | float)
+            )
         for key, its in getattr(self._loss, "__dict__", {}).items():
             if isinstance(its, Tensor | int | float):
                 found[_OF_LOSS + key] = its
@@ -517,13 +546,17 @@ class _Snapshot:
         return [name for name in ends if name in self._parameters]
 
     def ends_otherwise(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-        """The others that end otherwise. (A tensor in an attribute of the model is mostly that of the last batch.)"""
+        """The others that end otherwise. (A tensor in an attribute of the model is mostly that
+        of the last batch.)
+        """
         names = [name for name in {**one, **other} if name not in self._parameters]
         return [name for name in names if not _same(one.get(name), other.get(name))]
 
 
 def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """Everything that can change and is held by these, some levels deep. Of long containers only they themselves."""
+    """Everything that can change and is held by these, some levels deep. Of long containers only
+    they themselves.
+    """
     seen: set[int] = set()
     level = roots
     for _ in range(_DEEP):
@@ -624,17 +657,25 @@ _KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
 ]
 """How each kind of object is copied and put back."""
 
-_CHANGEABLE = tuple(kind for kinds, _, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+_CHANGEABLE = tuple(
+    kind for kinds, _, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
+)
 
 
-# ---- how the model computes meanwhile -------------------------------------------------------------------------------
+# ---- how the model computes meanwhile ------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Batch norms take their running statistics; those that have none take a mean of 0 and a variance of 1."""
+    """Batch norms take their running statistics; those that have none take a mean of 0 and a
+    variance of 1.
+    """
     known = [module for module in model.modules() if module.training and isinstance(module, _KNOWN)]
-    bare = [module for module in known if isinstance(module, _BATCH_NORMS) and module.running_mean is None]
+    bare = [
+        module
+        for module in known
+        if isinstance(module, _BATCH_NORMS) and module.running_mean is None
+    ]
     for module in known:
         module.training = False
     for norm in bare:
@@ -661,7 +702,10 @@ def _in_float64(model: nn.Module) -> Iterator[None]:
     """The model itself in float64 for a while: parameters, buffers, and tensors in attributes."""
     parameters = [(p, p.data) for p in model.parameters()]
     owners = [owner for module in model.modules() for owner in (module._buffers, vars(module))]
-    held = [(owner, {key: its for key, its in owner.items() if isinstance(its, Tensor)}) for owner in owners]
+    held = [
+        (owner, {key: its for key, its in owner.items() if isinstance(its, Tensor)})
+        for owner in owners
+    ]
     try:
         for p, data in parameters:
             p.data = _wide(data)
@@ -685,11 +729,15 @@ def _doubled(nest: Any) -> Any:
     return each(_wide, nest)
 
 
-# ---- where samples act on one another -------------------------------------------------------------------------------
+# ---- where samples act on one another ------------------------------------------------------------
 
 
-def _first_that_mixes(model: nn.Module, pieces: list[Piece], compute: _Computing, snapshot: _Snapshot) -> str:
-    """The first module whose outputs for the last part depend on the others, though its inputs don't."""
+def _first_that_mixes(
+    model: nn.Module, pieces: list[Piece], compute: _Computing, snapshot: _Snapshot
+) -> str:
+    """The first module whose outputs for the last part depend on the others, though its inputs
+    don't.
+    """
     whole, *_, last = pieces
 
     def differ(of_whole: Tensor, of_part: Tensor) -> bool:
@@ -698,7 +746,9 @@ def _first_that_mixes(model: nn.Module, pieces: list[Piece], compute: _Computing
             return False
         same_rows = of_whole[last.start : last.start + last.size]
         tolerance = TOLERANCE.get(of_part.dtype, 1e-4)
-        return not float((same_rows - of_part).abs().max()) <= tolerance * float(of_part.abs().max())
+        return not float((same_rows - of_part).abs().max()) <= tolerance * float(
+            of_part.abs().max()
+        )
 
     calls_of_whole = _calls(model, whole, compute, snapshot)
     calls_of_part = _calls(model, last, compute, snapshot)
@@ -717,7 +767,9 @@ def _calls(
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     """Each call of a module in forward: its name, and the tensors that it was given and gave."""
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
-    names = {module: f'"{name}" ({type(module).__name__})' for name, module in model.named_modules()}
+    names = {
+        module: f'"{name}" ({type(module).__name__})' for name, module in model.named_modules()
+    }
     names[model] = f"the model ({type(model).__name__})"
 
     def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:

@@ -1,7 +1,8 @@
 """What can go wrong in an update, and what to do then.
 
-On CPU devices it is found at once. Losses on an accelerator are looked at only now and then, together, and the first
-step with one that isn't additive is noted there, so that the host doesn't wait for it in each step.
+On CPU devices it is found at once. Losses on an accelerator are looked at only now and then,
+together, and the first step with one that isn't additive is noted there, so that the host doesn't
+wait for it in each step.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
 class DeviceChecks:
-    """Remembers what updates on accelerators came to, until it is asked for the first one that was wrong.
+    """Remembers what updates on accelerators came to, until it is asked for the first one that was
+    wrong.
 
     Args:
         skips: counts the skipped updates.
@@ -75,7 +77,9 @@ class DeviceChecks:
             LossError: it is not additive over samples.
         """
         found = [(int(step), _NOT_ADDITIVE) for step in self._first.values()]
-        for (step, _), (total, count) in zip(self._results, read([r for _, r in self._results]), strict=True):
+        for (step, _), (total, count) in zip(
+            self._results, read([r for _, r in self._results]), strict=True
+        ):
             if count == 0 and self.optimizer_skips:
                 self._skips.add(NO_ITEMS, step)
                 continue
@@ -98,19 +102,22 @@ class DeviceChecks:
 
 
 def refuse_counted(loss: Loss, where: str = "") -> None:
-    """Look at a loss that depends on no parameter, as it may only where nothing counts; ``where`` begins the error.
+    """Look at a loss that depends on no parameter, as it may only where nothing counts; ``where``
+    begins the error.
 
     Raises:
         LossError: something does.
     """
     if loss.count != 0:
         raise LossError(
-            f"{where}the loss depends on no parameter: is the model's output detached, or this inside of no_grad?"
+            f"{where}the loss depends on no parameter: is the model's output detached, or this "
+            "inside of no_grad?"
         )
 
 
 def with_graph(loss: Loss, outputs: Any) -> Loss:
-    """A constant loss, of a local batch in which nothing counts, with gradients of zero for the model's output.
+    """A constant loss, of a local batch in which nothing counts, with gradients of zero for the
+    model's output.
 
     Raises:
         LossError: which outputs the loss would read isn't known.
@@ -118,9 +125,11 @@ def with_graph(loss: Loss, outputs: Any) -> Loss:
     found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
     if len(found) != 1 or not found[0].is_floating_point():
         raise LossError(
-            "the loss is a constant for a local batch in which nothing counts, and the backward of the others waits "
+            "the loss is a constant for a local batch in which nothing counts, and the backward "
+            "of the others waits "
             "for one here",
-            fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also where nothing counts",
+            fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also "
+            "where nothing counts",
         )
     (output,) = found
     everything = torch.ones((), dtype=torch.bool, device=output.device)
@@ -129,9 +138,17 @@ def with_graph(loss: Loss, outputs: Any) -> Loss:
 
 
 def refuse_not_finite(
-    total: torch.Tensor, model: nn.Module, part: Part, outputs: Any, world: World, where: str, *, first: bool
+    total: torch.Tensor,
+    model: nn.Module,
+    part: Part,
+    outputs: Any,
+    world: World,
+    where: str,
+    *,
+    first: bool,
 ) -> None:
-    """Look at the loss of a part of a batch, computed by the replica ``where``; this waits for its value.
+    """Look at the loss of a part of a batch, computed by the replica ``where``; this waits for its
+    value.
 
     Raises:
         NonFiniteLoss: with what was not finite first.
@@ -148,12 +165,14 @@ def explained(
 ) -> LockstepError | None:
     """What an error in an update means, and what to do; None for one of the model's own.
 
-    ``sync_batchnorm`` is only offered where it may be used, and would let a batch norm see more samples.
+    ``sync_batchnorm`` is only offered where it may be used, and would let a batch norm see more
+    samples.
     """
     if is_out_of_memory(error):
         share = max(part.size for part in batch.parts)
         return OutOfMemory(
-            f"out of memory on {world.device} at step {world.step} with a share of {share} samples: "
+            f"out of memory on {world.device} at step {world.step} with a share of {share} "
+            "samples: "
             f"use a smaller batch_size, or accumulate={2 * accumulate}"
         )
     if is_of_one_sample(error):
@@ -161,7 +180,8 @@ def explained(
         said = f"step {world.step}: BatchNorm was given one sample only, of a batch of {size}"
         if may_synchronise and max(part.of for part in batch.parts) > 1:
             return RunError(
-                f"{said}: sync_batchnorm=True lets it see those of all replicas; or choose another batch_size"
+                f"{said}: sync_batchnorm=True lets it see those of all replicas; or choose "
+                "another batch_size"
             )
         of = "fewer micro-batches, or " if len(batch.parts) > 1 else ""
         return RunError(f"{said}: choose {of}a batch_size that leaves no batch of one sample")

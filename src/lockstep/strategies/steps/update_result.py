@@ -1,7 +1,8 @@
-"""What updates did: their losses as (total, count) with parts, which stay on an accelerator until the host asks.
+"""What updates did: their losses as (total, count) with parts, which stay on an accelerator until
+the host asks.
 
-An accelerator that added up losses, or compared them with infinity, in each update would be given several operators for
-that. So results are only kept, up to fifty of them, and read together.
+An accelerator that added up losses, or compared them with infinity, in each update would be given
+several operators for that. So results are only kept, up to fifty of them, and read together.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ class Result:
     __slots__ = ("_parts", "_read", "_skipped", "count", "size", "total")
 
     def __init__(
-        self, total: Number, count: Number, size: int, parts: Mapping[str, tuple[Number, Number]] | None = None
+        self,
+        total: Number,
+        count: Number,
+        size: int,
+        parts: Mapping[str, tuple[Number, Number]] | None = None,
     ) -> None:
         self.total = total
         self.count = count
@@ -40,7 +45,9 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking waits for it."""
+        """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking
+        waits for it.
+        """
         return read([self])[0].means("")["loss"]
 
     @property
@@ -77,7 +84,10 @@ def added(losses: Sequence[Loss], how: Callable[[list[Number]], Number] = summed
     for loss in losses:
         for name, pair in loss.parts.items():
             parts.setdefault(name, []).append(pair)
-    sums = {name: (how([t for t, _ in pairs]), how([c for _, c in pairs])) for name, pairs in parts.items()}
+    sums = {
+        name: (how([t for t, _ in pairs]), how([c for _, c in pairs]))
+        for name, pairs in parts.items()
+    }
     return Loss(how([loss.total for loss in losses]), how([loss.count for loss in losses]), sums)
 
 
@@ -88,7 +98,9 @@ def flattened(losses: Sequence[Loss]) -> list[Number]:
 
 def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
     """The loss of which the next numbers are, its parts having these names."""
-    return Loss(next(numbers), next(numbers), {name: (next(numbers), next(numbers)) for name in names})
+    return Loss(
+        next(numbers), next(numbers), {name: (next(numbers), next(numbers)) for name in names}
+    )
 
 
 def read(results: Sequence[Result]) -> list[Loss]:
@@ -106,7 +118,10 @@ def _on_host(values: list[Number]) -> list[float]:
         if (there := _there(value)) is not None:
             waiting.setdefault((there.device, there.dtype), []).append(there.detach().reshape(()))
     read = {kind: iter(torch.stack(numbers).tolist()) for kind, numbers in waiting.items()}
-    return [float(v if (there := _there(v)) is None else next(read[there.device, there.dtype])) for v in values]
+    return [
+        float(v if (there := _there(v)) is None else next(read[there.device, there.dtype]))
+        for v in values
+    ]
 
 
 def _there(value: Number) -> Tensor | None:
@@ -126,7 +141,10 @@ _LEAST_COUNT = 1e-30
 
 def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
     """Numbers and scalars as one tensor of float64; an accelerator isn't waited for."""
-    each = [value if isinstance(value, Tensor) else scalar(value, torch.float64, device) for value in values]
+    each = [
+        value if isinstance(value, Tensor) else scalar(value, torch.float64, device)
+        for value in values
+    ]
     return torch.stack([value.to(device, torch.float64) for value in each])
 
 
@@ -148,8 +166,9 @@ def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
 def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
 
-    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters: the gradients of a
-    total over nothing are 0, and are so still after they were multiplied by this.
+    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters:
+    the gradients of a total over nothing are 0, and are so still after they were multiplied by
+    this.
     """
     wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
     least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
@@ -173,13 +192,17 @@ class Sums:
         then: is called with each, when it is read.
     """
 
-    def __init__(self, before: Loss | None = None, then: Callable[[Loss], None] | None = None) -> None:
+    def __init__(
+        self, before: Loss | None = None, then: Callable[[Loss], None] | None = None
+    ) -> None:
         self._sums = before or Loss(0.0, 0.0)
         self._then = then
         self._waiting: list[Result] = []
 
     def add(self, result: Result) -> None:
-        """Add one more, unless it was skipped; an accelerator isn't waited for, but for fifty results together."""
+        """Add one more, unless it was skipped; an accelerator isn't waited for, but for fifty
+        results together.
+        """
         if result._skipped:
             return
         self._waiting.append(result)

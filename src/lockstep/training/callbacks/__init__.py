@@ -1,1 +1,3 @@
-"""Callbacks that come with Lockstep: ``lockstep.callbacks``. One's own derive from ``lockstep.Callback``."""
+"""Callbacks that come with Lockstep: ``lockstep.callbacks``. One's own derive from
+``lockstep.Callback``.
+"""

@@ -1,9 +1,9 @@
 """Averaged weights: a moving average (EMA), and the mean over epochs (SWA).
 
-An average has the model's one-device names, and lies beside each weight, or this rank's part of it, on its device. So
-every strategy whose ranks have the same weights after each update has the same average, with no communication.
-Evaluations are made with the average put in the model's place, the best weights are chosen by it, and it is written as
-a file at the end.
+An average has the model's one-device names, and lies beside each weight, or this rank's part of it,
+on its device. So every strategy whose ranks have the same weights after each update has the same
+average, with no communication. Evaluations are made with the average put in the model's place, the
+best weights are chosen by it, and it is written as a file at the end.
 """
 
 from __future__ import annotations
@@ -44,11 +44,17 @@ class Average(Callback):
         """
         world = training.world
         if world.size > 1 and not world.layout.together:
-            raise StrategyError(f"{type(self).__name__}: each rank would average other weights: take ddp")
+            raise StrategyError(
+                f"{type(self).__name__}: each rank would average other weights: take ddp"
+            )
         self._joined, self._rows = training._step.joined, training._step.rows
-        now = self._weights(training)  # (in their memory layout too: else sums of the same numbers may round otherwise)
+        now = self._weights(
+            training
+        )  # (in their memory layout too: else sums of the same numbers may round otherwise)
         self._average = {
-            name: torch.empty_like(now[name], dtype=average.dtype).copy_(training._step.part_of(name, average))
+            name: torch.empty_like(now[name], dtype=average.dtype).copy_(
+                training._step.part_of(name, average)
+            )
             for name, average in self._average.items()
         }
 
@@ -57,15 +63,26 @@ class Average(Callback):
             parts = training._step.parts().items()
             self._parameters = [of for of in parts if of[0] not in training.left_out]
         named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
-        return {name: tensor.detach() for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()}
+        return {
+            name: tensor.detach()
+            for name, tensor in named
+            if tensor.is_floating_point() or tensor.is_complex()
+        }
 
     @torch.no_grad()
     def _add(self, training: TrainingContext, weight: float) -> None:
-        """Move the average towards the weights as they are, by a fraction; the first ones are taken as they are."""
+        """Move the average towards the weights as they are, by a fraction; the first ones are
+        taken as they are.
+        """
         now = self._weights(training)
         self._number += 1
-        if not self._average:  # (in float32 where weights have 16 bits, which would not show a small move)
-            wide = {name: torch.promote_types(tensor.dtype, torch.float32) for name, tensor in now.items()}
+        if (
+            not self._average
+        ):  # (in float32 where weights have 16 bits, which would not show a small move)
+            wide = {
+                name: torch.promote_types(tensor.dtype, torch.float32)
+                for name, tensor in now.items()
+            }
             self._average = {name: tensor.to(wide[name], copy=True) for name, tensor in now.items()}
             return
         towards = [tensor.to(self._average[name].dtype) for name, tensor in now.items()]
@@ -78,7 +95,9 @@ class Average(Callback):
         now = self._weights(training) if self._average else {}
         try:
             with torch.no_grad():
-                kept = {name: tensor.clone() for name, tensor in now.items()}  # before any: some may share memory
+                kept = {
+                    name: tensor.clone() for name, tensor in now.items()
+                }  # before any: some may share memory
                 for name, tensor in now.items():
                     tensor.copy_(self._average[name])
             yield
@@ -88,13 +107,18 @@ class Average(Callback):
                     now[name].copy_(tensor)
 
     def on_finish(self, training: TrainingContext) -> None:
-        """Write the average, with the model's other buffers, as a state dict of the one-device model."""
+        """Write the average, with the model's other buffers, as a state dict of the one-device
+        model.
+        """
         if not self._average:
             return
         with self.evaluating(training):
             training._step.write_weights(training.folder / self.output)
         if training.world.is_first:
-            said = f"the averaged weights are in {self.output}, those that were trained in model.safetensors"
+            said = (
+                f"the averaged weights are in {self.output}, those that were trained in "
+                "model.safetensors"
+            )
             training.world.tell(Line.note(said))
 
     def state_dict(self) -> dict[str, Any]:
@@ -106,7 +130,10 @@ class Average(Callback):
         return self._state(self._rows)
 
     def _state(self, of: Callable[[str, torch.Tensor], Any]) -> dict[str, Any]:
-        return {"average": {name: of(name, part) for name, part in self._average.items()}, "number": self._number}
+        return {
+            "average": {name: of(name, part) for name, part in self._average.items()},
+            "number": self._number,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` gave."""
@@ -114,11 +141,12 @@ class Average(Callback):
 
 
 class EMA(Average):
-    """Exponential moving average of the parameters: ``average = decay * average + (1 - decay) * parameters``.
+    """Exponential moving average of the parameters: ``average = decay * average + (1 - decay) *
+    parameters``.
 
-    It begins with the parameters as they are before the first step, and moves after each update. Buffers (running
-    statistics) are those of the model. Evaluations are made with it; at the end it is in ``ema.safetensors``, which
-    ``run.model("ema.safetensors")`` gives.
+    It begins with the parameters as they are before the first step, and moves after each update.
+    Buffers (running statistics) are those of the model. Evaluations are made with it; at the end it
+    is in ``ema.safetensors``, which ``run.model("ema.safetensors")`` gives.
 
     Args:
         decay: from 0 to 1, usually 0.99 to 0.9999.
@@ -130,7 +158,9 @@ class EMA(Average):
     def __init__(self, decay: float = 0.999, *, every: int = 1) -> None:
         super().__init__()
         if not 0 <= decay < 1 or every < 1:
-            raise JobError(f"EMA: decay is from 0 to below 1, every from 1 on, not {decay} and {every}")
+            raise JobError(
+                f"EMA: decay is from 0 to below 1, every from 1 on, not {decay} and {every}"
+            )
         self._decay, self._every = decay, every
 
     def on_start(self, training: TrainingContext) -> None:
@@ -146,12 +176,13 @@ class EMA(Average):
 
 
 class SWA(Average):
-    """Stochastic weight averaging: the mean of the weights at the ends of epochs, https://arxiv.org/abs/1803.05407.
+    """Stochastic weight averaging: the mean of the weights at the ends of epochs,
+    https://arxiv.org/abs/1803.05407.
 
-    Buffers of floats are averaged too, as ``torch.optim.swa_utils.AveragedModel(use_buffers=True)`` does, in place of
-    another pass over the training data for the running statistics of batch norms. From the first averaged epoch on
-    evaluations are made with the mean; at the end it is in ``swa.safetensors``. ``torch.optim.swa_utils.SWALR`` is a
-    scheduler for it.
+    Buffers of floats are averaged too, as ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``
+    does, in place of another pass over the training data for the running statistics of batch norms.
+    From the first averaged epoch on evaluations are made with the mean; at the end it is in
+    ``swa.safetensors``. ``torch.optim.swa_utils.SWALR`` is a scheduler for it.
 
     Args:
         start: the first epoch whose end is averaged, from 1.

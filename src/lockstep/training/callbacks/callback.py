@@ -21,14 +21,20 @@ class TrainingContext:
 
     Attributes:
         epoch: the epoch that the training is in, from 1 (0 at the start).
-        metrics: what is known by then: in ``on_log`` and ``on_epoch`` the training's losses, from ``on_evaluated`` on
-            also those of the evaluation. A number that is added there goes into ``metrics.jsonl`` with the others.
+        metrics: what is known by then: in ``on_log`` and ``on_epoch`` the training's losses, from
+            ``on_evaluated`` on also those of the evaluation. A number that is added there goes into
+            ``metrics.jsonl`` with the others.
         result: of the last update, in ``on_step``; on an accelerator ``result.loss`` waits for it.
         folder: of the run. Only rank 0 may write there.
         stopping: why a callback on this rank has ended the training; None where none has.
     """
 
-    def __init__(self, step: Step, folder: Path, evaluated_weights: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        step: Step,
+        folder: Path,
+        evaluated_weights: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._step, self._evaluated_weights = step, evaluated_weights
         self.folder = folder
         self.epoch = 0
@@ -38,7 +44,9 @@ class TrainingContext:
 
     @property
     def model(self) -> nn.Module:
-        """The model under its one-device names; under ``mp`` and ``pp`` its layers are on several devices."""
+        """The model under its one-device names; under ``mp`` and ``pp`` its layers are on
+        several devices.
+        """
         return self._step.model
 
     @property
@@ -64,7 +72,8 @@ class TrainingContext:
     def stop(self, why: str = "") -> None:
         """End the training at this step, as if it were its last one: it is evaluated and saved.
 
-        One rank's is enough, but for ``on_step`` and ``on_log``, which have to call it on all ranks alike.
+        One rank's is enough, but for ``on_step`` and ``on_log``, which have to call it on all ranks
+        alike.
 
         Args:
             why: is printed.
@@ -73,7 +82,9 @@ class TrainingContext:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients, with the weights that are evaluated; on every rank."""
+        """The model in evaluation mode, without gradients, with the weights that are evaluated;
+        on every rank.
+        """
         self._meet("training.evaluating()")
         with self._evaluated_weights(), self._step.evaluating():
             yield
@@ -96,20 +107,24 @@ class TrainingContext:
 class Callback:
     """Acts on a training, on every rank: ``Job(callbacks=[Mine()])``.
 
-    Write the methods that you need; each is given the training (a ``TrainingContext``). They are called on every rank,
-    at the same step, on a copy of the callback, which is made when the training begins. What they change (parameters,
-    which of them are frozen, the optimizer's settings, attributes of the model) must be the same on all ranks: what
-    isn't is an error that names it. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
+    Write the methods that you need; each is given the training (a ``TrainingContext``). They are
+    called on every rank, at the same step, on a copy of the callback, which is made when the
+    training begins. What they change (parameters, which of them are frozen, the optimizer's
+    settings, attributes of the model) must be the same on all ranks: what isn't is an error that
+    names it. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
 
     Attributes:
-        output: the file or folder in the run's that it writes, if it does; no other callback may write the same.
+        output: the file or folder in the run's that it writes, if it does; no other callback may
+            write the same.
     """
 
     output: str | None = None
 
     needs_model: bool = True
-    """Whether its methods use the model's parameters or the optimizer's state. ``fsdp`` gathers both, whole, on every
-    rank while such a method runs. False leaves ``training.model`` and ``training.optimizer`` in shards."""
+    """Whether its methods use the model's parameters or the optimizer's state. ``fsdp`` gathers
+    both, whole, on every rank while such a method runs. False leaves ``training.model`` and
+    ``training.optimizer`` in shards.
+    """
 
     def on_start(self, training: TrainingContext) -> None:
         """Before the first step, of a resumed run too; its state is there by then."""
@@ -121,7 +136,9 @@ class Callback:
         """When the training's losses are logged."""
 
     def on_epoch(self, training: TrainingContext) -> None:
-        """After the training of an epoch, before its evaluation; not of one that is cut off by ``steps`` or a stop."""
+        """After the training of an epoch, before its evaluation; not of one that is cut off by
+        ``steps`` or a stop.
+        """
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """After an evaluation; at the end of each epoch where there is no evaluation set."""
@@ -138,8 +155,12 @@ class Callback:
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: tensors, plain values, lists and dicts of them; rank 0's is saved."""
+        """What a checkpoint keeps of it: tensors, plain values, lists and dicts of them; rank
+        0's is saved.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; tensors are on the CPU. It is called before ``on_start``."""
+        """Take over what ``state_dict`` gave; tensors are on the CPU. It is called before
+        ``on_start``.
+        """

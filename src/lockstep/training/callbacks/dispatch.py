@@ -1,10 +1,11 @@
 """Calls the callbacks of a training on every rank, and makes sure that the ranks stay alike.
 
-A rank whose callbacks have written a parameter in a step waits until every rank has written the same (`World.meet`, by
-the store of the process group). So a write on some ranks only is found in that step, and where nothing is written,
-nothing is sent. After steps 1, 2, 4, 8, ..., and between epochs, ranks compare what else callbacks change: settings of
-the optimizer, numbers and texts among the attributes of the model's modules, and writes to ``parameter.data``, which a
-parameter's version doesn't show.
+A rank whose callbacks have written a parameter in a step waits until every rank has written the
+same (`World.meet`, by the store of the process group). So a write on some ranks only is found in
+that step, and where nothing is written, nothing is sent. After steps 1, 2, 4, 8, ..., and between
+epochs, ranks compare what else callbacks change: settings of the optimizer, numbers and texts among
+the attributes of the model's modules, and writes to ``parameter.data``, which a parameter's version
+doesn't show.
 """
 
 from __future__ import annotations
@@ -67,16 +68,30 @@ class Callbacks:
         for callback in job.callbacks:
             name = type(callback).__name__
             counts[name] += 1
-            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(callback, memo)
-        outputs = collections.Counter(one.output for one in self._by_name.values() if isinstance(one.output, str))
-        if (twice := next((output for output, number in outputs.items() if number > 1), None)) is not None:
-            raise JobError(f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give another name")
-        # Those that come with Lockstep draw nothing, or under a seed of their own, and add no hooks: 0.2 ms a step.
+            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(
+                callback, memo
+            )
+        outputs = collections.Counter(
+            one.output for one in self._by_name.values() if isinstance(one.output, str)
+        )
+        if (
+            twice := next((output for output, number in outputs.items() if number > 1), None)
+        ) is not None:
+            raise JobError(
+                f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give "
+                "another name"
+            )
+        # Those that come with Lockstep draw nothing, or under a seed of their own, and add no
+        # hooks: 0.2 ms a step.
         self.are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
         self._last = {"on_event": last}
         self._asks = bool(self._by_name or job.on_event)
-        parts = step.parts()  # (what is written to whole parameters of shards is compared where they are cut)
-        self._parameters = [(name, p) for name, p in step.model.named_parameters() if parts[name] is p]
+        parts = (
+            step.parts()
+        )  # (what is written to whole parameters of shards is compared where they are cut)
+        self._parameters = [
+            (name, p) for name, p in step.model.named_parameters() if parts[name] is p
+        ]
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
@@ -86,7 +101,8 @@ class Callbacks:
         return bool(self._by_name)
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse a metric that evaluations won't have; a person's own callbacks may add some.
+        """Before the first step, refuse a metric that evaluations won't have; a person's own
+        callbacks may add some.
 
         Raises:
             JobError: there is no such metric.
@@ -96,10 +112,11 @@ class Callbacks:
                 callback.refuse_unknown(known)
 
     def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
-        """Call the method of that kind of each; gives the name of one that stops the training, or "".
+        """Call the method of that kind of each; gives the name of one that stops the training, or
+        "".
 
-        Of an epoch that isn't ``whole``, since the training ends within it, or that was not evaluated, ``on_event`` is
-        told only.
+        Of an epoch that isn't ``whole``, since the training ends within it, or that was not
+        evaluated, ``on_event`` is told only.
         """
         training = self.training
         training.epoch = epoch
@@ -113,7 +130,9 @@ class Callbacks:
                 stack.enter_context(self._step.evaluated_weights())
             if self._of_ranks and self._by_name:
                 stack.enter_context(self._same_on_every_rank(within))
-            if self.are_own:  # updates leave other streams behind on each rank, and with micro-batches
+            if (
+                self.are_own
+            ):  # updates leave other streams behind on each rank, and with micro-batches
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
             by = self._each(self._by_name if whole else {}, kind)
         if kind == "start":
@@ -136,7 +155,8 @@ class Callbacks:
         """After a callback changed modules, parameters or hooks of the model."""
         if self._step.replicas > 1 and self._world.size == 1:
             raise StrategyError(
-                "dp: a callback changes modules, parameters or hooks of the model, which its replicas don't follow: "
+                "dp: a callback changes modules, parameters or hooks of the model, which its "
+                "replicas don't follow: "
                 "do it where the model is built, or take ddp"
             )
         if self._world.is_first and hooked_parameters(self._step.model):
@@ -189,27 +209,40 @@ class Callbacks:
                 stack.enter_context(_Within(self._parameters_for(callback, "evaluating"), found))
             yield
 
-    def _parameters_for(self, callback: Callback, method: str) -> Callable[[], AbstractContextManager[None]]:
-        """Gives the context in which a method is called: whole parameters for a person's that needs them."""
+    def _parameters_for(
+        self, callback: Callback, method: str
+    ) -> Callable[[], AbstractContextManager[None]]:
+        """Gives the context in which a method is called: whole parameters for a person's that
+        needs them.
+        """
         needs = _is_persons(callback, method) and callback.needs_model
         return self._step.whole_parameters if needs else self._step.own_parameters
 
     def _note_what_is_gathered(self) -> None:
         for name, callback in self._by_name.items() if self._step.keeps_shards else ():
             if _is_persons(callback, "on_step") and callback.needs_model:
-                text = f"callbacks: every rank gathers the whole model in each update for on_step of {name}"
-                self._step.tell_once([f"{text}: if it needs no parameters, set needs_model = False"])
+                text = (
+                    "callbacks: every rank gathers the whole model in each update for on_step "
+                    f"of {name}"
+                )
+                self._step.tell_once(
+                    [f"{text}: if it needs no parameters, set needs_model = False"]
+                )
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; of averages this rank's rows, unless ``whole``."""
         states = {
-            name: callback.rows() if isinstance(callback, Average) and not whole else self._state_of(callback)
+            name: callback.rows()
+            if isinstance(callback, Average) and not whole
+            else self._state_of(callback)
             for name, callback in {**self._by_name, **self._last}.items()
         }
         return {name: state for name, state in states.items() if state}
 
     def _state_of(self, callback: Callback) -> dict[str, Any] | None:
-        """That of one, whole; None of one that raises before ``on_start``, in which it may make what it gives."""
+        """That of one, whole; None of one that raises before ``on_start``, in which it may make
+        what it gives.
+        """
         try:
             with self._parameters_for(callback, "state_dict")():
                 kept = callback.state_dict()
@@ -221,7 +254,9 @@ class Callbacks:
             return None
 
     def beside(self, name: str) -> str:
-        """In a checkpoint the name of the parameter beside which a callback keeps this tensor, or the tensor's own."""
+        """In a checkpoint the name of the parameter beside which a callback keeps this tensor,
+        or the tensor's own.
+        """
         _, callback, key, *rest = [*name.split("/", 3), "", ""]
         is_average = isinstance(self._by_name.get(callback), Average) and key == "average"
         if is_average and name.startswith("callbacks/"):
@@ -236,9 +271,11 @@ class Callbacks:
             elif self._state_of(callback) != {}:
                 self.notes.append(f"callbacks: {name} begins anew: the run had none")
         for name in states.keys() - self._by_name.keys() - self._last.keys():
-            self.notes.append(f"callbacks: the run had {name}, whose state is left out: the job has none now")
+            self.notes.append(
+                f"callbacks: the run had {name}, whose state is left out: the job has none now"
+            )
 
-    # ---- what they change -------------------------------------------------------------------------------------------
+    # ---- what they change ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _same_on_every_rank(self, within: bool) -> Iterator[None]:
@@ -255,25 +292,38 @@ class Callbacks:
         written = [name for name, was in versions.items() if now[name] != was]
         if written and not together:
             raise RunError(
-                f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so that each of them would '
+                f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so '
+                "that each of them would "
                 "write it: take ddp"
             )
         now_is = {name: digest(p) for name, p in self._parameters if name in written}
         changed: dict[str, Any] = {f'parameter "{name}"': its for name, its in now_is.items()}
         after = self._others() if looks else {}
-        changed |= {f'"{name}"': after.get(name) for name in others | after if others.get(name) != after.get(name)}
+        changed |= {
+            f'"{name}"': after.get(name)
+            for name in others | after
+            if others.get(name) != after.get(name)
+        }
         if looks:  # all ranks come here
             self._world.meet(END_OF_CALLBACKS, together=together)
             for rank, theirs in enumerate(every := self._world.gather_objects(changed)):
-                if differ := [name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)]:
+                if differ := [
+                    name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)
+                ]:
                     raise RunError(
-                        f"callbacks change {differ[0]} on rank 0 and rank {rank} differently: what they change must be "
+                        f"callbacks change {differ[0]} on rank 0 and rank {rank} differently: "
+                        "what they change must be "
                         "the same on every rank"
                     )
         elif changed:
-            print_of = hashlib.sha256(repr(changed).encode()).hexdigest()[:8]  # of all, so that ranks compare them
+            print_of = hashlib.sha256(repr(changed).encode()).hexdigest()[
+                :8
+            ]  # of all, so that ranks compare them
             more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            self._world.meet(f"what callbacks change ({next(iter(changed))}{more}, {print_of})", together=together)
+            self._world.meet(
+                f"what callbacks change ({next(iter(changed))}{more}, {print_of})",
+                together=together,
+            )
         if looks and within:
             self._step.after_events()
 
@@ -281,7 +331,9 @@ class Callbacks:
         return {name: (p.data_ptr(), p._version) for name, p in self._parameters}
 
     def _others(self) -> dict[str, Any]:
-        """Settings of the optimizer and attributes of the model's modules, as far as these are numbers or texts."""
+        """Settings of the optimizer and attributes of the model's modules, as far as these are
+        numbers or texts.
+        """
         found: dict[str, Any] = {}
         for i, group in enumerate(self._step.optimizer.param_groups):
             for key, value in group.items():
@@ -289,7 +341,9 @@ class Callbacks:
         for name, module in self._step.model.named_modules(prefix="model"):
             for key, value in vars(module).items():
                 found[f"{name}.{key}"] = value
-        return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+        return {
+            name: value for name, value in found.items() if isinstance(value, int | float | str)
+        }
 
 
 def _number(value: Any, what: str) -> float:
@@ -300,26 +354,38 @@ def _number(value: Any, what: str) -> float:
 
 
 def _shared_with(job: Job) -> dict[Any, Any]:
-    """A memo of ``copy.deepcopy`` by which callbacks share the loss, the datasets and other fields of the job."""
+    """A memo of ``copy.deepcopy`` by which callbacks share the loss, the datasets and other
+    fields of the job.
+    """
     fields = [value for name, value in vars(job).items() if name != "callbacks"]
     sets = [each for value in fields if isinstance(value, Mapping) for each in value.values()]
     return {id(value): value for value in (*fields, *sets)}
 
 
 def _copied(callback: Any, memo: dict[Any, Any]) -> Callback:
-    """A callback of this run's own, with the objects that the job holds too, and copies that other callbacks have."""
+    """A callback of this run's own, with the objects that the job holds too, and copies that
+    other callbacks have.
+    """
     if not isinstance(callback, Callback):
-        kind = f"the class {callback.__name__}" if isinstance(callback, type) else f"a {type(callback).__name__}"
+        kind = (
+            f"the class {callback.__name__}"
+            if isinstance(callback, type)
+            else f"a {type(callback).__name__}"
+        )
         raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
     try:
         return copy.deepcopy(callback, memo)
     except Exception as error:
         name = type(callback).__name__
-        raise JobError(f"callbacks: {name} can't be copied ({told(error)}): open files in on_start") from error
+        raise JobError(
+            f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
+        ) from error
 
 
 def _is_own(callback: Callback) -> bool:
-    """Whether it is of a class of a person's own, not one that comes with Lockstep, or has methods of theirs."""
+    """Whether it is of a class of a person's own, not one that comes with Lockstep, or has
+    methods of theirs.
+    """
     given = (hasattr(Callback, name) and callable(value) for name, value in vars(callback).items())
     return not type(callback).__module__.startswith("lockstep.") or any(given)
 
@@ -342,7 +408,9 @@ def _gathered(tensor: Any) -> Any:
 class _Within:
     """A context that is entered and left within another, which its body isn't in."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, around: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]
+    ) -> None:
         self._around, self._inner = around, inner
 
     def __enter__(self) -> None:

@@ -1,4 +1,6 @@
-"""Files of weights beside ``best.safetensors``: those of the best evaluations, or of the last ones."""
+"""Files of weights beside ``best.safetensors``: those of the best evaluations, or of the last
+ones.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from lockstep.training.callbacks.stopping import OfMetric
 
 
 class KeepWeights(OfMetric):
-    """Keeps weights that were evaluated, as ``best-accuracy/step-120.safetensors`` or ``last/step-120.safetensors``.
+    """Keeps weights that were evaluated, as ``best-accuracy/step-120.safetensors`` or
+    ``last/step-120.safetensors``.
 
     ``run.model("last/step-120.safetensors")`` gives a model.
 
@@ -21,7 +24,9 @@ class KeepWeights(OfMetric):
         mode: ``"min"`` where less is better, else ``"max"``.
     """
 
-    def __init__(self, number: int = 3, metric: str | None = None, mode: Literal["min", "max"] = "min") -> None:
+    def __init__(
+        self, number: int = 3, metric: str | None = None, mode: Literal["min", "max"] = "min"
+    ) -> None:
         super().__init__(metric, mode)
         self._number = number
         self.output: str = "last" if metric is None else f"best-{metric.replace('/', '-')}"

@@ -16,9 +16,11 @@ from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
 class LearningRateMonitor(Callback):
-    """Adds the learning rate of each group of the optimizer to the metrics, as ``lr/0`` or ``lr/name``.
+    """Adds the learning rate of each group of the optimizer to the metrics, as ``lr/0`` or
+    ``lr/name``.
 
-    A group's name is its ``"name"``, where it has one. (``lr``, that of the first group, is there by itself.)
+    A group's name is its ``"name"``, where it has one. (``lr``, that of the first group, is there
+    by itself.)
     """
 
     def on_log(self, training: TrainingContext) -> None:
@@ -33,11 +35,12 @@ class LearningRateMonitor(Callback):
 
 
 class Sampler(Callback):
-    """Writes what a function makes with the model at each evaluation: ``samples/step-120.txt`` or ``.png``.
+    """Writes what a function makes with the model at each evaluation: ``samples/step-120.txt`` or
+    ``.png``.
 
-    The function is called on every rank, in evaluation mode, with the weights that are evaluated, under one seed. It
-    gives a text, a list of texts, or pictures: a tensor of (channels, height, width), or a batch of them, with 1 or 3
-    channels, of bytes, or of floats from 0 to 1.
+    The function is called on every rank, in evaluation mode, with the weights that are evaluated,
+    under one seed. It gives a text, a list of texts, or pictures: a tensor of (channels, height,
+    width), or a batch of them, with 1 or 3 channels, of bytes, or of floats from 0 to 1.
 
     Args:
         function: is given the model.
@@ -71,7 +74,9 @@ class Sampler(Callback):
             if isinstance(made, torch.Tensor):
                 path.with_suffix(".png").write_bytes(png_of(made))
             else:
-                path.with_suffix(".txt").write_text(made if isinstance(made, str) else "\n".join(made))
+                path.with_suffix(".txt").write_text(
+                    made if isinstance(made, str) else "\n".join(made)
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """Give the number of evaluations so far."""
@@ -90,7 +95,9 @@ def png_of(pictures: torch.Tensor) -> bytes:
     """
     batch = pictures.detach().cpu() if pictures.dim() == 4 else pictures.detach().cpu()[None]
     if batch.dim() != 4 or batch.shape[1] not in (1, 3) or not batch.numel():
-        raise JobError(f"Sampler: pictures are (n, 1 or 3, height, width), not {tuple(pictures.shape)}")
+        raise JobError(
+            f"Sampler: pictures are (n, 1 or 3, height, width), not {tuple(pictures.shape)}"
+        )
     if batch.is_floating_point():
         batch = (batch.float().clamp(0, 1) * 255).round()
     rows = torch.cat(list(batch.to(torch.uint8)), dim=2).permute(1, 2, 0).contiguous().numpy()
@@ -98,7 +105,14 @@ def png_of(pictures: torch.Tensor) -> bytes:
     body = b"".join(b"\0" + row.tobytes() for row in rows)  # each row begins with its filter: none
 
     def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        return (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
 
     head = struct.pack(">IIBBBBB", width, height, 8, 2 if channels == 3 else 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(body)) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", head)
+        + chunk(b"IDAT", zlib.compress(body))
+        + chunk(b"IEND", b"")
+    )

@@ -21,7 +21,8 @@ class OfMetric(Callback):
         self._metric, self._mode = metric, mode
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Refuse a metric that is not among those of an evaluation, and none that the training adds.
+        """Refuse a metric that is not among those of an evaluation, and none that the training
+        adds.
 
         Raises:
             JobError: it isn't.
@@ -33,7 +34,8 @@ class OfMetric(Callback):
             raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
 
     def measured(self, metrics: Mapping[str, float]) -> float:
-        """The metric of an evaluation, with its sign changed where more is better; NaN is the worst.
+        """The metric of an evaluation, with its sign changed where more is better; NaN is the
+        worst.
 
         Raises:
             JobError: there is none of that name.
@@ -44,10 +46,12 @@ class OfMetric(Callback):
 
 
 class EarlyStopping(OfMetric):
-    """Ends the training when a metric has not improved for some evaluations. ``best.safetensors`` has the best weights.
+    """Ends the training when a metric has not improved for some evaluations. ``best.safetensors``
+    has the best weights.
 
     Args:
-        metric: a name in ``metrics.jsonl``: ``eval_loss``, ``train_loss``, one of the job's metrics.
+        metric: a name in ``metrics.jsonl``: ``eval_loss``, ``train_loss``, one of the job's
+            metrics.
         mode: ``"min"`` where less is better, else ``"max"``.
         patience: so many evaluations may be no better than the best one.
         min_delta: what counts as better, at least.
@@ -73,7 +77,9 @@ class EarlyStopping(OfMetric):
         is_better = value < self._best - self._least
         self._best, self._since = (value, 0) if is_better else (self._best, self._since + 1)
         if self._since >= self._patience:
-            training.stop(f"{self._metric} has not improved for {counted(self._since, 'evaluation')}")
+            training.stop(
+                f"{self._metric} has not improved for {counted(self._since, 'evaluation')}"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The best value, and how many evaluations were no better since."""
@@ -85,7 +91,8 @@ class EarlyStopping(OfMetric):
 
 
 class TimeLimit(Callback):
-    """Ends the training after a time, by rank 0's clock, so that it is evaluated and saved in the time that is left.
+    """Ends the training after a time, by rank 0's clock, so that it is evaluated and saved in the
+    time that is left.
 
     The time counts from the start of this process's training, a resumed one from its resuming.
 
@@ -107,13 +114,17 @@ class TimeLimit(Callback):
         self._first, self._look = training.step, training.step + 1
 
     def on_step(self, training: TrainingContext) -> None:
-        """Look at rank 0's clock, at steps that it tells: the next in about half of the time that is left."""
+        """Look at rank 0's clock, at steps that it tells: the next in about half of the time
+        that is left.
+        """
         if training.step < self._look:
             return
         passed = time.monotonic() - self._began
         left, done = self._seconds - passed, training.step - self._first
         found = left <= 0, training.step + max(1, min(done, int(left / 2 * done / passed)))
-        if training.world.layout.together:  # else each rank goes by its own, and the others come after
+        if (
+            training.world.layout.together
+        ):  # else each rank goes by its own, and the others come after
             found = training.world.broadcast_object(found)
         over, self._look = found
         if over:

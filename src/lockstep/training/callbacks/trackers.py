@@ -1,4 +1,6 @@
-"""Services that keep the numbers of trainings: Weights & Biases, MLflow. Rank 0 imports them when a training begins."""
+"""Services that keep the numbers of trainings: Weights & Biases, MLflow. Rank 0 imports them
+when a training begins.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,9 @@ class WandB(Tracker):
         self._settings = {"project": project, **settings}
 
     def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
-        self._service.init(**{"id": training.folder.name, "resume": "allow", "config": config, **self._settings})
+        self._service.init(
+            **{"id": training.folder.name, "resume": "allow", "config": config, **self._settings}
+        )
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         self._service.log(metrics, step=step)
@@ -105,7 +109,9 @@ class MLflow(Tracker):
         if self._run is not None:
             self._service.start_run(**{**self._settings, "run_id": self._run})
             return
-        self._run = self._service.start_run(**{"run_name": training.folder.name, **self._settings}).info.run_id
+        self._run = self._service.start_run(
+            **{"run_name": training.folder.name, **self._settings}
+        ).info.run_id
         self._service.log_params({"strategy": config["strategy"], **config["settings"]})
 
     def _send(self, metrics: dict[str, float], step: int) -> None:

@@ -1,4 +1,6 @@
-"""A job's metrics in one evaluation: functions, whose totals are added up, and those of torchmetrics, merged."""
+"""A job's metrics in one evaluation: functions, whose totals are added up, and those of
+torchmetrics, merged.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ from lockstep.tensors.pytree import copied_nest, versions
 from lockstep.training.metrics.torch_metrics import fresh, is_of_parts, is_torchmetric, value_over
 
 _OF_PARTS = (
-    'metric "{}" gives other values for parts of a batch, merged, than for all of it (it keeps means of batches, say, '
-    "or those of the last ones only, or guesses what outputs are from their values): they depend on the number of "
+    'metric "{}" gives other values for parts of a batch, merged, than for all of it (it keeps '
+    "means of batches, say, "
+    "or those of the last ones only, or guesses what outputs are from their values): they depend "
+    "on the number of "
     "devices"
 )
 
@@ -32,7 +36,8 @@ class JobMetrics:
     Args:
         metrics: by name.
         step: the model under its strategy.
-        looks: whether metrics of torchmetrics are compared with what they give for parts of a batch.
+        looks: whether metrics of torchmetrics are compared with what they give for parts of a
+            batch.
     """
 
     def __init__(self, metrics: Mapping[str, Any], step: Step, *, looks: bool) -> None:
@@ -52,14 +57,16 @@ class JobMetrics:
         """Call, or update, each with a local batch of an evaluation batch.
 
         Raises:
-            JobError: one raises, or gives something else than a total and a count, or writes to what it is given.
+            JobError: one raises, or gives something else than a total and a count, or writes to
+                what it is given.
         """
         for name, function in self._functions.items():
             before = versions((outputs, targets))
             value = _called(name, function, outputs, targets)
             if versions((outputs, targets)) != before:
                 raise JobError(
-                    f'metrics: "{name}" writes to the outputs or targets that it is given, and others read them too: '
+                    f'metrics: "{name}" writes to the outputs or targets that it is given, and '
+                    "others read them too: "
                     "let it write to a clone"
                 )
             self._sums[name].add(Result(*value, batch.size))
@@ -73,7 +80,8 @@ class JobMetrics:
     def sums(self) -> list[tuple[float, float, float]]:
         """Total and count of each function on this rank, and 0.
 
-        Of each metric of torchmetrics only the third number is used: 1 where it gives other values for parts.
+        Of each metric of torchmetrics only the third number is used: 1 where it gives other values
+        for parts.
         """
         of_functions = [(*its.read(), 0.0) for its in self._sums.values()]
         return of_functions + [(0.0, 0.0, float(name in self._of_parts)) for name in self._objects]
@@ -111,7 +119,9 @@ def _called(name: str, function: Any, outputs: Any, targets: Any) -> tuple[Any, 
         JobError: it raises, or gives something else.
     """
     with naming(name):
-        return _pair(name, function(copied_nest(outputs), copied_nest(targets)))  # in which it may keep something
+        return _pair(
+            name, function(copied_nest(outputs), copied_nest(targets))
+        )  # in which it may keep something
 
 
 @contextlib.contextmanager
@@ -129,16 +139,22 @@ def naming(name: str) -> Iterator[None]:
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:
     if not isinstance(value, tuple) or len(value) != 2:
-        what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"{value!r}"
+        what = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else f"{value!r}"
+        )
         several = "; give each of several a name in metrics" if isinstance(value, Mapping) else ""
         raise JobError(
-            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over items, their '
+            f'metrics: "{name}" gave {what}; a pair (total, count) is expected: the sum over '
+            "items, their "
             f"number{several}"
         )
     for part in value:
         if isinstance(part, torch.Tensor) and part.numel() != 1:
             raise JobError(
-                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), not a number: '
+                f'metrics: "{name}" gave a tensor of shape {tuple(part.shape)} in (total, count), '
+                "not a number: "
                 "sum it over the samples"
             )
         if not isinstance(part, torch.Tensor) and not hasattr(part, "__float__"):

@@ -1,4 +1,6 @@
-"""Metrics of torchmetrics: updated on each rank, and merged as torchmetrics merges them over a process group."""
+"""Metrics of torchmetrics: updated on each rank, and merged as torchmetrics merges them over a
+process group.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,16 @@ from lockstep.tensors.rows import folded, part_of
 def is_torchmetric(metric: Any) -> bool:
     """Whether it is a torchmetrics Metric, without importing torchmetrics."""
     return any(
-        kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric" for kind in type(metric).__mro__
+        kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric"
+        for kind in type(metric).__mro__
     )
 
 
 def fresh(metric: Any, device: torch.device) -> Any:
     """A copy that has seen nothing."""
     mine = copy.deepcopy(metric)
-    # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the process group once more.
+    # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the
+    # process group once more.
     for one in _each_metric(mine):
         one.sync_on_compute = one._to_sync = False
     mine.reset()
@@ -35,7 +39,8 @@ def fresh(metric: Any, device: torch.device) -> Any:
 
 
 def value_over(metric: Any, world: World) -> dict[str, float]:
-    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or their own names.
+    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or
+    their own names.
 
     Raises:
         JobError: it gives something else than numbers.
@@ -47,13 +52,17 @@ def value_over(metric: Any, world: World) -> dict[str, float]:
     except (TypeError, ValueError) as error:
         name = type(metric).__name__
         raise JobError(
-            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are expected"
+            f"metrics: {name} gave {type(value).__name__}, numbers (one, or a row of them) are "
+            "expected"
         ) from error
 
 
 def states_of(metric: Any) -> list[tuple[dict[str, Any], int]]:
     """What it has seen, and in how many updates; so of each metric that it is made of."""
-    return [({name: getattr(one, name) for name in one._reductions}, one._update_count) for one in _each_metric(metric)]
+    return [
+        ({name: getattr(one, name) for name in one._reductions}, one._update_count)
+        for one in _each_metric(metric)
+    ]
 
 
 def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
@@ -64,7 +73,9 @@ def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
     for one, *of_each in zip(_each_metric(metric), *every, strict=True) if len(every) > 1 else ():
         for name, reduction in one._reductions.items():
             states = [held[name] for held, _ in of_each]
-            state: Any = _in_order(of_each, name) if isinstance(states[0], list) else torch.stack(states)
+            state: Any = (
+                _in_order(of_each, name) if isinstance(states[0], list) else torch.stack(states)
+            )
             is_none = isinstance(state, list) and not state
             setattr(one, name, state if reduction is None or is_none else reduction(state))
         one._update_count = sum(updates for _, updates in of_each)
@@ -77,30 +88,51 @@ def _in_order(of_each: Sequence[tuple[dict[str, Any], int]], name: str) -> list[
     for held, updates in of_each:
         items, number = held[name], max(updates, 1)
         many, rest = divmod(len(items), number)
-        each_update.append([items[i * many : (i + 1) * many] for i in range(number)] if not rest else [items])
-    return [item for of in itertools.zip_longest(*each_update, fillvalue=[]) for items in of for item in items]
+        each_update.append(
+            [items[i * many : (i + 1) * many] for i in range(number)] if not rest else [items]
+        )
+    return [
+        item
+        for of in itertools.zip_longest(*each_update, fillvalue=[])
+        for items in of
+        for item in items
+    ]
 
 
 def is_of_parts(metric: Any, outputs: Any, targets: Any, replicas: int) -> bool:
     """Whether the value of some samples is that of parts of them, one after the other, and merged.
 
-    Of two, or of three where there are as many replicas. It isn't where a metric keeps means of batches, or only those
-    of the last few batches, or guesses from the values whether they are probabilities.
+    Of two, or of three where there are as many replicas. It isn't where a metric keeps means of
+    batches, or only those of the last few batches, or guesses from the values whether they are
+    probabilities.
     """
-    if any(kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__):
+    if any(
+        kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__
+    ):
         return False
     device = place_of((outputs, targets))
-    return all(_is_of_parts(metric, *of, device, max(2, min(replicas, 3))) for of in _as_samples(outputs, targets))
+    return all(
+        _is_of_parts(metric, *of, device, max(2, min(replicas, 3)))
+        for of in _as_samples(outputs, targets)
+    )
 
 
 def _is_of_parts(
-    metric: Any, outputs: Any, targets: Any, size: int, back: Callable[[Any], Any], device: torch.device, several: int
+    metric: Any,
+    outputs: Any,
+    targets: Any,
+    size: int,
+    back: Callable[[Any], Any],
+    device: torch.device,
+    several: int,
 ) -> bool:
     if size < several:
         return True
     ends = [0]
     while len(ends) < several:
-        ends.append(ends[-1] + (size - ends[-1] + 2) // 3)  # of unequal size: means of means would agree
+        ends.append(
+            ends[-1] + (size - ends[-1] + 2) // 3
+        )  # of unequal size: means of means would agree
     spans = itertools.pairwise([*ends, size])
     parts = [part_of((outputs, targets), start, end - start, size) for start, end in spans]
     whole, both, *apart = (fresh(metric, device) for _ in range(2 + several))
@@ -109,14 +141,18 @@ def _is_of_parts(
         for (some, wanted), one in zip(parts, apart, strict=True):
             one.update(back(some), wanted)
             both.update(back(some), wanted)
-        values = [_named(one.compute()) for one in (whole, both, merged(apart[0], list(map(states_of, apart))))]
+        values = [
+            _named(one.compute())
+            for one in (whole, both, merged(apart[0], list(map(states_of, apart))))
+        ]
         return not any(_differ(values[0], its) for its in values[1:])
     except Exception:  # of so few samples it can't be computed
         return True
 
 
 def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
-    """Outputs and targets with a row for each sample, their number, and what makes such outputs what they were.
+    """Outputs and targets with a row for each sample, their number, and what makes such outputs
+    what they were.
 
     Of some models outputs are (time, batch, ...). Where they may be either, both are given.
     """
@@ -139,18 +175,26 @@ def _samples_of(outputs: Any, targets: Any) -> int:
     if holds_packed((outputs, targets)):
         return 0
     if isinstance(outputs, list) and (
-        all(isinstance(one, MutableMapping) for one in outputs) or not any(True for _ in tensors(outputs))
+        all(isinstance(one, MutableMapping) for one in outputs)
+        or not any(True for _ in tensors(outputs))
     ):
         return len(outputs)  # a dictionary for each image, as detectors give; texts
-    of_outputs, of_targets = (next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets))
+    of_outputs, of_targets = (
+        next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets)
+    )
     if any(t.dim() and len(t) == of_targets for t in tensors(outputs)):
         return of_targets
-    several = of_targets and folded((outputs, targets), of_targets) is not None  # rows for each sample
+    several = (
+        of_targets and folded((outputs, targets), of_targets) is not None
+    )  # rows for each sample
     return of_targets if several else of_outputs
 
 
 def _differ(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    one, two = (torch.as_tensor([float(v) for v in of.values()], dtype=torch.float64) for of in (value, other))
+    one, two = (
+        torch.as_tensor([float(v) for v in of.values()], dtype=torch.float64)
+        for of in (value, other)
+    )
     return not torch.allclose(one, two, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
@@ -158,7 +202,11 @@ def _named(value: Any) -> dict[str, Any]:
     """What ``compute`` gave, by what comes after the metric's name."""
     value = value.tolist() if isinstance(value, torch.Tensor) else value
     several = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-    return {f"/{key}": one for key, one in several.items()} if isinstance(several, Mapping) else {"": value}
+    return (
+        {f"/{key}": one for key, one in several.items()}
+        if isinstance(several, Mapping)
+        else {"": value}
+    )
 
 
 def _each_metric(metric: nn.Module) -> list[Any]:
