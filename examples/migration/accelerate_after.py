@@ -1,6 +1,4 @@
-"""Handwritten digits by Lockstep in a loop of one's own: python accelerate_after.py, or
-torchrun.
-"""
+"""Handwritten digits by Lockstep in a loop of one's own: python accelerate_after.py, or torchrun."""
 
 import torch
 from sklearn.datasets import load_digits

@@ -19,9 +19,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     train_loader = torch.utils.data.DataLoader(train_data, batch_size=16)
     eval_loader = torch.utils.data.DataLoader(eval_data, batch_size=32)
-    model, optimizer, train_loader, eval_loader = accelerator.prepare(
-        model, optimizer, train_loader, eval_loader
-    )
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
 
     for epoch in range(3):
         model.train()

@@ -32,22 +32,8 @@ def sampler(epoch: int) -> torch.Tensor:
 def job() -> lockstep.Job:
     train_data, eval_data = data()
     return lockstep.Job(
-        model=Digits,
-        loss=F.cross_entropy,
-        train_data=train_data,
-        eval_data=eval_data,
-        batch_size=64,
-        order=sampler,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-        epochs=5,
-        clip_norm=1.0,
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(
-            optimizer, T_max=5
-        ),
-        metrics={
-            "accuracy": lambda outputs, targets: (
-                (outputs.argmax(1) == targets).sum(),
-                len(targets),
-            )
-        },
+        model=Digits, loss=F.cross_entropy, train_data=train_data, eval_data=eval_data, batch_size=64, order=sampler,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), epochs=5, clip_norm=1.0,
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
+        metrics={"accuracy": lambda outputs, targets: ((outputs.argmax(1) == targets).sum(), len(targets))},
     )

@@ -52,10 +52,6 @@ if __name__ == "__main__":
         logger=False,
         enable_checkpointing=False,
     )
-    trainer.fit(
-        Digits(),
-        DataLoader(train_data, batch_size=32, shuffle=True),
-        DataLoader(eval_data, batch_size=32),
-    )
+    trainer.fit(Digits(), DataLoader(train_data, batch_size=32, shuffle=True), DataLoader(eval_data, batch_size=32))
     if trainer.is_global_zero:
         print(*(f"{name} {value:.5f}" for name, value in trainer.callback_metrics.items()))

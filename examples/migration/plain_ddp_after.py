@@ -1,6 +1,4 @@
-"""Handwritten digits by Lockstep in a loop of one's own: python plain_ddp_after.py, or torchrun
-as before.
-"""
+"""Handwritten digits by Lockstep in a loop of one's own: python plain_ddp_after.py, or torchrun as before."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -37,9 +35,7 @@ def main(world: lockstep.World) -> None:
             sums[2] += len(targets)
         world.all_reduce(sums)
         if world.rank == 0:
-            print(
-                f"epoch {epoch + 1}  loss {sums[0] / sums[2]:.5f}  accuracy {sums[1] / sums[2]:.5f}"
-            )
+            print(f"epoch {epoch + 1}  loss {sums[0] / sums[2]:.5f}  accuracy {sums[1] / sums[2]:.5f}")
 
 
 def sampler(epoch: int) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Handwritten digits by DistributedDataParallel: torchrun --nproc-per-node 2
-plain_ddp_before.py.
-"""
+"""Handwritten digits by DistributedDataParallel: torchrun --nproc-per-node 2 plain_ddp_before.py."""
 
 import torch
 import torch.distributed as dist
@@ -49,9 +47,7 @@ def main() -> None:
             sums[2] += len(targets)
         dist.all_reduce(sums)
         if dist.get_rank() == 0:
-            print(
-                f"epoch {epoch + 1}  loss {sums[0] / sums[2]:.5f}  accuracy {sums[1] / sums[2]:.5f}"
-            )
+            print(f"epoch {epoch + 1}  loss {sums[0] / sums[2]:.5f}  accuracy {sums[1] / sums[2]:.5f}")
     dist.destroy_process_group()
 
 

@@ -11,9 +11,7 @@ import lockstep
 
 def data() -> tuple[datasets.Dataset, datasets.Dataset]:
     text = "".join(topics[name] for name in sorted(topics)).encode()[:57600]
-    blocks = datasets.Dataset.from_dict(
-        {"labels": [list(text[i : i + 64]) for i in range(0, len(text), 64)]}
-    )
+    blocks = datasets.Dataset.from_dict({"labels": [list(text[i : i + 64]) for i in range(0, len(text), 64)]})
     return blocks.select(range(768)), blocks.select(range(768, 896))
 
 
@@ -26,9 +24,7 @@ def model() -> GPT2LMHeadModel:
     sizes = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **dropout
-        )
+        GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **dropout)
     )
 
 
@@ -40,15 +36,7 @@ def sampler(epoch: int) -> torch.Tensor:
 def job() -> lockstep.Job:
     train_data, eval_data = data()
     return lockstep.Job(
-        model=model,
-        loss=lambda outputs, labels: (outputs.loss, labels.numel()),
-        collate=collate,
-        train_data=train_data,
-        eval_data=eval_data,
-        batch_size=32,
-        accumulate=2,
-        epochs=2,
-        clip_norm=1.0,
-        order=sampler,
+        model=model, loss=lambda outputs, labels: (outputs.loss, labels.numel()), collate=collate,
+        train_data=train_data, eval_data=eval_data, batch_size=32, accumulate=2, epochs=2, clip_norm=1.0, order=sampler,
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.003, weight_decay=0.0),
     )

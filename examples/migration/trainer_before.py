@@ -9,9 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 def data() -> tuple[datasets.Dataset, datasets.Dataset]:
     text = "".join(topics[name] for name in sorted(topics)).encode()[:57600]
-    blocks = datasets.Dataset.from_dict(
-        {"labels": [list(text[i : i + 64]) for i in range(0, len(text), 64)]}
-    )
+    blocks = datasets.Dataset.from_dict({"labels": [list(text[i : i + 64]) for i in range(0, len(text), 64)]})
     return blocks.select(range(768)), blocks.select(range(768, 896))
 
 
@@ -24,9 +22,7 @@ def model() -> GPT2LMHeadModel:
     sizes = {"n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 4}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **dropout
-        )
+        GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes, **dropout)
     )
 
 
@@ -50,11 +46,7 @@ if __name__ == "__main__":
         use_cpu=True,
     )
     trainer = Trainer(
-        model=model(),
-        args=settings,
-        train_dataset=train_data,
-        eval_dataset=eval_data,
-        data_collator=collate,
+        model=model(), args=settings, train_dataset=train_data, eval_dataset=eval_data, data_collator=collate
     )
     trainer.train()
     if trainer.is_world_process_zero():
