@@ -78,9 +78,9 @@ class Job:
         nonfinite_limit: how many updates in a row may be skipped; one more ends the training.
         accept_differences: trains also where results depend on where a batch is cut, with a line;
             otherwise that is an error (see docs/verify.md).
-        check_every: compares batches with parts of them in updates 1, 2, 4, 8, ..., and in every so
-            many-th: total, count and gradients must not depend on where a batch is cut; 0 compares
-            none.
+        check_every: compares batches with parts of them in updates 1, 2, 4, 8, ..., and, if given,
+            in every so many-th: total, count and gradients must not depend on where a batch is cut;
+            0 compares none.
         init: weights to begin with: a safetensors file, the folder of a run, or one as Hugging
             Face's models have it (``model.safetensors``, or shards with an index). What doesn't fit
             is said. A run that is resumed goes on with its own.
@@ -159,7 +159,7 @@ class Job:
     nonfinite: Literal["raise", "skip"] = "raise"
     nonfinite_limit: int = 10
     accept_differences: bool = False
-    check_every: int = 0
+    check_every: int | None = None
     init: str | None = None
     init_strict: bool = True
     sync_batchnorm: bool = False

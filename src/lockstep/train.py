@@ -334,7 +334,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     say_what_collates(job, step)
     if not any(map(is_stream, sets.values())):
         try_out(step, loaders, job.metrics, world, job.seed)
-    values = evaluate_sets(step, loaders, job.metrics, world, job.seed, looks=True)
+    values = evaluate_sets(step, loaders, job.metrics, world, job.seed, checks=True)
     for loader in loaders.values():
         loader.close()
     return values

@@ -144,9 +144,7 @@ def _tried(
     data = resolve(job.train_data, world, "train_data")
     strategy = strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)
-    step.last_look = min(
-        step.last_look, 1
-    )  # the later ones are few in a training, and many in the updates of a turn
+    step.sums.last = 1  # later checks are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if looks else None

@@ -149,3 +149,18 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
                 "it too late, for wrong gradients: leave compile out, or give the module a new "
                 "tensor instead"
             )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuse a model that ``torch.compile`` has made: a copy would run the model it was made of.
+
+    Raises:
+        StrategyError: the model, or a part of it, is one.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule":
+            where = f'"{name}"' if name else "the model"
+            raise StrategyError(
+                f"{where} is what torch.compile gave",
+                fix="give the model itself, and compile=True",
+            )

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+"""Layers whose running statistics act in evaluation only."""
+
 
 def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
     """Set the mode of modules of which some may have a ``train`` of their own, which does more: it
@@ -43,3 +46,11 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 def has_own_train(module: nn.Module) -> bool:
     """Whether its class has a ``train`` of its own."""
     return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
+
+
+def draws_dropout(module: nn.Module) -> bool:
+    """Whether a module is a layer that is known to draw dropout masks."""
+    if isinstance(module, nn.modules.dropout._DropoutNd):
+        return module.p > 0
+    rate = getattr(module, "dropout", None)
+    return isinstance(rate, float) and rate > 0

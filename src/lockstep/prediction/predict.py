@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import Subset
 
-from lockstep.data import AnyLoader, Batch, job_loader, resolve, resolve_sets
+from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
 from lockstep.job import Job
@@ -35,7 +35,6 @@ from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.model.inspection import kept_state
 from lockstep.prediction.jsonl_file import merge, write_lines
 from lockstep.prediction.output_structure import (
     Items,
@@ -50,7 +49,6 @@ from lockstep.prediction.output_structure import (
     taken,
 )
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import (
@@ -263,7 +261,7 @@ class _Prediction:
                 self.without_rows = self._without_rows()
                 # (Under the seed, for models that draw random numbers in evaluation too.)
                 for batch, shares in self.step.over(
-                    self._looked_at(self.loader), self._outputs, self.job.seed
+                    self.loader.epoch(0), self._outputs, self.job.seed
                 ):
                     self._write_batch(batch, shares)
         finally:
@@ -273,18 +271,6 @@ class _Prediction:
             return self.form, self.layout
         # Under torchrun the others would begin to take the folder away.
         return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
-
-    def _looked_at(self, loader: AnyLoader) -> Iterator[Batch]:
-        """The batches, of which the model is inspected with the first one."""
-        for batch in loader.epoch(0):
-            if batch.index == 0:
-                look_at_evaluation(
-                    self.step,
-                    functools.partial(self.step.first_shares, batch),
-                    batch.size,
-                    again=False,
-                )
-            yield batch
 
     def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
         if batch.index == 0:
@@ -321,16 +307,9 @@ class _Prediction:
         some: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
         job = self.job.replace(eval_batch_size=number, loader_workers=0)
         found: list[str] = []
-        with (
-            kept_state(self.step.models()),
-            contextlib.suppress(Exception),
-        ):  # the model can't take them, or no part
+        with contextlib.suppress(Exception):  # the model can't take them, or no part
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            # (Threads have to know first what they can't compute at once.)
-            batches = (
-                self._looked_at(loader) if self.world.data.local_batches > 1 else loader.epoch(0)
-            )
-            for _, made in self.step.over(batches, self.step.predictions, self.job.seed):
+            for _, made in self.step.over(loader.epoch(0), self.step.predictions, self.job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
                 found += [
                     leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)

@@ -58,7 +58,7 @@ class Profiler:
     def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
         self._world = world
         self._step = step
-        step.last_look = min(step.last_look, 1)  # none in the steps that are profiled
+        step.sums.last = 1  # none in the steps that are profiled
         self._folder = folder
         self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)

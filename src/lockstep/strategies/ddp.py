@@ -28,7 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
@@ -116,7 +115,6 @@ class DDPStep(Step):
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
-        self._of_empty_share: dict[Caveat, None] = {}
         self._buffers = FollowedBuffers(model, world)
 
     def _follow_flags(self, name: str) -> None:
@@ -184,21 +182,11 @@ class DDPStep(Step):
             )
         return self._ddp
 
-    def begin_update(self, batch: Batch) -> None:
-        """As every step does; some ranks may have no sample."""
-        super().begin_update(batch)
-        if self.looks_again:  # (not each look sees all)
-            buffers = dict(self.model.named_buffers())
-            self._of_empty_share |= dict.fromkeys(self.seen.of_empty_share(buffers))
-        if any(part.of < self.world.size for part in batch.parts):
-            self.tell_once(self._of_empty_share)
-
-    def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, outside of PyTorch's reducer, which is
-        made anew.
-        """
-        self._ddp = None
-        super()._check_sums(batch)
+    def check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, outside of PyTorch's reducer."""
+        if self.sums.is_due(self._updates):
+            self._ddp = None  # it is made anew
+        super().check_sums(batch)
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
@@ -220,7 +208,7 @@ class DDPStep(Step):
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 loss = self._forward(ddp, part, sums=is_last)
                 losses.append(loss.detached())
-                if self._exchange is not None and self.looks_again:
+                if self._exchange is not None and self.is_checked:
                     end_forward(self._exchange)
                 self.run_backward(loss.total, self.divisor(loss.count, batch.size))
         loss = added(losses)
@@ -237,7 +225,7 @@ class DDPStep(Step):
         """
         if any(0 < part.of < self.world.size for part in batch.parts):
             self.share_buffers()
-        elif self.looks_again:
+        elif self.is_checked:
             self._buffers.look()
 
     def bytes_communicated(self) -> int:
@@ -332,7 +320,7 @@ class DDPFunctionStep(FunctionStep, DDPStep):
         """As on one device; buffers follow rank 0's."""
         self._buffers.follow()
         super().run_function(batch)
-        if self.looks_again:
+        if self.is_checked:
             self._buffers.look()
 
 

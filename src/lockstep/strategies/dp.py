@@ -17,10 +17,9 @@ accelerators they are refreshed once a step.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import nn
@@ -28,31 +27,26 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
+from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.inspection import NORMS, Seen, attribute_prints, drops
 from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.modes import NORMS, draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
 from lockstep.strategies.replicas import (
-    Structure,
     add_gradients,
     even_spans,
-    follow_changes,
-    follow_settings,
     refuse_other_parameters,
     refuse_what_replicas_would_share,
     replica_of,
     shared_by_threads,
 )
-from lockstep.strategies.step_function.function_on_replicas import FunctionOnReplicas
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut, share_sizes
@@ -74,7 +68,7 @@ class DP(Strategy):
     summary: ClassVar[str] = (
         "one process, a thread per device, each with the whole model and a local batch"
     )
-    runs_functions: ClassVar[Literal[True]] = True
+    runs_functions: ClassVar[str] = "replicas on threads would each call it"
     good_for: ClassVar[str] = (
         "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
     )
@@ -90,8 +84,6 @@ class DP(Strategy):
         self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
             refuse_what_replicas_would_share(model)
-            if job.step is not None:  # each replica has memory of its own for parameters
-                refuse_common_memory(tensors_of(model), self.name)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
@@ -100,8 +92,7 @@ class DP(Strategy):
                 )
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
-        kind = DPStep if job.step is None else DPFunctionStep
-        return kind(model, build_optimizer(job, model), job, world, exchange)
+        return DPStep(model, build_optimizer(job, model), job, world, exchange)
 
 
 class DPStep(Step):
@@ -118,25 +109,21 @@ class DPStep(Step):
         exchange: ThreadExchange | None,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._exchange, self.waits_in_backward = exchange, exchange is not None
+        self._exchange = exchange
+        self.waits_in_backward = exchange is not None
         self._devices = world.devices
         self._on_slots = all(device.is_slot for device in world.devices)
-        self.shares_parameters = shares = (
-            self._on_slots and job.step is None
-        )  # (a function may write them in each)
-        self._replicas = [
-            model,
-            *(replica_of(model, device, shares=shares) for device in world.devices[1:]),
-        ]
+        self.shares_parameters = self._on_slots
+        self._replicas = [model]
+        for device in world.devices[1:]:
+            self._replicas.append(replica_of(model, device, shares=self._on_slots))
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
-        self._structure = Structure(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         self._team = Team(world.devices)
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._on_slots else []
-        self._kept = self._attributes_now()
         self._recomputes = job.activation_checkpointing is not None
         recompute.install()
         self._begin_streams(job.seed, world.step)
@@ -181,31 +168,10 @@ class DPStep(Step):
         elif not device.is_slot:
             seed_on(device.torch, key)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; each replica keeps its own extra state."""
-        super().load_state_dict(state)
-        self._leave_own()
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """As every evaluator's."""
-        with super().evaluating():
-            yield
-            self._leave_own()
-
     def follow_modes(self) -> None:
-        """As every evaluator's."""
+        """Give replicas that share the first one's parameters its mode."""
         if self.shares_parameters:
             self._follow_settings()
-
-    def _leave_own(self) -> None:
-        """Leave each replica what its forward has made of attributes, and installed in modules."""
-        self._kept = self._attributes_now()
-        if self.own_loop:
-            self._structure.follow_installed(self._modules)
-
-    def _attributes_now(self) -> dict[str, bytes]:
-        return attribute_prints(self.model, plain=False) if self.replicas > 1 else {}
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and replicas.
@@ -231,38 +197,21 @@ class DPStep(Step):
                 raise
             raise why from error
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
-        self._leave_own()
         return added(results, self._summed)
 
-    def _look(self, batch: Batch) -> None:
-        super()._look(batch)
-        if self.seen.seeds:
-            text = (
-                "the model seeds PyTorch's generator in forward, which is not what replicas of "
-                "dp draw from"
-            )
-            self.tell_once(
-                [
-                    Caveat(
-                        "drawing", text, "give what draws a torch.Generator of its own, or take ddp"
-                    )
-                ]
-            )
-        if self._recomputes and self.seen.draws_elsewhere:
-            raise StrategyError(
-                "dp: activation_checkpointing, and the model draws from Python's or numpy's "
-                "random in forward, which "
-                "all threads share, so a block can't draw the same again: draw from torch, or "
-                "take ddp"
-            )
+    def check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, in updates that are checked.
 
-    def compute_in_turn(self, seen: Seen) -> list[str]:
-        """As every evaluator's; they can't where forward waits for other replicas, or backward
-        runs it again.
+        Raises:
+            StrategyError: it isn't, or checkpointed blocks draw random numbers that threads share.
         """
-        if self._exchange is not None or self._recomputes:
-            seen.refuse_what_is_put_back()
-        return super().compute_in_turn(seen)
+        super().check_sums(batch)
+        if self._recomputes and self.sums.draws_elsewhere:
+            raise StrategyError(
+                "dp: activation_checkpointing, and the model draws from Python's or numpy's random "
+                "in forward, which all threads share, so a block can't draw the same again: draw "
+                "from torch, or take ddp"
+            )
 
     def _compile_models(self) -> None:
         """Compile each replica.
@@ -272,7 +221,8 @@ class DPStep(Step):
                 told apart by thread.
         """
         if self._compile and self._on_slots:
-            if self.replicas > 1 and (self.seen.draws or any(map(drops, self.model.modules()))):
+            draws = self.sums.draws or any(map(draws_dropout, self.model.modules()))
+            if self.replicas > 1 and draws:
                 raise StrategyError(
                     "dp: compile, and the model draws random numbers (dropout): compiled code "
                     "takes them from one "
@@ -281,10 +231,6 @@ class DPStep(Step):
                 )
             self._streams = []  # compiled code can't draw from them
         super()._compile_models()
-
-    def first_shares(self, batch: Batch) -> list[Part]:
-        """The first replicas' shares of the first micro-batch, on their devices."""
-        return [parts[0] for parts in self._scatter(batch)[:2]]
 
     @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
@@ -330,7 +276,7 @@ class DPStep(Step):
                 loss = self.forward_loss(
                     self._replicas[i], part, f"replica {i} ({self._devices[i]})"
                 )
-                if i and self.looks_again:
+                if i and self.is_checked:
                     refuse_other_parameters(loss.total, self.model)
                 self.run_backward(loss.total, self.divisor(loss.count, size))
                 losses.append(loss.detached())
@@ -370,19 +316,17 @@ class DPStep(Step):
         """Make every replica equal to the first before a step.
 
         Raises:
-            StrategyError: the model has changed since the replicas were made, or has an attribute
-                that can't be copied.
+            StrategyError: the model has other modules than when the replicas were made.
         """
-        if self.own_loop and self.replicas > 1:
-            self._structure.refuse_changes()
+        if self.is_checked and list(self.model.modules()) != self._modules[0]:
+            raise StrategyError(
+                "dp: modules of the model have changed since its replicas were made: call "
+                "lockstep.parallelize again, or take ddp"
+            )
         self._follow_settings()
         self._share_parameters()
 
     def _follow_settings(self) -> None:
-        before, self._kept = self._kept, self._attributes_now()
-        changed = [name for name, its in self._kept.items() if before.get(name) != its]
-        for replica in self._replicas[1:] if changed else ():
-            follow_changes(replica, self.model, changed)
         for modules in self._modules[1:]:
             follow_settings(modules, self._modules[0])
         # Running statistics act in evaluation only, so that they needn't be the same before.
@@ -477,7 +421,3 @@ class DPStep(Step):
         return summed(
             [v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values]
         )
-
-
-class DPFunctionStep(FunctionOnReplicas, DPStep):
-    """A person's function of several updates, in each replica's thread."""

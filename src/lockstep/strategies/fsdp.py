@@ -8,7 +8,6 @@ is gathered for all of forward and backward.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.inspection import holding_on, hooked_parameters
+from lockstep.model.compile import refuse_compiled
+from lockstep.model.hooks import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
@@ -54,9 +54,6 @@ _ELEMENTWISE = {
 whole would be.
 """
 
-_LARGEST = 2**30
-"""Bytes of a model that is put together to be inspected in updates 2, 4, 8, ... too."""
-
 
 @dataclass(frozen=True)
 class FSDP(Strategy):
@@ -68,8 +65,8 @@ class FSDP(Strategy):
         elementwise: an optimizer that is not PyTorch's treats each element of a parameter by
             itself.
         build_on_disk: the model is built in files of the run's folder, and each rank takes its part
-            from there: for a model that is larger than the memory of a rank. Rank 0 doesn't inspect
-            it before the first update then.
+            from there: for a model that is larger than the memory of a rank. Parts of batches aren't
+            compared with them then.
         sync_each_microbatch: gradients of each micro-batch are summed into shards; else those of an
             update's last one, which communicates less, and a rank holds the whole gradients until
             then.
@@ -112,7 +109,6 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.recast_weights import recast_weights
         from lockstep.strategies.sharded.sharded_step import ShardedStep
         from lockstep.strategies.sharded.shards import Shards, blocks_of
-        from lockstep.strategies.sharded.whole_model import skeleton_of
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
@@ -125,7 +121,6 @@ class FSDP(Strategy):
             return DDPStep(model, optimizer, job, world, None, DDP())
         self._refuse_unshardable(job, model, optimizer, world)
         exchange = synchronised(model, job, world)
-        skeleton = skeleton_of(model) if world.is_first and not self.build_on_disk else None
         whole = sum(p.nbytes for p in model.parameters())
         axes = world.layout.axes
         mesh = init_device_mesh(world.device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
@@ -136,10 +131,11 @@ class FSDP(Strategy):
         shards = Shards(model, mesh, blocks, world.device.torch)
         shards.give_to(optimizer)
         shards.refuse_others()
-        last_look, note = self._looks(model, whole, world)
+        unchecked = self._why_unchecked(whole, world)
         if world.is_first:
-            if note is not None:
-                world.tell(Line.note(note))
+            if unchecked is not None and job.check_every != 0:
+                text = f"{unchecked}: whether parts of a batch add up is not checked"
+                world.tell(Line.note(text))
             for name, why in shards.whole.items():
                 world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
             of = f"{size(shards.bytes_here)} of {size(whole)}"
@@ -154,29 +150,17 @@ class FSDP(Strategy):
             )
             world.tell(Line(text, "plan"))
         elementwise = self._is_elementwise(optimizer)
-        step = ShardedStep(model, optimizer, job, world, exchange, shards, skeleton, elementwise)
+        step = ShardedStep(model, optimizer, job, world, exchange, shards, elementwise)
         step.sync_each_microbatch = self.sync_each_microbatch
-        step.last_look = min(step.last_look, last_look)
+        if unchecked is not None:
+            step.sums.last = 0
         return step
 
-    def _looks(self, model: nn.Module, whole: int, world: World) -> tuple[float, str | None]:
-        """The last update before which rank 0 puts the whole model together to inspect it; a
-        note where it is one.
-        """
-        why = (
-            "build_on_disk"
-            if self.build_on_disk
-            else world.broadcast_object(_no_room(whole, world))
-        )
-        why = holding_on(model) or why  # a copy would come to blocks of the others' model
-        if why is not None:
-            return 0, f"{why}: what forward does is not inspected before the first update"
-        if whole <= _LARGEST:
-            return math.inf, None
-        said = (
-            "what forward does is inspected before the first update only, since the model is large"
-        )
-        return 1, f"{said}: what it begins to do later (samples that act on one another) isn't seen"
+    def _why_unchecked(self, whole: int, world: World) -> str | None:
+        """Why ranks can't gather the whole model to check sums of parts; None where they can."""
+        if self.build_on_disk:
+            return "build_on_disk"
+        return next(filter(None, world.gather_objects(_no_room(whole, world))), None)
 
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))
@@ -209,6 +193,7 @@ class FSDP(Strategy):
             raise StrategyError(
                 "fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp"
             )
+        refuse_compiled(model)
         if hooked := hooked_parameters(model):
             raise StrategyError(
                 f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp'
@@ -239,14 +224,16 @@ class FSDP(Strategy):
 
 
 def _no_room(whole: int, world: World) -> str | None:
-    """Why this rank's device can't have the whole model and a copy, which are inspected; None where
-    it can.
+    """Why a rank's device can't hold the whole model with its gradients; None where it can.
 
     Args:
         whole: bytes of the model's parameters.
         world: this rank's.
     """
-    if world.device.is_slot or 2 * whole <= (free := free_memory(world.device)):
+    if world.device.is_slot:
+        return None
+    free = free_memory(world.device)
+    if 3 * whole <= free:
         return None
     return f"{world.device} has {size(free)} free, and the whole model takes {size(whole)}"
 

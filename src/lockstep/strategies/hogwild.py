@@ -192,9 +192,6 @@ class HogwildStep(SingleStep):
         super().__init__(model, optimizer, job, world)
         self._shared = shared
         self._samples = 0
-        self.last_look = (
-            1  # other ranks write the weights meanwhile, which would look like the model's doing
-        )
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)

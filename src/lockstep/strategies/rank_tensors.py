@@ -23,8 +23,8 @@ from torch import nn
 
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
-from lockstep.model.inspection import NORMS
 from lockstep.model.losses.loss import Number
+from lockstep.model.modes import NORMS
 
 
 class FlatGradients:

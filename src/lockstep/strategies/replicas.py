@@ -7,7 +7,7 @@ from __future__ import annotations
 import bisect
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,18 +15,11 @@ from torch import nn
 
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.devices import Device
-from lockstep.model.inspection import (
-    HOOKS,
-    attribute_place,
-    detached_attributes,
-    holding_on,
-    holds_on_to,
-    hooked_parameters,
-    is_plain,
-)
+from lockstep.model.compile import refuse_compiled
+from lockstep.model.hooks import hooked_parameters
 from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.placing import moved_in_buckets, place_module
-from lockstep.tensors.pytree import graph_nodes, to_device
+from lockstep.tensors.pytree import graph_nodes
 from lockstep.threads.parametrization_cache import cache_apart
 
 
@@ -56,132 +49,6 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
     if not device.is_slot:
         place_module(made, device.torch)
     return made
-
-
-class Structure:
-    """What a replica has only where the model had it when it was copied: modules, parameters,
-    hooks.
-
-    Args:
-        model: the one that was copied.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules, self._parameters = modules_of(model), _parameters_of(model)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the model has other modules, parameters or hooks now."""
-        return (modules_of(self._model), _parameters_of(self._model)) != (
-            self._modules,
-            self._parameters,
-        )
-
-    def refuse_changes(self) -> None:
-        """Make sure that it hasn't.
-
-        Raises:
-            StrategyError: it has.
-        """
-        if self.is_changed:
-            raise StrategyError(
-                "dp: modules, parameters or hooks of the model have changed since its replicas "
-                "were made: call "
-                "lockstep.parallelize again, or take ddp"
-            )
-
-    def follow_installed(self, replicas: Sequence[Sequence[nn.Module]]) -> None:
-        """Take what forward has installed in the modules of every replica, hooks or another
-        forward, for their own.
-
-        Args:
-            replicas: the modules of each, the model's first.
-        """
-        if (modules := modules_of(self._model)) == self._modules:
-            return
-        first, *others = [
-            [("forward" in vars(m), *_hooks_in(m)) for m in modules] for modules in replicas
-        ]
-        same = [which for which, *_ in modules] == [which for which, *_ in self._modules]
-        if same and all(other == first for other in others):
-            self._modules = modules
-
-
-def modules_of(model: nn.Module) -> list[Any]:
-    """Which modules it has, with how many hooks, and a ``forward`` of their own."""
-    return [
-        (id(module), id(vars(module).get("forward")), *_hooks_in(module))
-        for module in model.modules()
-    ]
-
-
-def _hooks_in(module: nn.Module) -> Iterator[int]:
-    return (len(getattr(module, hooks)) for hooks in HOOKS)
-
-
-def _parameters_of(model: nn.Module) -> list[Any]:
-    every = (p for module in model.modules() for p in module._parameters.values() if p is not None)
-    return [(id(p), *_hooks_of(p)) for p in every]
-
-
-def _hooks_of(parameter: nn.Parameter) -> tuple[int, int]:
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    return len(parameter._backward_hooks or ()), len(after or ())
-
-
-_INTERNAL = set(vars(nn.Module())) - {"training"}
-
-
-def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
-    """Give the modules of a replica plain attributes of the model's: ``training``, a temperature, a
-    switch.
-
-    What several modules share (a dictionary that layers read, say) is one thing in the replica,
-    too.
-    """
-    copies: dict[int, Any] = {}
-    for mine, other in zip(model, replica, strict=True):
-        theirs = vars(other)
-        for name, value in vars(mine).items():
-            if theirs.get(name) is not value and name not in _INTERNAL and is_plain(value):
-                theirs[name] = copies.setdefault(id(value), copy.copy(value))
-
-
-def follow_changes(replica: nn.Module, model: nn.Module, changed: Sequence[str]) -> None:
-    """Give a replica copies of attributes of the model that are no plain values: a dictionary, a
-    tensor, an object.
-
-    Raises:
-        StrategyError: one can't be copied.
-    """
-    memo = detached_attributes(model)
-    for of in (nn.Module.named_modules, nn.Module.named_parameters, nn.Module.named_buffers):
-        theirs = dict(of(replica))
-        memo |= {id(mine): theirs[name] for name, mine in of(model) if name in theirs}
-    place = next((p.device for p in replica.parameters()), torch.device("cpu"))
-    placed: dict[
-        int, Any
-    ] = {}  # by the model's own: what several modules share is one thing in the replica, too
-    for name in changed:
-        mine, own = attribute_place(model, name)
-        changed_to = mine[own]
-        if holds_on_to(changed_to, model):
-            raise StrategyError(
-                f'dp: "{name}" of the model is a function now that holds on to the model: take ddp'
-            )
-        try:
-            value = copy.deepcopy(changed_to, memo)
-        except Exception as error:
-            raise StrategyError(
-                f'dp: "{name}" of the model has changed, and can\'t be copied for its replicas: '
-                "make "
-                "it a buffer, or call lockstep.parallelize again, or take ddp"
-            ) from error
-        attributes, own = attribute_place(replica, name)
-        if id(changed_to) not in placed:
-            placed[id(changed_to)] = to_device(value, place)
-        attributes[own] = placed[id(changed_to)]
 
 
 def computed_tensor(model: nn.Module) -> str | None:
@@ -214,16 +81,15 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     """Refuse what a copy of the model can't take along.
 
     Raises:
-        StrategyError: a hook on a parameter, or a function in a module that has closed over the
-            model.
+        StrategyError: a hook on a parameter, or a compiled model, which runs the model it was made
+            of.
     """
     advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
         raise StrategyError(
             f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}'
         )
-    if (why := holding_on(model)) is not None:
-        raise StrategyError(f"dp: {why}{advice}")
+    refuse_compiled(model)
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:

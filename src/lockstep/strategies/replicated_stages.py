@@ -16,13 +16,10 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
-from lockstep.model.losses.loss import Loss
-from lockstep.model.losses.loss_check import LossCheck
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import Layers
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
@@ -116,19 +113,3 @@ class ReplicaOfStages(DDPStep, StagedStep):
     def may_synchronise(self) -> bool:
         """As every step's; micro-batches that are overlapped can't."""
         return super().may_synchronise and self._accumulate == 1
-
-    def compare_ranks(self, check: LossCheck | None = None) -> None:
-        """As every evaluator's; outputs and targets may be on several devices."""
-        with self._layers.moving():
-            super().compare_ranks(check)
-
-    def gradients(self, batch: Batch) -> Loss:
-        """Gradients of total / size, summed over micro-batches and ranks."""
-        self._buffers.follow()
-        if self._exchange is not None:  # there is one micro-batch
-            self._exchange.begin(min(batch.parts[0].of, self.world.size))
-        loss = StagedStep.gradients(self, batch)
-        if self.world.size > 1:
-            loss = self._summed_flat(loss)
-        self._end_parts(batch)
-        return loss

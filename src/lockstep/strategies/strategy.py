@@ -22,8 +22,8 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
-from lockstep.model.inspection import drops, hooked_parameters
-from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
+from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
+from lockstep.model.modes import draws_dropout
 from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
@@ -264,7 +264,7 @@ class Strategy(ABC):
         if parts > 1 and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             found.append(Caveat("collate", f"collate is given {what}, {OF_COLLATE}"))
-        if parts > 1 and any(drops(m) for m in model.modules()):
+        if parts > 1 and any(map(draws_dropout, model.modules())):
             found.append(DRAWS)
         return found
 

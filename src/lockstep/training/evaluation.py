@@ -4,8 +4,6 @@ of devices.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,18 +15,12 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection import kept_state
-from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss
-from lockstep.strategies.steps.evaluation_look import look_at_evaluation
+from lockstep.model.snapshot import Snapshot
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states
 from lockstep.training.metrics.job_metrics import JobMetrics, functions_of
-
-_LARGEST = 2**30
-"""Bytes of parameters up to which they are kept for the trial evaluation."""
-
 
 _COLLATES = Caveat(
     "collate",
@@ -36,6 +28,11 @@ _COLLATES = Caveat(
     "the other samples, "
     "differ from those of one device",
 )
+
+_LARGEST = 2**30
+"""Bytes of parameters up to which the trial evaluation keeps them: an embedding with ``max_norm``
+writes its weight.
+"""
 
 
 def say_what_collates(job: Job, step: Step) -> None:
@@ -61,37 +58,24 @@ def try_out(
         JobError: a metric raises, or gives something other than a total and a count; a sample isn't
             a pair.
     """
-    with kept_state([*step.models(), *functions_of(metrics).values()]), step.loss.kept():
-        with _kept_parameters(step):
-            # The check of a loss has to know what outputs are, and threads what they can't compute
-            # at once; else the first evaluation looks at the model.
-            looks = not step.loss.is_known or world.data.local_batches > 1
-            values = dict[str, float]()
-            if loaders:
-                values = evaluate_sets(
-                    step, loaders, metrics, world, seed, looks=looks, most=1, prefix="eval_"
-                )
-        step.compare_ranks(step.eval_check)
-    return values
-
-
-@contextlib.contextmanager
-def _kept_parameters(step: Step) -> Iterator[None]:
-    """Put back afterwards what forward writes in evaluation mode, an embedding with ``max_norm``
-    say.
-    """
-    of_models = (
-        () if step.keeps_shards else (p for model in step.models() for p in model.parameters())
-    )
-    every = {id(p): p for p in (*step.parts().values(), *of_models)}.values()
-    is_small = sum(p.nbytes for p in every) <= _LARGEST
+    beside = [step.loss.loss, *functions_of(metrics).values()]
+    size = sum(p.nbytes for p in step.model.parameters())
     # (Ranks that don't meet share their parameters, and another one may train by now.)
-    before = [(p, p.detach().clone()) for p in every] if is_small and step.together else []
-    yield
-    with torch.no_grad():
-        for p, value in before:
-            if not torch.equal(p, value):
-                p.copy_(value)
+    keeps_parameters = size <= _LARGEST and step.together and not step.keeps_shards
+    snapshots = [
+        Snapshot(model, beside, step.accelerators, parameters=keeps_parameters)
+        for model in step.models()
+    ]
+    values = dict[str, float]()
+    try:
+        if loaders:
+            values = evaluate_sets(
+                step, loaders, metrics, world, seed, checks=True, most=1, prefix="eval_"
+            )
+    finally:
+        for snapshot in snapshots:
+            snapshot.put_back()
+    return values
 
 
 def evaluate_sets(
@@ -101,7 +85,7 @@ def evaluate_sets(
     world: World,
     seed: int,
     *,
-    looks: bool = False,
+    checks: bool = False,
     most: int | None = None,
     prefix: str = "",
 ) -> dict[str, float]:
@@ -118,7 +102,7 @@ def evaluate_sets(
             metrics,
             world,
             seed,
-            looks=looks,
+            checks=checks,
             most=most,
             prefix="" if name else prefix,
         )
@@ -165,9 +149,15 @@ class Evaluations:
         are no sets.
         """
         if self._loaders and not self.is_done:
-            job, world, looks = self._job, self._step.world, self._at is None
+            job, world, checks = self._job, self._step.world, self._at is None
             self._found = evaluate_sets(
-                self._step, self._loaders, job.metrics, world, job.seed, looks=looks, prefix="eval_"
+                self._step,
+                self._loaders,
+                job.metrics,
+                world,
+                job.seed,
+                checks=checks,
+                prefix="eval_",
             )
             self._at = world.step
         self.owed, self.judged = False, self._found.get("eval_loss")
@@ -181,7 +171,7 @@ def evaluate(
     world: World,
     seed: int,
     *,
-    looks: bool = False,
+    checks: bool = False,
     most: int | None = None,
     prefix: str = "",
 ) -> dict[str, float]:
@@ -198,42 +188,29 @@ def evaluate(
         world: who evaluates.
         seed: gives each batch a random stream, the same in each evaluation, for models that draw in
             evaluation too.
-        looks: whether to say what the model does in evaluation that depends on the number of
-            devices.
+        checks: whether to hold the loss and the metrics of batches 1, 2, 4, ... to being the sums
+            of those of their parts.
         most: batches, at most.
         prefix: before the names of the loss and its parts.
 
     Raises:
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
-    its = JobMetrics(metrics, step, looks=looks)
-    losses, seen, check = Sums(), None, step.eval_check
-    check.interval.follow(step.loss_check.interval)
+    its = JobMetrics(metrics, step, checks=checks)
+    losses = Sums()
 
-    def looked_at() -> Iterator[Batch]:
-        nonlocal seen
+    def checked() -> Iterator[Batch]:
         for batch in itertools.islice(loader.epoch(0), most):
-            if looks and is_power_of_two(batch.index + 1):
-                shares = functools.partial(step.first_shares, batch)
-                seen = look_at_evaluation(
-                    step, shares, batch.size, step.loss.judged, again=batch.index > 0
-                )
-                if not batch.index:
-                    check.of_batch, check.bent = (
-                        (seen.of_batch, seen.bent) if seen is not None else ({}, ())
-                    )
-                    check.follow_first(world)
+            if checks:
+                step.sums.check_evaluation(batch, its.totals)
             yield batch
 
     with step.evaluating(), kept_states():
-        for batch, results in step.over(looked_at(), step.results, seed):
+        for batch, results in step.over(checked(), step.results, seed):
             world.beat()
-            if seen is not None:
-                step.say_what_the_loss_reads(seen)
             for outputs, targets, loss in results:
                 losses.add(Result(*loss, batch.size, loss.parts))
                 its.add(batch, outputs, targets)
-    check.agree(world, 0, None, meets=True)
     step.tell_of_loss()
     here = losses.read()
     mine = [(*here, float(len(here.parts))), *its.sums()]

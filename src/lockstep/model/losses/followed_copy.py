@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from lockstep.model.inspection import is_plain
+from lockstep.model.attributes import is_plain
 
 _TENSORS_AND_LAYERS = ("_parameters", "_buffers", "_modules")
 _Place = tuple[str, str | None, str]

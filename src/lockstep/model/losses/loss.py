@@ -26,7 +26,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -34,14 +34,6 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.inspection import (
-    OutsideVariables,
-    functions_in,
-    is_plain,
-    kept_state,
-    names_in,
-    prints_of,
-)
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -114,9 +106,6 @@ class Totalled:
         name: it in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
-        spoilt: the ids (`id_of`) of outputs that a call wrote to, or to their targets, before it
-            was known that it does so (``targets -= 1``). From then on it is given copies.
-        reads_beside: whether it was seen to read what forward computed other than by the outputs.
         within: gives what a person's loss is called in.
         one_at_a_time: what a thread holds meanwhile.
 
@@ -157,8 +146,7 @@ class Totalled:
             set()
         )  # of it and its copies: whether it was "tried", and "writes" to what it is given
         self.is_known = self._mean is not None
-        self.gives_pairs = self.reads_beside = False
-        self.spoilt: set[int] = set()
+        self.gives_pairs = False
         self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -180,12 +168,8 @@ class Totalled:
         """Of several threads, where it has variables that all would write to: ``self.weights``,
         a global.
         """
-        if not self.is_known and (self.may_have_state or self.outside.values()):
+        if not self.is_known and self.may_have_state:
             self.one_at_a_time = threading.RLock()
-
-    def judged(self, outputs: Any, targets: Any, samples: int) -> Loss:
-        """Total and count, computed by a copy, which changes no state."""
-        return self.copied()(outputs, targets, samples)
 
     @property
     def counts_items(self) -> bool:
@@ -198,40 +182,6 @@ class Totalled:
         return bool(getattr(self.loss, "__dict__", None)) and not isinstance(
             self.loss, types.FunctionType
         )
-
-    def settings(self) -> Any:
-        """Numbers, texts and switches that an object holds, which a person may set."""
-        return (
-            [copy.copy(of) for of in vars(self.loss).values() if is_plain(of)]
-            if self.may_have_state
-            else ()
-        )
-
-    def state(self, model: nn.Module | None = None) -> tuple[bytes, dict[str, bytes]]:
-        """What the loss holds that a call may change: its attributes, and variables that its
-        functions use.
-
-        Of modules and tensors of the ``model`` only the names.
-        """
-        names = dict if model is None else functools.partial(names_in, model)
-        held = (
-            prints_of([("", vars(self.loss))], names) if self.may_have_state else {}
-        )  # none that can't be pickled
-        return held.get("", b""), {} if self.is_known else self.outside.prints()
-
-    @functools.cached_property
-    def outside(self) -> OutsideVariables:
-        """The variables that its functions use and don't own."""
-        return OutsideVariables(
-            [type(self.loss), *functions_in(self.loss)] if self.may_have_state else [self.loss]
-        )
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put back afterwards what it holds now."""
-        with kept_state([self.loss]):
-            yield
-        self._copies.clear()
 
     def copied(self, *, double: bool = False) -> Totalled:
         """One whose calls leave the state of a loss that is an object alone; a module in
@@ -306,8 +256,6 @@ class Totalled:
             value = loss(*given)
         if versions(given) != before:
             self._seen.add("writes")
-            if not copies:
-                self.spoilt.add(id_of(outputs))
         return value
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
@@ -379,11 +327,6 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
-
-
-def id_of(outputs: Any) -> int:
-    """The id of their first tensor: they may be given in a nest of their own."""
-    return next(map(id, tensors(outputs)), 0)
 
 
 def _name_of(loss: Any) -> str:

@@ -10,29 +10,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.model.inspection import OutsideVariables, attribute_tensors
 from lockstep.tensors.common_memory import tensors_of
+from lockstep.tensors.pytree import tensors
 
 
 def held_tensors(
     model: nn.Module, functions: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a model, of its loss and of metrics, by name: parameters, buffers, attributes,
-    outside variables.
+    """The tensors of a model, of its loss and of metrics, by name: parameters, buffers, attributes.
 
     Args:
-        model: it.
+        model: the model.
         functions: the loss and metrics, by name.
     """
     yield from tensors_of(model)
-    owners: list[tuple[str, Any]] = [*model.named_modules()]
-    for called, function in functions.items():
-        outside = OutsideVariables([function])
-        owners += [
-            (called, function),
-            *((called, part) for module in outside.modules for part in module.modules()),
-        ]
-        yield from outside.held_tensors()
     every = dict(model.named_parameters(remove_duplicate=False))
-    # (``spectral_norm`` begins with an attribute in the memory of what it computes it from.)
-    yield from ((name, t) for name, t in attribute_tensors(owners) if f"{name}_orig" not in every)
+    for owner, holder in (*model.named_modules(), *functions.items()):
+        for key, value in getattr(holder, "__dict__", {}).items():
+            name = f"{owner}.{key}".lstrip(".")
+            # ``spectral_norm`` begins with an attribute in the memory of what it is computed from.
+            if not key.startswith("_") and f"{name}_orig" not in every:
+                yield from ((name, tensor) for tensor in tensors(value))

@@ -1,8 +1,8 @@
 """What a loss reads of a sharded model beside its outputs: by a global, a closure or an attribute.
 
 Where the loss is called after forward, what is in no block is whole still. Anything else there is a
-shard. A function of shards waits for the other ranks, and these may not compute it: rank 0 inspects
-the model alone, and a loss is checked on some ranks.
+shard. A function of shards waits for the other ranks, and these may not compute it: a loss is
+checked on some ranks only.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ _FIX = (
 
 
 class LossReads(TorchFunctionMode):
-    """Refuses functions of shards; while a whole model is inspected, they are given its parameters
-    instead.
+    """Refuses functions of shards.
 
     Args:
         cut: the parameters that were cut, by name.
@@ -36,17 +35,6 @@ class LossReads(TorchFunctionMode):
     def __init__(self, cut: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
         self._names = {id(p): name for name, p in cut.items()}
-        self._whole: dict[str, nn.Parameter] = {}
-
-    @contextlib.contextmanager
-    def instead(self, whole: nn.Module) -> Iterator[None]:
-        """In which functions are given the parameters of this model."""
-        self._whole = dict(whole.named_parameters())
-        try:
-            with self:
-                yield
-        finally:
-            self._whole = {}
 
     def __torch_function__(
         self,
@@ -61,13 +49,11 @@ class LossReads(TorchFunctionMode):
             StrategyError: it is given a shard.
         """
         del types
-        args, kwargs = tree_map_only(DTensor, self._whole_of, (args, kwargs or {}))
+        args, kwargs = tree_map_only(DTensor, self._refused, (args, kwargs or {}))
         return func(*args, **kwargs)
 
-    def _whole_of(self, shard: DTensor) -> torch.Tensor:
+    def _refused(self, shard: DTensor) -> torch.Tensor:
         name = self._names.get(id(shard), "")
-        if name in self._whole:
-            return self._whole[name]
         if not name:
             raise of_shards("what the loss is given is computed from a parameter of a block")
         how = f'the loss uses "{name}" of the model (by a global, a closure or a reference)'
@@ -93,7 +79,7 @@ def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None
         StrategyError: it does.
     """
     own, held = set(map(id, cut.values())), getattr(loss.loss, "__dict__", {})
-    for module in (*loss.outside.modules, *held.values(), *held.get("_modules", {}).values()):
+    for module in (*held.values(), *held.get("_modules", {}).values()):
         for name, p in module.named_parameters() if isinstance(module, nn.Module) else ():
             if isinstance(p, DTensor) and id(p) not in own:
                 raise StrategyError(

@@ -26,7 +26,6 @@ from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.optimizer import (
     gradient_values,
     load_named_optimizer_state,
@@ -36,12 +35,10 @@ from lockstep.model.optimizer import (
 )
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
-from lockstep.strategies.replicas import modules_of
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
-from lockstep.strategies.sharded.optimizer_of_shards import noted_draws, refuse_hooks
+from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 from lockstep.strategies.sharded.shards import NamedParameters, Shards
-from lockstep.strategies.sharded.whole_model import LATER, put_together
 from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, WholeParameters
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
@@ -65,7 +62,6 @@ class ShardedStep(DDPStep):
         world: World,
         exchange: RankExchange | None,
         shards: Shards,
-        skeleton: nn.Module | None,
         elementwise: bool,
     ) -> None:
         self._shards = shards
@@ -78,7 +74,6 @@ class ShardedStep(DDPStep):
         self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
         self.waits_in_backward = True
-        self._skeleton = skeleton
         self._elementwise = elementwise
         self._evaluates, self._evaluations = (
             False,
@@ -88,7 +83,7 @@ class ShardedStep(DDPStep):
             BlockWatch(model, shards, world, self._compares_blocks),
             LossReads(shards.cut),
         )
-        self._modules, self.loss.within = modules_of(model), self._in_loss
+        self.loss.within = self._in_loss
         self._parameters_of_model = WholeParameters(model, optimizer, shards, world)
 
     def _find_trained(self) -> None:
@@ -255,11 +250,6 @@ class ShardedStep(DDPStep):
         )
         return not self.world.all_reduce(unfit)
 
-    def _optimize(self) -> None:
-        with noted_draws(self.optimizer, looks=self.looks_again) as caveats:
-            super()._optimize()
-        self.tell_once(caveats)
-
     def bytes_communicated(self) -> int:
         """Its shard, which the others gather in forward and again in backward, and the whole
         gradients.
@@ -284,7 +274,7 @@ class ShardedStep(DDPStep):
             super().run_backward(total, divisor)
 
     def _compares_blocks(self) -> bool:
-        return is_power_of_two(self._evaluations) if self._evaluates else self.looks_again
+        return is_power_of_two(self._evaluations) if self._evaluates else self.is_checked
 
     # ---- evaluation ------------------------------------------------------------------------------
 
@@ -320,67 +310,33 @@ class ShardedStep(DDPStep):
         with self.evaluating():
             batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._seen_batches)
             if batch.parts[0].of:
-                self.before_evaluation(batch.parts[0])
                 for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
                     return outputs, total, count
             return None, 0.0, 0
 
     # ---- the whole model -------------------------------------------------------------------------
 
-    def _look(self, batch: Batch) -> None:
-        whole = self.whole_model()
-        if whole is None:
-            return
-        sharded, self.model = self.model, whole
-        try:
-            super()._look(batch)
-        finally:
-            self.model = sharded
-
-    @contextlib.contextmanager
-    def looking_at(self, model: nn.Module) -> Iterator[None]:
-        """As every evaluator's."""
-        with super().looking_at(model), self._reads.instead(model):
-            yield
-
     @contextlib.contextmanager
     def _in_loss(self) -> Iterator[None]:
         with self._watch.during("loss"), self._reads:
             yield
 
-    def compare_ranks(self, check: LossCheck | None = None) -> None:
-        """As every evaluator's; what is in no block is whole meanwhile, as after forward."""
-        if self.loss.is_known:
-            return
-        with self._shards.fsdp_module() as model:
-            model.unshard()
-        try:
-            super().compare_ranks(check)
-        finally:
-            self._shards.reshard()
-
     def begin_update(self, batch: Batch) -> None:
-        """As every step's; ranks look equally often."""
+        """Refuse shards that were replaced, then begin as every step does."""
         self._shards.refuse_assigned()
         self._shards.drop_hooks()
         refuse_other_shards(self.loss, self._shards.cut)
         super().begin_update(batch)
-        if self.looks_again:
-            self.last_look = self.world.broadcast_object(self.last_look)
-
-    def whole_model(self) -> nn.Module | None:
-        """As every step's: put together on rank 0 each time that it is asked for, if at all."""
-        if not self.last_look:
-            return None
-        self.tell_once([LATER] if modules_of(self.model) != self._modules else [])
-        parts = ((name, mine, self.joined(name, mine)) for name, mine in self._mine.items())
-        return put_together(self._skeleton, parts, self.model)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """The model and the optimizer have whole parameters in this context, which every rank
         enters.
         """
         return self._parameters_of_model.gathered()
+
+    def read_parameters(self) -> contextlib.AbstractContextManager[None]:
+        """The model has whole parameters in this context; what is written to them is lost."""
+        return self._parameters_of_model.read()
 
     def own_parameters(self) -> contextlib.AbstractContextManager[None]:
         """The model has this rank's shards in this context, within ``whole_parameters`` too."""

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import InputError, StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
-from lockstep.model.inspection.nonlinear import hooks_of_shards, is_hooked
+from lockstep.model.hooks import hooks_of_shards, is_hooked
 from lockstep.model.optimizer import REPLACED, sparse_parameters
 from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.pytree import tensors

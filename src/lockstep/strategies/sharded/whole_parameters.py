@@ -28,7 +28,7 @@ from torch import nn
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import END_OF_CALLBACKS, World
-from lockstep.model.inspection.nonlinear import is_hooked
+from lockstep.model.hooks import is_hooked
 from lockstep.model.optimizer import REPLACED
 from lockstep.strategies.sharded.shards import HOOKS, Shards
 from lockstep.tensors.digest import digest
@@ -98,6 +98,20 @@ class WholeParameters:
             self._cut()
 
     @contextlib.contextmanager
+    def read(self) -> Iterator[None]:
+        """The model has its whole parameters in this context, which every rank enters; what is
+        written to them is lost.
+        """
+        if self.are_gathered:
+            yield
+            return
+        self._gather(only_values=True)
+        try:
+            yield
+        finally:
+            self._cut()
+
+    @contextlib.contextmanager
     def cut(self) -> Iterator[None]:
         """The model has its shards in this context, also within ``gathered``."""
         if not self.are_gathered:
@@ -110,7 +124,9 @@ class WholeParameters:
         self._gather(whole)
 
     @torch.no_grad()
-    def _gather(self, into: Mapping[str, torch.Tensor] | None = None) -> None:
+    def _gather(
+        self, into: Mapping[str, torch.Tensor] | None = None, *, only_values: bool = False
+    ) -> None:
         """Gather all parameters, into the memory that they had before, since somebody may have a
         view of it.
         """
@@ -121,12 +137,12 @@ class WholeParameters:
             state.pop(shards.cut[name], None)  # an empty one, made by asking for it
             kept = self._kept[name] = _Kept(p.data, p.grad, state.get(p))
             whole = shards.joined(name, p)
-            if kept.state is not None:
+            if kept.state is not None and not only_values:
                 state[p] = shards.joined_state(name, kept.state, whole=True)
             p.grad = None
             p.data = whole if into is None else into[name].copy_(whole)
             p.requires_grad_(shards.cut[name].requires_grad)
-            if kept.grad is not None:
+            if kept.grad is not None and not only_values:
                 p.grad = shards.joined(name, kept.grad)
             for module, key in shards.places[name]:
                 setattr(module, key, p)  # (an LSTM has a list of its weights, which follows)

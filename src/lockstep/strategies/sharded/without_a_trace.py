@@ -10,8 +10,6 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from lockstep.model.inspection.attributes import plain_attributes
-
 
 @contextlib.contextmanager
 def without_a_trace(
@@ -27,7 +25,11 @@ def without_a_trace(
     """
     modules = list(model.modules())
     norms = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
-    attributes = [(vars(m), plain_attributes(m)) for m in modules]
+    attributes = []
+    for module in modules:
+        held = vars(module)
+        numbers = {k: v for k, v in held.items() if isinstance(v, int | float | torch.Tensor)}
+        attributes.append((held, numbers))
     buffers = [
         (m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None
     ]

@@ -21,7 +21,7 @@ freezes or counts is alike on all.
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,40 +30,27 @@ from torch import nn
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import InputError, NonFiniteLoss, StrategyError, nearest
+from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.inspection import NoticedHooks, is_ragged
-from lockstep.model.inspection.nonlinear import own_functions
 from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.strategies.rank_tensors import FlatGradients
-from lockstep.strategies.step_function.function_probe import as_sum, probe
 from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.sum_check import Piece, Summed, Sums
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
-from lockstep.tensors.pytree import to_device
+from lockstep.tensors.pytree import clones, to_device
 from lockstep.tensors.rows import cut
 
 _END = -1
-"""What a rank says at the end of the function; others name an optimizer."""
+"""What a rank reports at the end of the function; else the number of an optimizer."""
 
-_SOME, _MOST = 4, 8
-"""Samples of each other rank, and local batches, at most, on which the function is tried."""
-
-
-_BENDS = Caveat(
-    "autograd function",
-    "the step function's backward has hooks on tensors, or autograd functions of your own: one "
-    "that isn't linear (it "
-    "clamps gradients, say) is given the gradient of total / samples, not of total / count: what "
-    "the whole batch "
-    "counts is known afterwards only",
-    "single keeps the results",
-)
+_LENT = 4
+"""Samples that a rank without one is lent."""
 
 
 class Update:
@@ -75,8 +62,8 @@ class Update:
         samples: of the global batch.
     """
 
-    def __init__(self, owner: FunctionStep, samples: int, replica: int) -> None:
-        self._owner, self._replica = owner, replica
+    def __init__(self, owner: FunctionStep, samples: int) -> None:
+        self._owner = owner
         self.step = owner.number
         self.samples = samples
 
@@ -92,7 +79,56 @@ class Update:
             InputError: there is no such optimizer, or the replicas make other calls.
             LossError: it is no scalar, has no count, or doesn't depend on that part's parameters.
         """
-        self._owner.one_update(name, as_sum(name, total, count), self.samples, self._replica)
+        self._owner.one_update(name, as_sum(name, total, count), self.samples)
+
+
+class NotedUpdate:
+    """Takes note of the losses that ``update`` is given, in the place of an `Update`."""
+
+    def __init__(self, owner: FunctionStep, samples: int) -> None:
+        self._owner = owner
+        self.step = owner.number
+        self.samples = samples
+        self.losses: list[tuple[str, Loss]] = []
+
+    def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
+        """Take note."""
+        self._owner.named(name)
+        self.losses.append((name, as_sum(name, total, count)))
+
+
+class SummedFunction(Summed):
+    """The losses of a step function, of which a `NotedUpdate` takes note.
+
+    Args:
+        function: the step function.
+        owner: the step.
+        samples: of the global batch.
+    """
+
+    def __init__(self, function: Callable[..., None], owner: FunctionStep, samples: int) -> None:
+        self.model = owner.model
+        closure = getattr(function, "__closure__", None) or ()
+        self.holds = [function, *(cell.cell_contents for cell in closure)]
+        self._function = function
+        self._owner = owner
+        self._samples = samples
+
+    def __call__(self, piece: Piece) -> Sums:
+        """Run the function on a piece."""
+        update = NotedUpdate(self._owner, self._samples)
+        self._function(self.model, clones((piece.inputs, piece.targets)), update)
+        named: dict[str, tuple[Number, Number]] = {}
+        sums: list[torch.Tensor] = []
+        for number, (name, (total, count)) in enumerate(update.losses, 1):
+            named[f'update("{name}"), call {number}'] = (total.detach(), count)
+            if total.requires_grad:
+                sums.append(total)
+        return Sums(torch.stack(sums).sum() if sums else None, piece.size, named)
+
+    def doubled(self) -> SummedFunction:
+        """The same for a model that is in float64."""
+        return self
 
 
 class FunctionStep(Step):
@@ -108,9 +144,6 @@ class FunctionStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world, *others)
         assert isinstance(optimizer, Optimizers) and job.step is not None
-        self._by_count = (
-            not self.cuts_batch and self._scaler is None
-        )  # else backward is of total / samples
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
@@ -119,8 +152,6 @@ class FunctionStep(Step):
         self._losses_of: dict[str, list[Loss]] = {}
         self._adds = True  # this rank has samples
         self._loaded = 0  # the updates before this step was made
-        self._hooks: NoticedHooks | None = None
-        self._may_bend = False  # backward has hooks, or functions of the person's own
 
     def update(self, batch: Batch | None = None) -> Result:
         """One step: whatever updates the function makes of a batch. The loss is the sum of those
@@ -153,23 +184,28 @@ class FunctionStep(Step):
         self._agree(_END)
 
     @phase("computing", "step function")
-    def call_function(self, model: nn.Module, part: Part, samples: int, replica: int = 0) -> None:
-        """Run the function with a replica on its share, which is on its device."""
-        looks = self.looks_again and self.cuts_batch and self.world.is_first and not replica
-        with self._precision.autocast(), NoticedHooks() if looks else nullcontext() as hooks:
-            self._hooks = hooks or self._hooks  # (of the first replica, in whichever thread)
-            self._function(model, (part.inputs, part.targets), Update(self, samples, replica))
+    def call_function(self, model: nn.Module, part: Part, samples: int) -> None:
+        """Run the function on this process's share, which is on its device."""
+        with self._precision.autocast():
+            self._function(model, (part.inputs, part.targets), Update(self, samples))
 
-    def one_update(self, name: str, loss: Loss, samples: int, replica: int) -> None:
-        """What a call of ``update`` does."""
-        del replica
+    def one_update(self, name: str, loss: Loss, samples: int) -> None:
+        """Make the update for which the function has called ``update``."""
         which = self.named(name)
         if self._adds:
             self.backward_into(which, name, loss, samples)
         self._agree(self._order.index(name))
-        self._move(
-            name, self._over_ranks(name, loss.detached() if self._adds else Loss(0.0, 0)), samples
-        )
+        mine = loss.detached() if self._adds else Loss(0.0, 0)
+        self._move(name, self._over_ranks(name, mine), samples)
+
+    def check_sums(self, batch: Batch) -> None:
+        """Hold the losses of the function to being the sums of those of parts of a batch.
+
+        Raises:
+            StrategyError: one isn't.
+        """
+        if self.sums.is_due(self._updates):
+            self.sums.check(batch, SummedFunction(self._function, self, batch.size))
 
     def named(self, name: str) -> list[int]:
         """Which parameters the optimizer of that name has, frozen or not.
@@ -194,36 +230,23 @@ class FunctionStep(Step):
         """
         return [i for i in self.named(name) if self._parameters[i].requires_grad]
 
-    def backward_into(
-        self,
-        which: list[int],
-        name: str,
-        loss: Loss,
-        samples: int,
-        parameters: list[nn.Parameter] | None = None,
-    ) -> None:
-        """Add the gradient of total / ``samples``, or total / count, to those of the parameters,
-        of one replica.
-        """
-        parameters = self._parameters if parameters is None else parameters
-        inputs = [parameters[i] for i in which if parameters[i].requires_grad]
+    def backward_into(self, which: list[int], name: str, loss: Loss, samples: int) -> None:
+        """Add the gradient of total / ``samples``, or total / count, to those of parameters."""
+        inputs = [self._parameters[i] for i in which if self._parameters[i].requires_grad]
         total = loss.total
-        if not self._on_accelerator and not math.isfinite(value := total.item()):
+        if not self._on_accelerator and not math.isfinite(total.item()):
             raise NonFiniteLoss(
-                f'update("{name}"): the loss became {value} at step {self.world.step} on '
+                f'update("{name}"): the loss became {total.item()} at step {self.world.step} on '
                 f"{self.world.device}"
             )
         if not inputs:
             return  # that part is frozen now
         if not total.requires_grad:
             refuse_counted(loss, f'update("{name}"): ')
-        else:
-            if self.looks_again and self._hooks is not None:
-                self._may_bend |= self._hooks.found or bool(own_functions(total))
-            divisor = self.divisor(loss.count, samples)
-            self._run_backward_into(
-                total, backward_factor(total, divisor, waits=not self._on_accelerator), inputs
-            )
+            return
+        divisor = self.divisor(loss.count, samples)
+        factor = backward_factor(total, divisor, waits=not self._on_accelerator)
+        self._run_backward_into(total, factor, inputs)
 
     @phase("computing", "backward")
     @observed(lambda observer, step, total, factor, inputs: observer.backward(total, sums=False))
@@ -267,26 +290,16 @@ class FunctionStep(Step):
             InputError: they call different ones.
         """
         codes = [code for (code,) in over_ranks(self.world, mine)]
-        if len(set(codes)) > 1:
-            self.refuse_different([self._order[code] if code != _END else "" for code in codes])
-
-    def refuse_different(self, calls: list[str | None]) -> NoReturn:
-        """Raise for replicas that make different calls: their names, "" at the end, None without a
-        sample.
-
-        Raises:
-            InputError: always.
-        """
-        told = [
-            f"replica {i} {f'calls update({name!r})' if name else 'ends'}"
-            for i, name in enumerate(calls)
-            if name is not None
-        ]
+        if len(set(codes)) == 1:
+            return
+        calls = []
+        for rank, code in enumerate(codes):
+            call = "ends" if code == _END else f"calls update({self._order[code]!r})"
+            calls.append(f"replica {rank} {call}")
         raise InputError(
-            f"step function: in step {self.world.step} {', '.join(told)}: each replica has to "
-            "make the same calls, so "
-            "choose them by update.step, not by the samples of a local batch, nor by a counter of "
-            "your own"
+            f"step function: in step {self.world.step} {', '.join(calls)}: each replica has to "
+            "make the same calls, so choose them by update.step, not by the samples of a local "
+            "batch, nor by a counter of your own"
         )
 
     @phase("communicating", "reduce")
@@ -314,10 +327,6 @@ class FunctionStep(Step):
         super()._follow_flags(name)
         self._of_part, self._sums = {}, {}
 
-    def of_weighting(self) -> list[Caveat]:
-        """As every step's; of functions backward isn't tried, only looked at."""
-        return [_BENDS] if self._may_bend else []
-
     # ---- its number ------------------------------------------------------------------------------
 
     @property
@@ -335,25 +344,7 @@ class FunctionStep(Step):
     # ---- what is other than in any step ----------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
-        """Look at what the function does with the first batch."""
-        if self.last_look:
-            self._look(batch)
-
-    def _look(self, batch: Batch) -> None:
-        """Look whether the losses of the function are sums over samples, where batches are cut."""
-        if not self.cuts_batch:
-            return
-        shares = self.first_shares(batch)
-        if self.world.size > 1:
-            every = self.world.gather_objects(_some_of(shares[0]))
-            shares = [shares[0], *(self.placed(part) for part in every[1:] if part.size)]
-        if self.world.is_first:
-            count = min(self.replicas, _MOST)
-            self.tell_once(
-                probe(
-                    self._function, self.model, shares, self.world, self.number, local_batches=count
-                )
-            )
+        """Compile nothing: the function is Python code of a person's own."""
 
     def part_names(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
@@ -374,10 +365,31 @@ class FunctionStep(Step):
         )
 
 
+def as_sum(name: str, total: Any, count: Any) -> Loss:
+    """What ``update`` was given, as total and count.
+
+    Raises:
+        LossError: the total is no scalar tensor, or the count no number, or missing: what a mean is
+            over is unknown.
+    """
+    if not isinstance(total, torch.Tensor) or total.dim():
+        is_tensor = isinstance(total, torch.Tensor)
+        what = f"of shape {tuple(total.shape)}" if is_tensor else f"a {type(total).__name__}"
+        raise LossError(f'update("{name}"): the loss is {what}, a scalar tensor is expected')
+    if count is None:
+        raise LossError(
+            f'update("{name}"): there is no count, so what a mean is over is unknown: give the '
+            f'sum over items, and their number: update("{name}", total, count)'
+        )
+    is_scalar = isinstance(count, torch.Tensor) and not count.dim() and not count.requires_grad
+    if not isinstance(count, int | float) and not is_scalar:
+        raise LossError(f'update("{name}"): the count is {count!r}, a number of items is expected')
+    return Loss(total.float() if total.dtype in HALF else total, count)
+
+
 def _some_of(part: Part) -> Part:
-    """A few samples of a share, to be sent to another rank; all where they can't be cut."""
-    size = part.size if is_ragged(part.inputs, part.size) else min(part.size, _SOME)
-    inputs, targets = to_device(
-        cut((part.inputs, part.targets), 0, size, part.size), torch.device("cpu")
-    )
+    """A few samples of a share, to be sent to another rank."""
+    size = min(part.size, _LENT)
+    inputs, targets = cut((part.inputs, part.targets), 0, size, part.size)
+    inputs, targets = to_device((inputs, targets), torch.device("cpu"))
     return Part(inputs, targets, size, part.of)

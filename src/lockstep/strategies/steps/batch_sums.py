@@ -1,6 +1,4 @@
-"""When a training's batches are held to the sum check, on which samples, and what is done with
-what it finds.
-"""
+"""When batches are held to the sum check, on which samples, and what is done with what it finds."""
 
 from __future__ import annotations
 
@@ -12,12 +10,20 @@ from torch import nn
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import StrategyError
+from lockstep.errors import LockstepError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
-from lockstep.model.inspection import drops
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.strategies.steps.sum_check import Piece, SumCheck, Verdict
+from lockstep.model.modes import draws_dropout
+from lockstep.strategies.steps.sum_check import (
+    Metrics,
+    Piece,
+    SumCheck,
+    Summed,
+    SummedLoss,
+    Verdict,
+)
 from lockstep.tensors.pytree import call
 from lockstep.tensors.rows import cut, share_sizes
 
@@ -32,19 +38,21 @@ class BatchSums:
     """Checks the batches of one step.
 
     Args:
-        step: whose they are.
-        job: says how often, and whether differences are accepted.
+        step: the step.
+        job: says how often to check, and whether differences are accepted.
 
     Attributes:
+        last: the last update that is checked.
         draws: whether the model, or the loss, was found to draw random numbers.
         draws_elsewhere: whether it draws some from Python's or numpy's generators.
     """
 
     def __init__(self, step: Step, job: Job) -> None:
         self._step = step
-        self._every = 0 if job.step is not None else job.check_every
+        self._every = job.check_every
         self._accepts = job.accept_differences
         self._is_told = False  # of a difference that is accepted
+        self.last: float = math.inf
         self.draws = False
         self.draws_elsewhere = False
 
@@ -53,48 +61,79 @@ class BatchSums:
         ``check_every``-th.
         """
         step = self._step
-        if self._every == 0 or not step.cuts_batch:
+        if self._every == 0 or not step.cuts_batch or update > self.last:
             return False
         if not step.together:  # other ranks write the weights that a check would put back
             return False
-        return is_power_of_two(update) or update % self._every == 0
+        return is_power_of_two(update) or (self._every is not None and update % self._every == 0)
 
-    def check(self, batch: Batch) -> None:
-        """Compare a batch with two parts of it; every rank calls this.
+    def check(self, batch: Batch, summed: Summed | None = None) -> None:
+        """Compare a batch of an update with two parts of it; every rank calls this.
 
         Raises:
             StrategyError: the loss, or its gradients, are no sums over samples, and differences
                 aren't accepted.
+            LossError: so is the loss for the model's outputs.
         """
         step = self._step
-        pieces = self._pieces(batch)
-        if pieces is None:
+        if summed is None:
+            summed = SummedLoss(step.model, step.loss, _forward)
+        verdict = self._verdict(batch, summed, f"in update {step.number}")
+        if verdict is None:
             return
-        in_turn = step.replicas == 1
-        sums = SumCheck(
-            step.model, step.loss, _forward, in_turn=in_turn, accelerators=step.accelerators
-        )
-        with step.whole_parameters():
-            verdict = sums(*pieces)
         self.draws |= verdict.draws
         self.draws_elsewhere |= verdict.draws_elsewhere
         self._refuse_written(verdict)
-        if verdict.difference and not verdict.communicates:
-            self._refuse(verdict, pieces)
         if step.world.is_first:
             step.tell_once(self._notes(verdict))
 
+    def check_evaluation(self, batch: Batch, metrics: Metrics) -> None:
+        """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
+
+        It is checked in evaluation mode; every rank calls this.
+        """
+        step = self._step
+        if self._every == 0 or step.replicas == 1 or not step.together:
+            return
+        if is_power_of_two(batch.index + 1):
+            summed = SummedLoss(step.model, step.loss, _forward, metrics=metrics, trains=False)
+            self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
+
+    def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
+        """Compare, and refuse a difference; None where there are too few samples."""
+        step = self._step
+        in_turn = step.replicas == 1
+        sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
+        with step.read_parameters():
+            for most in (None, self._samples_of_a_part(batch)):
+                pieces = self._pieces(batch, most)
+                if pieces is None:
+                    return None
+                try:
+                    verdict = sums(*pieces)
+                    break
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    verdict = Verdict(unchecked="out of memory")
+        assert pieces is not None
+        if verdict.difference and not verdict.communicates:
+            self._refuse(verdict, pieces, when)
+        return verdict
+
     # ---- which samples ---------------------------------------------------------------------------
 
-    def _pieces(self, batch: Batch) -> list[Piece] | None:
+    def _samples_of_a_part(self, batch: Batch) -> int:
+        """How many samples are computed at once in the largest local batch, or micro-batch."""
+        return -(-max(part.of for part in batch.parts) // self._step.world.layout.local_batches)
+
+    def _pieces(self, batch: Batch, most: int | None) -> list[Piece] | None:
         """The whole, and two parts of it without a common divisor; None where there are too few
         samples.
         """
-        world = self._step.world
         if batch.collate is None:
             return self._cut_pieces(batch)
-        local = -(-max(part.of for part in batch.parts) // world.layout.local_batches)
-        samples = min(batch.size, max(local, _FEWEST))
+        samples = min(batch.size, most or max(self._samples_of_a_part(batch), _FEWEST))
         if samples < 2 or batch.samples is None:
             return None
         first = _first_of_two(samples)
@@ -110,11 +149,9 @@ class BatchSums:
     def _cut_pieces(self, batch: Batch) -> list[Piece] | None:
         """The local batch, which nobody can collate anew, and two cuts of it."""
         step = self._step
-        given = (
-            batch.parts
-            if batch.shares is None
-            else [part for share in batch.shares for part in share]
-        )
+        given = batch.parts
+        if batch.shares is not None:
+            given = [part for share in batch.shares for part in share]
         part = max(given, key=lambda part: part.size)
         samples = part.size
         if min(here for (here,) in over_ranks(step.world, samples)) < 2:
@@ -132,41 +169,36 @@ class BatchSums:
 
     # ---- what is done with what is found ---------------------------------------------------------
 
-    def _refuse(self, verdict: Verdict, pieces: list[Piece]) -> None:
+    def _refuse(self, verdict: Verdict, pieces: list[Piece], when: str) -> None:
         step = self._step
-        whole, *parts = pieces
-        cut_in = " and ".join(str(part.size) for part in parts)
-        text = (
-            f"results depend on where a batch is cut: in update {step.number}, of {whole.size} "
-            "samples as one and in "
-            f"parts of {cut_in}, {verdict.difference}; {verdict.where}"
-        )
-        instead = (
-            "single or mp keep the results"
-            if step.replicas > 1
-            else "no micro-batches keep the results"
-        )
-        if self._accepts:
-            if step.world.is_first and not self._is_told:
-                step.tell_once([Caveat("mixing", text, instead)])
-            self._is_told = True
-            return
-        raise StrategyError(
-            text, kind="mixing", fix=f"{instead}, or accept_differences=True trains with this one"
-        )
+        error: LockstepError
+        if verdict.error is not None:
+            error = verdict.error
+        else:
+            whole, *parts = pieces
+            cut_in = " and ".join(str(part.size) for part in parts)
+            keeps = "single or mp keep" if step.replicas > 1 else "no micro-batches keep"
+            error = StrategyError(
+                f"results depend on where a batch is cut: {when}, of {whole.size} samples as one "
+                f"and in parts of {cut_in}, {verdict.difference}; {verdict.where}",
+                kind="mixing",
+                fix=f"{keeps} the results, or accept_differences=True trains with this one",
+            )
+        if not self._accepts:
+            raise error
+        if step.world.is_first and not self._is_told:
+            step.tell_once([Caveat("mixing", f"{error} (accept_differences)")])
+        self._is_told = True
 
     def _refuse_written(self, verdict: Verdict) -> None:
-        """Refuse a forward that writes parameters, where each replica would write its own."""
+        """Refuse a forward that writes parameters, where parts would not write the same."""
         step = self._step
-        if step.replicas == 1:
-            return
-        shares = step.world.size == 1
-        names = verdict.written if shares else verdict.drifts
+        is_shared = len(step.world.devices) > 1  # by replicas on threads, or by micro-batches
+        names = verdict.written if is_shared else verdict.drifts
         if names:
             raise StrategyError(
-                f'the model writes its parameter "{names[0]}" in forward: each replica would '
-                "write it once more, or "
-                "from its local batch",
+                f'the model writes its parameter "{names[0]}" in forward: each replica or '
+                "micro-batch would write it once more, or from its own samples",
                 kind="state",
                 fix="make it a buffer, write it between updates, or use single",
             )
@@ -178,31 +210,30 @@ class BatchSums:
             yield Caveat("uncopied", f"{text}: whether parts of a batch add up is not checked")
             return
         if verdict.unchecked:
-            text = f"whether parts of a batch add up to it was not checked ({verdict.unchecked})"
             yield Caveat(
                 "uncopied",
-                text,
+                f"whether parts of a batch add up to it was not checked ({verdict.unchecked})",
                 "lockstep verify shows whether results are those of single-device training",
             )
         for name in verdict.written if not of_replicas else ():
-            yield Caveat(
-                "state", f'the model writes its parameter "{name}" in forward, once per micro-batch'
-            )
+            text = f'the model writes its parameter "{name}" in forward, once per micro-batch'
+            yield Caveat("state", text)
         for name in verdict.kept:
             yield _of_kept(name, of_replicas=of_replicas)
-        if verdict.draws and of_replicas and not any(map(drops, self._step.model.modules())):
-            text = (
+        modules = self._step.model.modules()
+        if verdict.draws and of_replicas and not any(map(draws_dropout, modules)):
+            yield Caveat(
+                "drawing",
                 "the model draws random numbers in forward, which differ from single-device "
-                "training; they are"
+                "training; they are reproducible",
             )
-            yield Caveat("drawing", f"{text} reproducible")
 
 
 def _of_kept(name: str, *, of_replicas: bool) -> Caveat:
     if of_replicas:
         text = (
-            f'"{name}" is written from the local batch: each replica has its own, or follows '
-            "the first"
+            f'"{name}" is written from the local batch: each replica has its own, or follows the '
+            "first"
         )
     else:
         text = f'"{name}" is written once per micro-batch, not once per batch'

@@ -14,7 +14,6 @@ Devices sum their gradients in each call; ``accumulate=`` of a step does it once
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -30,10 +29,8 @@ from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
-from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS, is_hooked
-from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.hooks import PARAMETER_HOOKS, is_hooked
 from lockstep.model.losses.loss import Loss
-from lockstep.strategies.steps.evaluation_look import look_at_evaluation
 from lockstep.strategies.steps.step_state import StepState
 from lockstep.strategies.steps.update_result import Result, added
 
@@ -52,6 +49,7 @@ class Calls(StepState, ABC):
     """
 
     of_own_loop: tuple[Caveat, ...] = ()
+    _by_hand = False
     caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
 
     def __init__(
@@ -70,7 +68,6 @@ class Calls(StepState, ABC):
         self._left: list[
             tuple[torch.Tensor | None, int]
         ] = []  # the gradients of its parts so far, and their versions
-        self._by_hand, self._evaluations_by_hand = False, 0
         self._seen_batches = SeenBatches()
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
@@ -110,7 +107,9 @@ class Calls(StepState, ABC):
                 up.
         """
         if not self._by_hand:  # from now on each batch is a part of one
-            self._by_hand, self._by_count, self._loss_checks = True, False, {}
+            self._by_hand = True
+            self._by_count = False
+            self.loss_check = self._new_loss_check()
         self._forget_thrown_away()
         number, samples, self._left = len(self._losses), self._samples_given, []
         self._look_at_flags()
@@ -142,19 +141,10 @@ class Calls(StepState, ABC):
         return self.result_of(loss, batch.size)
 
     def _look_at_parts(self, batch: Batch) -> None:
-        """Say what differs where a batch is given in parts, as the second one comes."""
-        self.tell_once(self.caveats_in_parts() if self.world.is_first else ())
-        if self.looks_again:
-            shares = None if batch.shares is None else [[*share, *share] for share in batch.shares]
-            self._look(
-                Batch(
-                    [*batch.parts, *batch.parts],
-                    2 * batch.size,
-                    batch.index,
-                    batch.epoch,
-                    shares=shares,
-                )
-            )
+        """Log what differs where a batch is given in parts, as the second one comes."""
+        if self.world.is_first:
+            self.tell_once(self.caveats_in_parts())
+        self.check_sums(batch)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
         """The sizes and the loss of all parts since the last update; the next part begins another
@@ -319,14 +309,6 @@ class Calls(StepState, ABC):
         """
         del here
 
-    def before_evaluation(self, part: Part) -> None:
-        """As every evaluator's."""
-        self._evaluations_by_hand += 1
-        if self.replicas > 1 and is_power_of_two(self._evaluations_by_hand):
-            batch = Batch([part], part.size * self.world.size, self._evaluations_by_hand - 1, 0)
-            shares = functools.partial(self.first_shares, batch) if part.size else lambda: [part]
-            look_at_evaluation(self, shares, batch.size, self.loss.judged, again=batch.index > 0)
-
     # ---- what a step makes of it -----------------------------------------------------------------
 
     @abstractmethod
@@ -337,18 +319,9 @@ class Calls(StepState, ABC):
     def begin_update(self, batch: Batch) -> None:
         """Before the first gradients of an update."""
 
-    @property
     @abstractmethod
-    def looks_again(self) -> bool:
-        """Whether what may change is looked at again in this update."""
-
-    @abstractmethod
-    def first_shares(self, batch: Batch) -> list[Part]:
-        """The first two that this process computes on their own, or the one, on their devices."""
-
-    @abstractmethod
-    def _look(self, batch: Batch) -> None:
-        """See what the model does in forward that a part of a batch can't keep, and say it."""
+    def check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, in updates that are checked."""
 
     @abstractmethod
     def checked_gradients(self, batch: Batch) -> Loss:

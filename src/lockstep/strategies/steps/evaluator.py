@@ -7,7 +7,6 @@ What strategies have of their own here: where a share is computed (``results``, 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,16 +21,12 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
-from lockstep.model.inspection import Seen
 from lockstep.model.layer_error import layer_error
-from lockstep.model.losses.additivity import Piece
-from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
-from lockstep.model.losses.loss_check import LossCheck
-from lockstep.model.losses.loss_error import squeezing_explained
+from lockstep.model.losses.loss_check import LossCheck, squeezing_explained
 from lockstep.model.modes import has_own_train, set_modes
 from lockstep.model.precision import Precision
-from lockstep.tensors.pytree import call, copied_nest, to_device
+from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 from lockstep.tensors.rows import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
 
@@ -52,7 +47,6 @@ class Evaluator:
 
     Attributes:
         model: the model under its one-device names.
-        original: the same; also while another one is inspected in its place.
         world: this process's place among the ranks.
         loss: gives total and count.
     """
@@ -64,7 +58,7 @@ class Evaluator:
     """Whether callbacks of a person's own see it between updates."""
 
     def __init__(self, model: nn.Module, job: Job, world: World) -> None:
-        self.model = self.original = model
+        self.model = model
         self.world = world
         self.observers = world.observers
         self._channels_last = job.channels_last
@@ -73,10 +67,10 @@ class Evaluator:
         self.loss = Totalled(no_loss if job.loss is None else job.loss, self._dtype)
         self._on_accelerator = not world.device.is_slot
         self._stream: tuple[int, ...] | None = None
-        self._loss_checks: dict[str, LossCheck] = {}
-        self._judged = 0
         self._accumulate = job.accumulate
-        self._turn: AbstractContextManager[Any] = nullcontext()
+        self._accepts_differences = job.accept_differences
+        self.loss_check = self._new_loss_check()
+        self._judged = 0
 
     @property
     def replicas(self) -> int:
@@ -86,45 +80,19 @@ class Evaluator:
         return self.world.layout.local_batches
 
     @property
+    def cuts_each_batch(self) -> bool:
+        """Whether each global batch is cut, among replicas or in micro-batches."""
+        return self.replicas * self._accumulate > 1
+
+    @property
     def cuts_batch(self) -> bool:
         """Whether a loss sees less than the global batch, so that it must be additive over
         samples.
         """
-        return self.replicas * self._accumulate > 1
+        return self.cuts_each_batch
 
-    @property
-    def loss_check(self) -> LossCheck:
-        """Holds the loss to being additive in training, as far as batches are cut."""
-        return self._loss_check_of("training")
-
-    @property
-    def eval_check(self) -> LossCheck:
-        """The same in evaluation, where outputs, and data, may be of another kind."""
-        return self._loss_check_of("evaluation")
-
-    def _loss_check_of(self, what: str) -> LossCheck:
-        if what not in self._loss_checks:
-            cuts, local_batches = self.cuts_batch, max(2, self.replicas * self._accumulate)
-            joins = what == "evaluation"  # (whose batches may be in the order of their lengths)
-            self._loss_checks[what] = LossCheck(
-                self.loss, cuts=cuts, local_batches=local_batches, joins=joins
-            )
-        return self._loss_checks[what]
-
-    @contextmanager
-    def looking_at(self, model: nn.Module) -> Iterator[None]:
-        """In which the first process inspects the whole model; what the loss keeps comes back
-        afterwards.
-        """
-        del model
-        with self.loss.outside.kept():
-            yield
-
-    def compare_ranks(self, check: LossCheck | None = None) -> None:
-        """Hold the loss to being additive over the ranks' samples, in training or by a check;
-        every rank calls it.
-        """
-        (check or self.loss_check).compare_ranks(self.world)
+    def _new_loss_check(self) -> LossCheck:
+        return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
 
     def models(self) -> list[nn.Module]:
         """The replicas of this process."""
@@ -133,6 +101,12 @@ class Evaluator:
     def whole_parameters(self) -> AbstractContextManager[None]:
         """The model and the optimizer have whole parameters in this context, which every rank
         enters.
+        """
+        return nullcontext()
+
+    def read_parameters(self) -> AbstractContextManager[None]:
+        """The model has whole parameters in this context, which every rank enters; what is written
+        to them is lost.
         """
         return nullcontext()
 
@@ -208,16 +182,10 @@ class Evaluator:
             inputs, targets = inputs
         size = 0 if inputs is None else batch_size_of(inputs)
         with self.evaluating():
-            self.before_evaluation(part := Part(inputs, targets, size, size))
             if inputs is None:
                 return None, 0.0, 0
-            outputs, (total, count) = self.outputs(part)
+            outputs, (total, count) = self.outputs(Part(inputs, targets, size, size))
             return outputs, total, count
-
-    def before_evaluation(self, part: Part) -> None:
-        """Called for this process's part of what a person's own loop evaluates; every rank comes
-        to it.
-        """
 
     @property
     def number(self) -> int:
@@ -292,47 +260,30 @@ class Evaluator:
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
         """What ``model`` makes of a part that is on its device: outputs and loss."""
-        self._judged = number = self._judged + 1
-        looks = is_power_of_two(number)
-        closer = looks or self.eval_check.interval.is_closer(number)
-        may_wait = looks or not self._on_accelerator
-        checks = self.replicas > 1 and may_wait and self.eval_check.wants(number, closer=closer)
+        self._judged += 1
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            given = (
-                copied_nest((outputs, part.targets)) if checks else None
-            )  # in which the loss may keep something
-            loss = self.loss_of(outputs, part, looks=self.cuts_batch and looks)
-        if given is not None and self.eval_check.wants(number, closer=closer):
-            with squeezing_explained(outputs, part.targets, part.size):
-                self.eval_check(*given, Piece.of(loss, part.size), closer=closer)
+            checks = self.replicas > 1 and self.loss_check.wants(self._judged)
+            loss = self.loss_of(outputs, part, step=0, checks=checks)
         return outputs, loss
 
-    def loss_of(self, outputs: Any, part: Part, *, looks: bool) -> Loss:
-        """Total, count and parts; where it ``looks``, it is noted whether the loss remembers
-        something.
+    def loss_of(self, outputs: Any, part: Part, *, step: int, checks: bool) -> Loss:
+        """Total, count and parts of the loss, which is held to being additive where it is checked.
+
+        A loss that writes to its arguments isn't checked.
         """
-        with self.loss.one_at_a_time:
-            before = self.loss.state() if looks else None
-            with squeezing_explained(outputs, part.targets, part.size):
-                loss = self.loss(outputs, part.targets, part.size)
-            if before is not None and (after := self.loss.state()) != before:
-                for check in (self.loss_check, self.eval_check):
-                    check.remembers(outside=after[1] != before[1])
+        targets = part.targets
+        given = copied_nest((outputs, targets)) if checks else None  # the loss may change lists
+        before = versions(given) if checks else None
+        with self.loss.one_at_a_time, squeezing_explained(outputs, targets, part.size):
+            loss = self.loss(outputs, targets, part.size)
+        if given is not None and versions(given) == before:
+            self._check_loss(*given, part.size, loss, step)
         return loss
 
-    def compute_in_turn(self, seen: Seen) -> list[str]:
-        """Have replicas on threads compute forward one after another, if all see what each sets;
-        gives notes.
-        """
-        if seen.puts_back is None:
-            return []
-        self._turn = threading.RLock()
-        return [
-            f'"{seen.puts_back}", which is outside of the model, is set in forward and put back: '
-            "replicas compute "
-            "forward one after another; give it to the layers as an argument, or use ddp"
-        ]
+    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
+        if not self._on_accelerator:
+            self.loss_check(outputs, targets, loss, size, step=step, waits=True)
 
     def forward(self, model: nn.Module, part: Part) -> Any:
         """Outputs of ``model`` for a part.
@@ -341,8 +292,7 @@ class Evaluator:
             JobError: one of PyTorch's layers can't take what it is given.
         """
         try:
-            with self._turn:
-                return call(model, part.inputs)
+            return call(model, part.inputs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if (why := layer_error(model, error)) is None:
                 raise

@@ -10,42 +10,36 @@ The weighting, with n the samples of the global batch and (total, count) the los
     gradients are     summed     over micro-batches, replicas and ranks; total and count beside them
     and multiplied by n / count  so that they are those of  sum(totals) / sum(counts)
 
-Where nothing is cut, backward runs on total / count, as that of the mean would, if it may be other
-than linear, and on accelerators, which are spared the multiplication afterwards.
+Where nothing is cut, backward runs on total / count, as that of the mean would.
 """
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.shares import mixed_share
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.activation_checkpointing import not_checkpointable, without_checkpoints
-from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
-from lockstep.model.inspection import BESIDE, NoticedHooks, Seen, drops, look, may_be_nonlinear
-from lockstep.model.losses.additivity import Piece
+from lockstep.model.activation_checkpointing import not_checkpointable
+from lockstep.model.compile import compile_models, not_compilable
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.losses.loss_error import squeezing_explained
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.strategies.steps import update_checks
 from lockstep.strategies.steps.batch_sums import BatchSums
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, no_items
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
-from lockstep.tensors.pytree import copied_nest
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""
@@ -60,10 +54,8 @@ class Step(Calls):
     Attributes:
         stopping: whether the ranks have agreed, in the last update, that the training is to be
             saved and stopped.
-        last_look: the last update in which it is looked at what the model does in forward, by some
-            more forwards; that is done in updates 1, 2, 4, 8 and so on, and in the last one of all.
-        last_step: that update's step, where it is known.
-        seen: what was seen.
+        last_step: the last update of the training, where that is known.
+        sums: holds batches to being the sums of their parts.
         caveats: gives where results differ from those of one device, by the settings of the model
             and the job.
         grad_norm: of the last update, before clipping, where that is computed; on an accelerator a
@@ -86,19 +78,14 @@ class Step(Calls):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._clip_norm, self._compile = job.clip_norm, job.compile
-        self._checkpoints, self._owes_look = job.activation_checkpointing is not None, False
-        whole = not self.cuts_batch and self._scaler is None
-        self._by_count = whole and (
-            self._on_accelerator or bool(job.compile)
-        )  # (a compiled backward isn't looked at)
+        self._clip_norm = job.clip_norm
+        self._compile = job.compile
+        self._checkpoints = job.activation_checkpointing is not None
+        self._by_count = not self.cuts_batch and self._scaler is None
         self.stopping = False
-        self.last_look: float = math.inf
         self.last_step: int | None = None
-        self.seen = Seen()
         self.sums = BatchSums(self, job)
         self.grad_norm: Number | None = None
-        self._said_read = set[str]()
         self._began: float | None = None  # where an update is timed
         self.skips = SkippedUpdates(job, world)
         fused = self._scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -132,36 +119,33 @@ class Step(Calls):
         return self._ended(loss, batch.size, skipped=skipped)
 
     def begin_update(self, batch: Batch) -> None:
-        """Count it, and look at what the model makes of a batch, where that is looked at."""
+        """Count the update, and hold its batch to being the sum of its parts, where it is due."""
         self.world.step += 1
         self._updates += 1
         self.loss.follow()
         self.train_weights()
         if self._updates == 1:
             self.begin_training()
+        if self.cuts_each_batch:
+            self.check_sums(batch)
+        if self._updates == 1:
             self.prepare(batch)
-        elif (self.looks_again or self._owes_look) and self._updates <= self.last_look:
-            self._look(batch)
-        if self.sums.is_due(self._updates):
-            self._check_sums(batch)
         self._began = self._time() if self.loss_check.is_timed(self._updates) else None
 
-    def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts.
+    def check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, in updates that are checked.
 
         Raises:
             StrategyError: it isn't.
         """
-        self.sums.check(batch)
+        if self.sums.is_due(self._updates):
+            self.sums.check(batch)
+            reset_peak_memory(self.world)
 
     def checked_gradients(self, batch: Batch) -> Loss:
-        """As ``gradients``, with what is held to it."""
+        """Compute gradients as ``gradients`` does, and agree on the parts of the loss."""
         loss = self.gradients(batch)
         self.part_names(loss)
-        if self._updates == 1 and self.together:
-            self.compare_ranks()
-        if self.looks_again:
-            self.say_what_the_loss_reads()
         return loss
 
     @property
@@ -191,12 +175,12 @@ class Step(Calls):
         """After an update."""
         line = None  # how often the loss is checked from now on
         if self._began is not None:
-            line = self.loss_check.timed(
-                self._updates, self._time() - self._began, len(self.models())
-            )
-        self.loss_check.agree(self.world, self._updates, line, meets=self.looks_again)
+            seconds = self._time() - self._began
+            line = self.loss_check.interval.timed(self._updates, seconds, len(self.models()))
+        self.loss_check.agree(self.world, self._updates, line)
         self.tell_of_loss()
-        self.tell_once(self.caveats() if self.looks_again and self.world.is_first else [])
+        if self.is_checked and self.world.is_first:
+            self.tell_once(self.caveats())
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         result = self.result_of(loss, size)
@@ -216,76 +200,14 @@ class Step(Calls):
         )
 
     def prepare(self, batch: Batch) -> None:
-        """Inspect the model with the first batch, then compile it. A strategy that shards it does
-        so afterwards.
-
-        Raises:
-            StrategyError: the model does in forward what can't be kept.
-        """
-        if self.last_look:
-            self._look(batch)
-            self.loss_check.follow_first(self.world)
-            reset_peak_memory(self.world)
-        if self._compile and (first := self.first_share(batch)).size:
-            refuse_written_buffers(self.model, first.inputs)
+        """Compile the model before the first update. A strategy that shards it does so later."""
+        del batch
         self._compile_models()
 
-    def _look(self, batch: Batch) -> None:
-        """See what the model does in forward that a share can't keep, and say it.
-
-        Raises:
-            StrategyError: it does what replicas can't.
-        """
-        parts, begins = (
-            sum(1 for part in batch.parts if part.size),
-            self._updates in (1, self._followed),
-        )
-        self._owes_look = (
-            self.replicas == 1 and parts == 1 < self._accumulate
-        )  # of one sample: the next one is seen
-        if not self.world.is_first or (
-            self.replicas * parts <= 1 and not (self._checkpoints and begins)
-        ):
-            return
-        part = mixed_share(self.first_shares(batch))
-        with self.looking_at(self.model):
-            seen = look(
-                self.model,
-                part.inputs,
-                part.size,
-                targets=part.targets,
-                judge=self.loss.judged,
-                of=batch.size,
-                original=self.original,
-                again=not begins,
-                without_checkpoints=without_checkpoints if self._checkpoints else None,
-            )
-        seen.nonlinear, self.seen = (
-            seen.nonlinear or self.seen.nonlinear,
-            seen,
-        )  # (gradients are seen in the first one)
-        seen.refuse_recomputed()
-        if self.replicas * parts <= 1:
-            return
-        if seen.writes is not None or seen.uncopied is not None:
-            self.last_look = 1
-        self.loss_check.of_batch, self.loss_check.bent = seen.of_batch, seen.bent
-        with_dropout = any(map(drops, self.model.modules()))
-        if self.replicas == 1:
-            self.tell_once(seen.of_microbatches(with_dropout=with_dropout))
-            return
-        seen.refuse_in_replicas(on_threads=(on_threads := self.world.data.local_batches > 1))
-        self.tell_once(self.compute_in_turn(seen) if on_threads else [])
-        self.tell_once(
-            seen.of_replicas(
-                with_dropout=with_dropout, accumulates=parts > 1, on_threads=on_threads
-            )
-        )
-
     @property
-    def looks_again(self) -> bool:
-        """Whether what may change is looked at again: in updates 1, 2, 4, 8, ..., the last, and
-        where flags changed.
+    def is_checked(self) -> bool:
+        """Whether what may change is compared in this update: in updates 1, 2, 4, 8, ..., in the
+        last, and where parameters were frozen or thawed.
         """
         return (
             is_power_of_two(self._updates)
@@ -297,14 +219,6 @@ class Step(Calls):
         """In place, so that the modules keep their names."""
         if self._compile:
             compile_models(self.models(), self._compile)
-
-    def first_shares(self, batch: Batch) -> list[Part]:
-        """The first two that this process computes on their own, or the one, on their devices."""
-        return [self.placed(part) for part in batch.parts[:2]]
-
-    def first_share(self, batch: Batch) -> Part:
-        """The first replica's share of the first micro-batch, on its device."""
-        return self.first_shares(batch)[0]
 
     @abstractmethod
     def gradients(self, batch: Batch) -> Loss:
@@ -396,7 +310,6 @@ class Step(Calls):
             )
         else:
             factor = size / count
-        self.tell_once(self.of_weighting())
         for device in dict.fromkeys(grad.device for grad in grads):
             mine = [grad for grad in grads if grad.device == device]
             here = (
@@ -408,10 +321,6 @@ class Step(Calls):
                 for grad in mine:
                     grad.mul_(here)
 
-    def of_weighting(self) -> Iterable[Caveat]:
-        """What differs where gradients are weighted afterwards."""
-        return self.seen.of_weighting()
-
     @phase("computing", "clip")
     def clip(self) -> None:
         """Hold the norm of all gradients together under ``clip_norm``."""
@@ -420,38 +329,29 @@ class Step(Calls):
 
     @phase("computing", "forward and loss")
     def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
-        """Total and count of one micro-batch's share under ``model``; the loss is probed where
-        that is needed.
-        """
-        checks = self.loss_check.wants(self._updates, closer=self.looks_again)
-        knows = self._by_count or self.cuts_batch or self._scaler is not None
-        with (
-            self._precision.autocast(),
-            NoticedHooks() if self.looks_again and not knows else nullcontext() as hooks,
-        ):
+        """Total and count of one micro-batch's share under ``model``."""
+        checks = self.loss_check.wants(self._updates)
+        with self._precision.autocast():
             outputs = self.forward(model, part)
-            given = (
-                copied_nest((outputs, part.targets)) if checks else None
-            )  # in which the loss may keep something
-            total, _ = loss = self.loss_of(outputs, part, looks=self.looks_again)
-        if hooks is not None:
-            self._by_count = may_be_nonlinear(model, total, hooks)
+            loss = self.loss_of(outputs, part, step=self.world.step, checks=checks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
-        if given is not None and self.loss_check.wants(self._updates, closer=self.looks_again):
-            self._check_loss(*given, part.size, loss)
-        if (
-            self._waits and loss.count == 0 and not math.isfinite(total.item())
-        ):  # a mean of none, times 0
-            total, _ = loss = Loss(torch.zeros_like(total.detach()), loss.count, loss.parts)
-        if self._waits and not self.skips.takes_nonfinite:
-            is_first = self._updates == self.skips.in_a_row + 1
-            update_checks.refuse_not_finite(
-                total, model, part, outputs, self.world, where, first=is_first
-            )
-        if not total.requires_grad and self._parameters:
+        if self._waits:
+            loss = self._finite(loss, model, part, outputs, where)
+        if not loss.total.requires_grad and self._parameters:
             update_checks.refuse_counted(loss)
             return update_checks.with_graph(loss, outputs) if self.waits_in_backward else loss
+        return loss
+
+    def _finite(self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str) -> Loss:
+        """Refuse a loss that isn't finite; that of no item is 0, also where it is NaN times 0."""
+        if loss.count == 0 and not math.isfinite(loss.total.item()):
+            loss = Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
+        if not self.skips.takes_nonfinite:
+            is_first = self._updates == self.skips.in_a_row + 1
+            update_checks.refuse_not_finite(
+                loss.total, model, part, outputs, self.world, where, first=is_first
+            )
         return loss
 
     def divisor(self, count: Number, size: int) -> Number:
@@ -479,40 +379,14 @@ class Step(Calls):
         """
         return not self._on_accelerator or self._updates == 1
 
-    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss) -> None:
+    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
         """Hold the loss of a local batch to being additive; several threads may."""
-        if self.looks_again and self.cuts_batch:
-            update_checks.note_reads(self.loss, outputs, targets, size)
-        whole, step, waits = Piece.of(loss, size), self.world.step, self._waits or self.looks_again
-        for closer in (check := self.loss_check).interval.looks(
-            self._updates, again=self.looks_again
-        ):
-            began = None if self._began is None else self._time()
-            with squeezing_explained(outputs, targets, size):
-                wrong = check(outputs, targets, whole, step=step, closer=closer, waits=waits)
-            if wrong is not None:
-                self._on_devices.note_loss(wrong, step)
-            if began is not None:
-                check.interval.spent(self._time() - began, closer=bool(closer))
-
-    def say_what_the_loss_reads(self, seen: Seen | None = None) -> None:
-        """Say what acts in the loss that the model computed over a whole local batch; ``seen``
-        in an evaluation.
-        """
-        self.tell_once([BESIDE] if self.loss.reads_beside and self.world.is_first else [])
-        check, seen = (self.loss_check, self.seen) if seen is None else (self.eval_check, seen)
-        if not (self.cuts_batch and self.world.is_first):
-            return
-        for name in check.reads:
-            caveat = (
-                None if name in self._said_read else seen.of_output(name)
-            )  # (later ones show less)
-            if caveat is not None:
-                self._said_read.add(name)
-                self.tell_once([caveat])
-        said = check.said_parts | ({""} if self._said_read else set())
-        hidden = set(seen.bent) - said  # by a guard against NaN, say
-        self.tell_once(map(seen.of_loss, sorted(hidden)))
+        began = None if self._began is None else self._time()
+        wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
+        if wrong is not None:
+            self._on_devices.note_loss(wrong, step)
+        if began is not None:
+            self.loss_check.interval.spent(self._time() - began)
 
     def agree_to_stop(self, asked: Number) -> None:
         """Take note of how many ranks were asked to stop, by a number that is the same on all of

@@ -176,10 +176,10 @@ class StepState(Evaluator):
                 self.world.tell(Line.note(note))
 
     def tell_of_loss(self) -> None:
-        """Say what was noted of the loss on this rank."""
-        for check in (self.loss_check, self.eval_check) if self.world.is_first else ():
-            self.tell_once(dict.fromkeys(check.notes))
-            check.notes.clear()
+        """Log what was noted of the loss on this rank."""
+        if self.world.is_first:
+            self.tell_once(dict.fromkeys(self.loss_check.notes))
+            self.loss_check.notes.clear()
 
     # ---- state, under one-device names; all of these are called on every rank --------------------
 
@@ -511,10 +511,6 @@ class StepState(Evaluator):
     def gathered_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradients, as far as there are any, by the names of their parameters."""
         return {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-
-    def whole_model(self) -> nn.Module | None:
-        """The model, to be inspected; None on ranks that don't."""
-        return self.model
 
 
 def _digest(part: torch.Tensor | RowShard) -> Any:

@@ -17,25 +17,23 @@ computed again in float64 before anything is refused, since rounding may differ 
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import math
-import random
-import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.errors import first_line
-from lockstep.model.losses.loss import Loss, Totalled
-from lockstep.tensors.pytree import clones, each, tensors
-from lockstep.tensors.seeding import States, put_states, same_others, states
+from lockstep.errors import LossError, first_line
+from lockstep.launch.memory import is_out_of_memory
+from lockstep.model.losses.loss import Number, Totalled
+from lockstep.model.losses.loss_check import LossCheck
+from lockstep.model.snapshot import Snapshot, same
+from lockstep.strategies.steps.replayed_draws import ReplayedDraws
+from lockstep.tensors.pytree import call, clones, each, tensors
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""
@@ -48,14 +46,12 @@ _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.b
 zero.
 """
 
-_COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
-
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _KNOWN = (_BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.RReLU)
 """Layers that are known to compute otherwise in training, and are in evaluation mode meanwhile."""
 
-Forward = Callable[[nn.Module, Any], Any]
-"""Gives the outputs of a model for inputs."""
+Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]
+"""Gives totals and counts by name, for outputs and targets."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +65,128 @@ class Piece:
     size: int
     start: int = 0
 
+    def doubled(self) -> Piece:
+        """The same samples in float64."""
+        return Piece(_doubled(self.inputs), _doubled(self.targets), self.size, self.start)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a model, or its loss, came to for some samples.
+
+    Attributes:
+        total: what backward runs on; None where gradients aren't compared.
+        count: the number of items of that total.
+        named: totals and counts, by what they are of.
+    """
+
+    total: Tensor | None
+    count: Number
+    named: Mapping[str, tuple[Number, Number]]
+
+    def numbers(self) -> dict[str, float]:
+        """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
+        found = {}
+        for name, (total, count) in self.named.items():
+            found[f"the total of {name}"] = float(total) if count else 0.0
+            found[f"the count of {name}"] = float(count)
+        return found
+
+
+class Summed(ABC):
+    """What has to be the same sums for a batch as for its parts.
+
+    Attributes:
+        model: the model.
+        holds: objects beside the model that may have state.
+        trains: whether gradients are compared.
+    """
+
+    model: nn.Module
+    holds: Sequence[Any] = ()
+    trains = True
+
+    @abstractmethod
+    def __call__(self, piece: Piece) -> Sums:
+        """Compute the sums of a piece."""
+
+    @abstractmethod
+    def doubled(self) -> Summed:
+        """The same for a model that is in float64."""
+
+    def outputs(self, piece: Piece) -> Any:
+        """Call the model as for the sums."""
+        return self(piece)
+
+    def explained(self, piece: Piece) -> LossError | None:
+        """Give an error that says more, where the loss is no sum over samples of these outputs."""
+        del piece
+        return None
+
+
+class SummedLoss(Summed):
+    """The loss of a model, with its parts, and metrics beside it.
+
+    Args:
+        model: the model.
+        loss: gives total and count.
+        forward: calls the model with inputs.
+        metrics: gives the total and count of each metric, by name, for outputs and targets.
+        trains: whether gradients are compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Totalled,
+        forward: Callable[[nn.Module, Any], Any] = call,
+        *,
+        metrics: Metrics | None = None,
+        trains: bool = True,
+    ) -> None:
+        self.model = model
+        self.holds = [loss.loss]
+        self.trains = trains
+        self._loss = loss
+        self._forward = forward
+        self._metrics = metrics
+
+    def __call__(self, piece: Piece) -> Sums:
+        """Compute the sums of a piece."""
+        outputs = self.outputs(piece)
+        targets = clones(piece.targets)  # which may be written to
+        loss = self._loss(outputs, targets, piece.size)
+        named = {"the loss": (loss.total.detach(), loss.count)}
+        for name, part in loss.parts.items():
+            named[f'part "{name}" of the loss'] = part
+        if self._metrics is not None:
+            for name, pair in self._metrics(outputs, piece.targets).items():
+                named[f'metric "{name}"'] = pair
+        return Sums(loss.total if self.trains else None, loss.count, named)
+
+    def outputs(self, piece: Piece) -> Any:
+        """Call the model."""
+        return self._forward(self.model, clones(piece.inputs))
+
+    def doubled(self) -> SummedLoss:
+        """The same for a model that is in float64."""
+        loss = self._loss.copied(double=True)
+        return SummedLoss(
+            self.model, loss, self._forward, metrics=self._metrics, trains=self.trains
+        )
+
+    def explained(self, piece: Piece) -> LossError | None:
+        """Give the error of a loss that is no sum over samples of these outputs."""
+        with torch.no_grad():
+            outputs = self.outputs(piece)
+            whole = self._loss(outputs, piece.targets, piece.size)
+            check = LossCheck(self._loss, cuts=True)
+            try:
+                check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
+            except LossError as error:
+                return error
+        return None
+
 
 @dataclass
 class Verdict:
@@ -77,6 +195,7 @@ class Verdict:
     Attributes:
         difference: what is no sum, with the numbers; "" where all is one.
         where: the first module whose outputs show it.
+        error: an error that says more of the loss.
         unchecked: why nothing is known; "" where something is.
         communicates: whether the model or the loss communicates with other ranks.
         written: parameters that forward writes.
@@ -91,6 +210,7 @@ class Verdict:
 
     difference: str = ""
     where: str = ""
+    error: LossError | None = None
     unchecked: str = ""
     communicates: bool = False
     written: list[str] = field(default_factory=list)
@@ -106,9 +226,7 @@ class SumCheck:
     """Compares a batch with two parts of it.
 
     Args:
-        model: the model in training mode, whole.
-        loss: gives total and count.
-        forward: calls a model.
+        summed: computes the sums of a piece, by a model that is whole.
         in_turn: whether the parts are micro-batches of one model, each of which begins with what
             the one before has left; else they are those of replicas, which begin alike.
         accelerators: whose random numbers are put back, too.
@@ -116,16 +234,13 @@ class SumCheck:
 
     def __init__(
         self,
-        model: nn.Module,
-        loss: Totalled,
-        forward: Forward,
+        summed: Summed,
         *,
         in_turn: bool,
         accelerators: Sequence[torch.device] = (),
     ) -> None:
-        self._model = model
-        self._loss = loss
-        self._forward = forward
+        self._summed = summed
+        self._model = summed.model
         self._in_turn = in_turn
         self._accelerators = accelerators
 
@@ -147,32 +262,36 @@ class SumCheck:
 
     def _judged(self, pieces: list[Piece], layout: str) -> Verdict:
         """Compare a batch with its parts; float64 decides whether a difference is rounding."""
-        verdict = self._compared(pieces, self._loss, layout)
+        verdict = self._compared(pieces, self._summed, layout)
         if not verdict.difference or verdict.precision is torch.float64:
             return verdict
         with _in_float64(self._model):
-            doubled = [
-                Piece(_doubled(p.inputs), _doubled(p.targets), p.size, p.start) for p in pieces
-            ]
-            again = self._compared(doubled, self._loss.copied(double=True), layout)
+            doubled = [piece.doubled() for piece in pieces]
+            again = self._compared(doubled, self._summed.doubled(), layout)
         if not again.unchecked:
             return again
         if verdict.apart <= _UNDECIDED:
             return Verdict(unchecked=f"float64 can't decide ({again.unchecked})")
         return verdict
 
-    def _compared(self, pieces: list[Piece], loss: Totalled, layout: str) -> Verdict:
-        snapshot = _Snapshot(self._model, loss, self._accelerators)
-        draws = _Draws(pieces[0].size, layout)
+    def _compared(self, pieces: list[Piece], summed: Summed, layout: str) -> Verdict:
+        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
+        draws = ReplayedDraws(pieces[0].size, layout)
         comparison = _Comparison(self._model, snapshot, draws, in_turn=self._in_turn)
-        compute = _Computing(self._model, loss, self._forward, draws)
+        compute = _Computing(summed, draws)
         try:
             comparison.run(pieces, compute)
             verdict = comparison.verdict()
             if verdict.difference:
-                verdict.where = _first_that_mixes(self._model, pieces, compute, snapshot)
+                verdict.where = _first_that_mixes(pieces, compute, snapshot)
+            if verdict.difference and not verdict.where:
+                snapshot.put_back()
+                verdict.error = summed.explained(pieces[0])
+                verdict.where = "it comes of the loss, or of backward"
             return verdict
         except Exception as error:  # a part has too few samples for the model, say
+            if is_out_of_memory(error):
+                raise
             unchecked = (
                 f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
             )
@@ -184,37 +303,35 @@ class SumCheck:
 
 
 class _Computing:
-    """Forward and loss of a piece, in full precision, with known layers in evaluation mode."""
+    """Computes pieces in full precision, with known layers in evaluation mode."""
 
-    def __init__(self, model: nn.Module, loss: Totalled, forward: Forward, draws: _Draws) -> None:
-        self._model = model
-        self._loss = loss
-        self._forward = forward
+    def __init__(self, summed: Summed, draws: ReplayedDraws) -> None:
+        self.model = summed.model
+        self._summed = summed
         self._draws = draws
 
-    def __call__(self, piece: Piece, *, divisor: float) -> Loss:
-        """Compute the loss of a piece, and add the gradient of its total / divisor.
+    def __call__(self, piece: Piece, *, divisor: float) -> Sums:
+        """Compute the sums of a piece, and add the gradient of its total / divisor.
 
         A divisor of 0 is the count, as one device has it.
         """
         with self._computing(piece):
-            outputs = self._forward(self._model, clones(piece.inputs))  # which may be written to
-            total, count = loss = self._loss(outputs, clones(piece.targets), piece.size)
-            by = divisor or float(count)
-            if total.requires_grad and by:
-                (total / by).backward()
-        return loss.detached()
+            sums = self._summed(piece)
+            by = divisor or float(sums.count)
+            if sums.total is not None and sums.total.requires_grad and by:
+                torch.autograd.backward(sums.total / by)
+        return sums
 
     def outputs(self, piece: Piece) -> Any:
-        """Compute the outputs of a piece alone."""
+        """Call the model alone."""
         with self._computing(piece):
-            return self._forward(self._model, clones(piece.inputs))
+            return self._summed.outputs(piece)
 
     @contextlib.contextmanager
     def _computing(self, piece: Piece) -> Iterator[None]:
         self._draws.replay(piece.start, piece.start + piece.size)
-        held = _known_in_evaluation_mode(self._model)
-        with held, self._draws, _full_precision(), torch.enable_grad():
+        grad = torch.set_grad_enabled(self._summed.trains)
+        with grad, _known_in_evaluation_mode(self.model), self._draws, _full_precision():
             yield
 
 
@@ -222,7 +339,7 @@ class _Comparison:
     """The whole and its parts, one after the other, and what they came to."""
 
     def __init__(
-        self, model: nn.Module, snapshot: _Snapshot, draws: _Draws, *, in_turn: bool
+        self, model: nn.Module, snapshot: Snapshot, draws: ReplayedDraws, *, in_turn: bool
     ) -> None:
         self._snapshot = snapshot
         self._draws = draws
@@ -242,11 +359,11 @@ class _Comparison:
             p.grad = None
         for piece in pieces:
             is_whole = piece is whole
-            loss = compute(piece, divisor=0.0 if is_whole else whole.size)
-            self._sums.append(_numbers(loss))
+            sums = compute(piece, divisor=0.0 if is_whole else whole.size)
+            self._sums.append(sums.numbers())
             self._draws_elsewhere |= self._snapshot.drew_elsewhere()
             if is_whole:
-                self._negate(float(loss.count) / whole.size)
+                self._negate(float(sums.count) / whole.size)
             self._ends.append(self._snapshot.values())
             if is_whole or not self._in_turn:
                 self._snapshot.put_back()
@@ -268,7 +385,7 @@ class _Comparison:
         whole, *parts = self._ends
         other = parts[-1] if self._in_turn else parts[0]
         verdict.written = self._snapshot.written(whole)
-        verdict.drifts = [name for name in verdict.written if not _same(whole[name], other[name])]
+        verdict.drifts = [name for name in verdict.written if not same(whole[name], other[name])]
         verdict.kept = self._snapshot.ends_otherwise(whole, other)
         verdict.draws = self._draws.has_drawn or self._draws_elsewhere
         verdict.draws_elsewhere = self._draws_elsewhere
@@ -321,345 +438,12 @@ def _apart(whole: float, parts: Sequence[float]) -> float:
     return abs(whole - sum(parts)) / max(1e-300, largest)
 
 
-def _numbers(loss: Loss) -> dict[str, float]:
-    """Totals and counts by name. The total of no item is 0, also where it is a mean of none,
-    NaN, times 0.
-    """
-    found = {}
-    named: Mapping[str, tuple[Any, Any]] = {"": (loss.total, loss.count), **loss.parts}
-    for name, (total, count) in named.items():
-        of = f'part "{name}" of ' if name else ""
-        found[f"the total of {of}the loss"] = float(total) if count else 0.0
-        found[f"the count of {of}the loss"] = float(count)
-    return found
-
-
 def _norm(gradient: Tensor | None) -> float:
     """(Not the largest element: rounding may flip one of many ReLUs.)"""
     if gradient is None or not gradient.numel():
         return 0.0
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return float(dense.norm())
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    return type(one) is type(other) and bool(one == other)
-
-
-# ---- numbers that are drawn ----------------------------------------------------------------------
-
-
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Keeps what the whole draws, and gives each part its rows of that.
-
-    Args:
-        samples: of the whole.
-        layout: how numbers belong to samples, where several do to each: "rows", those of a sample
-            lie together; "views", those of a first view of all samples come first, then those of a
-            second one; "one by one", samples draw in a loop, each as often.
-
-    Attributes:
-        is_lost: whether a part has drawn what the whole has not.
-        coarsest: the coarsest format of floating numbers that was computed in.
-        communicates: whether something was sent to other ranks.
-    """
-
-    def __init__(self, samples: int, layout: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._samples = samples
-        self._layout = layout
-        self._drawn: list[Tensor] = []
-        self._records = True
-        self._at = 0
-        self._start, self._stop = 0, samples
-        self.is_lost = False
-        self.coarsest = torch.float64
-        self.communicates = False
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether the whole has drawn random numbers."""
-        return bool(self._drawn)
-
-    def replay(self, start: int, stop: int) -> None:
-        """Begin with a piece, of these samples of the whole; the first one is the whole, which
-        is recorded.
-        """
-        self._records = not self._drawn and (start, stop) == (0, self._samples)
-        self._start, self._stop = start, stop
-        self._at = 0
-        if self._layout == "one by one":
-            self._at = len(self._drawn) * start // self._samples
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call an operator, and replace what it draws."""
-        del types
-        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        made = func(*_without_dropout(func, args), **(kwargs or {}))
-        self._note_formats(made)
-        name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return made
-        if name == "randperm" and not self._records and self._shape_of_next() != made.shape:
-            self._at += 1  # one over samples, whose rows mean nothing
-            return made
-        if name == "native_dropout":
-            mask = self._replaced(made[1])
-            return args[0] * mask / (1 - args[1]), mask
-        return self._replaced(made) if isinstance(made, Tensor) else made
-
-    def _note_formats(self, made: Any) -> None:
-        for tensor in tensors(made):
-            if tensor.is_floating_point() or tensor.is_complex():
-                of = tensor.dtype.to_real()
-                if of in _COARSER:
-                    self.coarsest = max(self.coarsest, of, key=_COARSER.index)
-
-    def _shape_of_next(self) -> torch.Size | None:
-        return self._drawn[self._at].shape if self._at < len(self._drawn) else None
-
-    def _replaced(self, drawn: Tensor) -> Tensor:
-        if self._records:
-            self._drawn.append(drawn.clone())
-            return drawn
-        kept = self._drawn[self._at] if self._at < len(self._drawn) else torch.empty(0)
-        self._at += 1
-        rows = self._rows(kept, drawn)
-        if rows is None:
-            self.is_lost = True
-            return drawn
-        return drawn.copy_(rows)
-
-    def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor | None:
-        """The rows of what the whole has drawn that are a part's; None where there are none."""
-        for dim in range(min(kept.dim(), drawn.dim())):
-            if kept.shape[dim] != drawn.shape[dim]:
-                kept = self._of_part(kept, dim)
-                break
-        return kept if kept.shape == drawn.shape else None
-
-    def _of_part(self, kept: Tensor, dim: int) -> Tensor:
-        each_sample = kept.shape[dim] // self._samples
-        size = self._stop - self._start
-        if self._layout == "rows" or kept.shape[dim] != each_sample * self._samples:
-            return kept.narrow(dim, each_sample * self._start, each_sample * size)
-        shape = kept.shape
-        views = kept.reshape(*shape[:dim], each_sample, self._samples, *shape[dim + 1 :])
-        return views.narrow(dim + 1, self._start, size).flatten(dim, dim + 1)
-
-
-def _without_dropout(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an operator without the dropout that attention draws within its kernel."""
-    names = [declared.name for declared in func._schema.arguments[: len(args)]]
-    if "dropout_p" not in names:
-        return args
-    at = names.index("dropout_p")
-    return (*args[:at], 0.0, *args[at + 1 :])
-
-
-# ---- what is put back ----------------------------------------------------------------------------
-
-_DEEP = 7
-"""Levels of what modules hold that are put back: attributes, what is in them, and so on."""
-
-_LONG = 1000
-"""Items of a container beyond which it holds data, say, and no state."""
-
-_LIBRARIES = (
-    "torch",
-    "lockstep",
-    "threading",
-    "queue",
-    "multiprocessing",
-    "concurrent",
-    "asyncio",
-    "logging",
-)
-"""Packages whose objects are left alone: other threads may use them meanwhile."""
-
-_OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, str, bytes)
-_OF_LOSS = "the loss."
-
-
-class _Snapshot:
-    """All that a model and its loss hold, and random numbers, to be put back.
-
-    Weights, buffers, attributes, and what lies in them: containers, arrays, generators, and objects
-    of other classes.
-    """
-
-    def __init__(
-        self, model: nn.Module, loss: Totalled, accelerators: Sequence[torch.device]
-    ) -> None:
-        self._model = model
-        self._loss = loss.loss
-        self._accelerators = accelerators
-        self._copies = [(one, _copied(one)) for one in _reachable([*model.modules(), self._loss])]
-        self._before = {name: _copied(value) for name, value in self._named().items()}
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        self._random: States = states(accelerators)
-
-    def put_back(self) -> None:
-        """Put all of it back."""
-        with torch.no_grad():
-            for one, copied in self._copies:
-                _restore(one, copied)
-        put_states(self._random, self._accelerators)
-
-    def drew_elsewhere(self) -> bool:
-        """Whether Python or numpy has drawn, whose numbers can't be replayed."""
-        return not same_others(self._random.others, states().others)
-
-    def _named(self) -> dict[str, Any]:
-        """Parameters, buffers and numbers by name, and tensors of the loss: what may act later."""
-        found: dict[str, Any] = {}
-        for path, module in self._model.named_modules():
-            way = f"{path}." if path else ""
-            for owner in (module._parameters, module._buffers):
-                found.update((way + key, its) for key, its in owner.items() if its is not None)
-            found.update(
-                (way + key, its)
-                for key, its in vars(module).items()
-                if isinstance(its, int | float)
-            )
-        for key, its in getattr(self._loss, "__dict__", {}).items():
-            if isinstance(its, Tensor | int | float):
-                found[_OF_LOSS + key] = its
-        return found
-
-    def values(self) -> dict[str, Any]:
-        """Copies of those that have changed."""
-        now = self._named()
-        changed = [name for name, value in now.items() if not _same(value, self._before.get(name))]
-        return {name: _copied(now[name]) for name in changed}
-
-    def written(self, ends: Mapping[str, Any]) -> list[str]:
-        """The parameters among what has changed."""
-        return [name for name in ends if name in self._parameters]
-
-    def ends_otherwise(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-        """The others that end otherwise. (A tensor in an attribute of the model is mostly that
-        of the last batch.)
-        """
-        names = [name for name in {**one, **other} if name not in self._parameters]
-        return [name for name in names if not _same(one.get(name), other.get(name))]
-
-
-def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """Everything that can change and is held by these, some levels deep. Of long containers only
-    they themselves.
-    """
-    seen: set[int] = set()
-    level = roots
-    for _ in range(_DEEP):
-        below: list[Any] = []
-        for one in level:
-            if id(one) in seen or _is_opaque(one):
-                continue
-            seen.add(id(one))
-            if isinstance(one, _CHANGEABLE):
-                yield one
-            below += _within(one)
-        level = below
-
-
-def _within(one: Any) -> list[Any]:
-    """What an object holds."""
-    if isinstance(one, dict | list | tuple | set | collections.deque):
-        items = one.values() if isinstance(one, dict) else one
-        return list(items) if len(items) <= _LONG else []
-    if isinstance(one, Tensor) or not hasattr(one, "__dict__"):
-        return []
-    return [vars(one)]
-
-
-def _is_opaque(one: Any) -> bool:
-    """Whether an object is left alone: no state of a model's own."""
-    if isinstance(one, _OPAQUE):
-        return True
-    if isinstance(one, (nn.Module, *_CHANGEABLE)):
-        return False
-    return type(one).__module__.partition(".")[0] in _LIBRARIES
-
-
-def _copied(one: Any) -> Any:
-    """A copy of what an object holds itself."""
-    for kinds, copied, _ in _KINDS:
-        if isinstance(one, kinds):
-            return copied(one)
-    return one
-
-
-def _restore(one: Any, copied: Any) -> None:
-    """Give an object what it held."""
-    for kinds, _, restore in _KINDS:
-        if isinstance(one, kinds):
-            restore(one, copied)
-            return
-
-
-def _restore_tensor(one: Tensor, copied: Tensor) -> None:
-    if not _same(one, copied):
-        one.detach().copy_(copied)
-
-
-def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
-    if one.keys() != copied.keys() or any(one[key] is not its for key, its in copied.items()):
-        one.clear()
-        one.update(copied)
-
-
-def _restore_set(one: set[Any], copied: set[Any]) -> None:
-    one.clear()
-    one.update(copied)
-
-
-def _restore_deque(one: collections.deque[Any], copied: collections.deque[Any]) -> None:
-    one.clear()
-    one.extend(copied)
-
-
-def _restore_array(one: Any, copied: Any) -> None:
-    if one.flags.writeable:
-        one[...] = copied
-
-
-_KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
-    (Tensor, lambda one: one.detach().clone(), _restore_tensor),
-    (dict, dict.copy, _restore_dict),
-    (list, list.copy, lambda one, copied: one.__setitem__(slice(None), copied)),
-    (set, set.copy, _restore_set),
-    (collections.deque, collections.deque.copy, _restore_deque),
-    (numpy.ndarray, numpy.copy, _restore_array),
-    (
-        (torch.Generator, numpy.random.RandomState),
-        lambda one: one.get_state(),
-        lambda one, copied: one.set_state(copied),
-    ),
-    (
-        numpy.random.Generator,
-        lambda one: copy.deepcopy(one.bit_generator.state),
-        lambda one, copied: setattr(one.bit_generator, "state", copied),
-    ),
-    (
-        random.Random,
-        lambda one: one.getstate(),
-        lambda one, copied: one.setstate(copied),
-    ),
-]
-"""How each kind of object is copied and put back."""
-
-_CHANGEABLE = tuple(
-    kind for kinds, _, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
-)
 
 
 # ---- how the model computes meanwhile ------------------------------------------------------------
@@ -670,12 +454,9 @@ def _known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Batch norms take their running statistics; those that have none take a mean of 0 and a
     variance of 1.
     """
-    known = [module for module in model.modules() if module.training and isinstance(module, _KNOWN)]
-    bare = [
-        module
-        for module in known
-        if isinstance(module, _BATCH_NORMS) and module.running_mean is None
-    ]
+    every = [module for module in model.modules() if isinstance(module, _KNOWN)]
+    known = [module for module in every if module.training]
+    bare = [m for m in every if isinstance(m, _BATCH_NORMS) and m.running_mean is None]
     for module in known:
         module.training = False
     for norm in bare:
@@ -732,11 +513,9 @@ def _doubled(nest: Any) -> Any:
 # ---- where samples act on one another ------------------------------------------------------------
 
 
-def _first_that_mixes(
-    model: nn.Module, pieces: list[Piece], compute: _Computing, snapshot: _Snapshot
-) -> str:
-    """The first module whose outputs for the last part depend on the others, though its inputs
-    don't.
+def _first_that_mixes(pieces: list[Piece], compute: _Computing, snapshot: Snapshot) -> str:
+    """Name the first module whose outputs for the last part depend on the others, though its
+    inputs don't; "" where there is none.
     """
     whole, *_, last = pieces
 
@@ -750,8 +529,8 @@ def _first_that_mixes(
             of_part.abs().max()
         )
 
-    calls_of_whole = _calls(model, whole, compute, snapshot)
-    calls_of_part = _calls(model, last, compute, snapshot)
+    calls_of_whole = _calls(whole, compute, snapshot)
+    calls_of_part = _calls(last, compute, snapshot)
     for (name, *given_and_gave), (_, *of_part) in zip(calls_of_whole, calls_of_part, strict=False):
         given, gave = (
             any(differ(one, other) for one, other in zip(of_whole, of, strict=False))
@@ -759,13 +538,14 @@ def _first_that_mixes(
         )
         if gave and not given:
             return f"samples act on one another in {name}"
-    return "it comes of the loss, or of backward"
+    return ""
 
 
 def _calls(
-    model: nn.Module, piece: Piece, compute: _Computing, snapshot: _Snapshot
+    piece: Piece, compute: _Computing, snapshot: Snapshot
 ) -> list[tuple[str, list[Tensor], list[Tensor]]]:
     """Each call of a module in forward: its name, and the tensors that it was given and gave."""
+    model = compute.model
     calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
     names = {
         module: f'"{name}" ({type(module).__name__})' for name, module in model.named_modules()

@@ -7,7 +7,6 @@ wait for it in each step.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import Any
 
@@ -18,15 +17,13 @@ from lockstep.data import Batch, Part
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
-from lockstep.model.inspection import comes_from_within
 from lockstep.model.layer_error import is_of_one_sample
-from lockstep.model.losses.additivity import kept_generators
-from lockstep.model.losses.loss import Loss, Totalled
+from lockstep.model.losses.loss import Loss
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.nonfinite import why_not_finite
 from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, not_finite
 from lockstep.strategies.steps.update_result import Result, read
-from lockstep.tensors.pytree import each, tensors
+from lockstep.tensors.pytree import tensors
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
@@ -186,10 +183,3 @@ def explained(
         of = "fewer micro-batches, or " if len(batch.parts) > 1 else ""
         return RunError(f"{said}: choose {of}a batch_size that leaves no batch of one sample")
     return None
-
-
-def note_reads(loss: Totalled, outputs: Any, targets: Any, size: int) -> None:
-    """Note whether a loss reads what forward computed, other than by the outputs."""
-    with kept_generators((outputs, targets)), contextlib.suppress(Exception):
-        total = loss.judged(each(torch.Tensor.detach, outputs), targets, size).total
-        loss.reads_beside |= total.requires_grad and comes_from_within(total, outputs)

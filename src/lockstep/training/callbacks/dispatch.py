@@ -24,10 +24,8 @@ from lockstep.errors import JobError, RunError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.world import END_OF_CALLBACKS
-from lockstep.model.inspection import hooked_parameters
-from lockstep.model.inspection.nonlinear import PARAMETER_HOOKS
+from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters, structure_of
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.strategies.replicas import Structure
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.digest import digest
@@ -124,7 +122,7 @@ class Callbacks:
         training.stopping = None
         within = kind in ("step", "log")
         looks = self.are_own and self._step.cuts_batch
-        before = Structure(self._step.model) if looks else None
+        before = structure_of(self._step.model) if looks else None
         with contextlib.ExitStack() as stack:
             if self._by_name and not within:
                 stack.enter_context(self._step.evaluated_weights())
@@ -138,7 +136,7 @@ class Callbacks:
         if kind == "start":
             self._note_what_is_gathered()
             self._has_begun = True
-        if before is not None and before.is_changed:
+        if before is not None and before != structure_of(self._step.model):
             self._refuse_what_replicas_lack()
         if not within:
             last = self._each(self._last, kind)

@@ -36,14 +36,14 @@ class JobMetrics:
     Args:
         metrics: by name.
         step: the model under its strategy.
-        looks: whether metrics of torchmetrics are compared with what they give for parts of a
+        checks: whether metrics of torchmetrics are compared with what they give for parts of a
             batch.
     """
 
-    def __init__(self, metrics: Mapping[str, Any], step: Step, *, looks: bool) -> None:
+    def __init__(self, metrics: Mapping[str, Any], step: Step, *, checks: bool) -> None:
         self._names = list(metrics)
         self._step = step
-        self._looks = looks
+        self._checks = checks
         self._functions = functions_of(metrics)
         self._objects = {
             name: fresh(metric, step.world.device.torch)
@@ -70,12 +70,19 @@ class JobMetrics:
                     "let it write to a clone"
                 )
             self._sums[name].add(Result(*value, batch.size))
-        compares = self._looks and is_power_of_two(batch.index + 1)
+        compares = self._checks and is_power_of_two(batch.index + 1)
         for name, metric in self._objects.items():
             with naming(name):
                 if compares and not is_of_parts(metric, outputs, targets, self._step.replicas):
                     self._of_parts.add(name)
                 metric.update(outputs, targets)
+
+    def totals(self, outputs: Any, targets: Any) -> dict[str, tuple[Any, Any]]:
+        """Total and count of each function for some samples."""
+        return {
+            name: _called(name, function, outputs, targets)
+            for name, function in self._functions.items()
+        }
 
     def sums(self) -> list[tuple[float, float, float]]:
         """Total and count of each function on this rank, and 0.

@@ -1,0 +1,38 @@
+"""Plain attributes of modules: numbers, texts, switches, and nests of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+
+_INTERNAL = set(vars(nn.Module())) - {"training"}
+"""What PyTorch keeps in each module."""
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, a switch, or a list, tuple or dictionary of some."""
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    elif not isinstance(value, list | tuple):
+        return isinstance(value, _PLAIN)
+    return all(isinstance(item, _PLAIN) for item in value)
+
+
+def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
+    """Give the modules of a replica the model's plain attributes: ``training``, a temperature.
+
+    What several modules share (a dictionary that layers read) is one object in the replica, too.
+    """
+    copies: dict[int, Any] = {}
+    for mine, other in zip(model, replica, strict=True):
+        theirs = vars(other)
+        for name, value in vars(mine).items():
+            if theirs.get(name) is value or name in _INTERNAL:
+                continue
+            if is_plain(value):
+                theirs[name] = copies.setdefault(id(value), copy.copy(value))
