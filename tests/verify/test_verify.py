@@ -1091,6 +1091,61 @@ def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_pa
     )
 
 
+# ---- the batch's cutting alone -------------------------------------------------------------------
+
+MICRO_BATCHES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "accumulation": ("single", {"accumulate": 2}),
+    "pp": (PP(microbatches=2), {}),
+}
+
+
+@pytest.mark.parametrize("way", MICRO_BATCHES)
+def test_an_auxiliary_loss_that_micro_batches_change_is_named(way: str) -> None:
+    """Its reference accumulates as well, and was found equal."""
+    strategy, settings = MICRO_BATCHES[way]
+    found = verified(BALANCED.replace(**settings), strategy)
+    assert names(found) == {"cut", "auxiliary loss"}, found
+    assert "the batch's cutting" in found.causes[0].text
+    assert found.comparison is not None and found.comparison.worst < 1e-10
+    assert found.whole is not None and found.whole.worst > 1e-3
+    assert "not equal to the whole batch from update 2 on" in str(found)
+
+
+@pytest.mark.parametrize("way", MICRO_BATCHES)
+def test_samples_that_act_on_one_another_within_micro_batches_are_named(way: str) -> None:
+    strategy, settings = MICRO_BATCHES[way]
+    found = verified(MLP.replace(model=Centred, **settings), strategy)
+    assert names(found) == {"cut", "mixing"}, found
+    assert found.layer == ("centre", "Centre")
+
+
+INNOCENT: dict[str, dict[str, Any]] = {
+    "a small network": {},
+    "dropout": {"model": Dropping},
+    "noise in forward": {"model": lambda: nn.Sequential(nn.Linear(6, 6), Noisy())},
+    "batch norm and dropout": {"model": Normalised},
+    "a buffer that counts": {"model": lambda: nn.Sequential(nn.Linear(6, 6), CountingSamples())},
+    "adamw": {"optimizer": adamw, "model": Attending},
+    "ignored targets": {"loss": nn.CrossEntropyLoss(ignore_index=2)},
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", MICRO_BATCHES)
+@pytest.mark.parametrize("kind", INNOCENT)
+def test_micro_batches_of_an_innocent_model_are_equal_to_the_whole(kind: str, way: str) -> None:
+    strategy, settings = MICRO_BATCHES[way]
+    found = verified(dataclasses.replace(MLP, **INNOCENT[kind], **settings), strategy)
+    assert found, found
+    assert found.whole is not None and found.whole.updates
+
+
+def test_batch_norm_over_micro_batches_has_a_line_of_its_own() -> None:
+    found = verified(dataclasses.replace(MLP, model=Normalised, accumulate=2), "single")
+    assert found, found
+    assert any("BatchNorm normalizes over each micro-batch" in note for note in found.notes)
+
+
 def late_mask(kind: str) -> tuple[Any, Any]:
     """A loss, and targets whose batch 3 of 4 differs in kind from all others."""
     targets = drawn(SAMPLES, 3, seed=5)

@@ -15,11 +15,10 @@ Each experiment goes no further than the update that parts, which is the first o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss
 from lockstep.launch.events import Caveat
-from lockstep.verify.cause_texts import cause, listed, named, of_refusal, quoted
+from lockstep.verify.batch_cut import cause_of_backward, cause_of_cut
+from lockstep.verify.cause_texts import cause, listed, of_refusal, quoted, replica_buffer
 from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
@@ -218,37 +217,13 @@ class Diagnosis:
         if not isinstance(tried, Comparison) or self.noise.hold(tried):
             return []
         bounds = self.noise.bounds(tried)
-        first = bounds.first_apart(tried)
         if not self._still:
-            self._layer = _layer_of(tried, bounds, first)
-        if first is not None:
-            apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
-            if written := [name for name in apart if name not in first.gradients]:
-                return [cause("state: parameter", name=written[0])]
-        if tried.layer is not None:
-            if (
-                found.apart_attributes and not found.mixes
-            ):  # else it may be a record that acts on nothing
-                return [cause("state", name=found.apart_attributes[0])]
-            if found.own_buffers:
-                return [_buffer(found.own_buffers)]
-            kind = "collate" if found.collated and not found.mixes else "mixing"
-            return [cause(kind, layer=named(*tried.layer))]
-        if found.reads:
-            name = found.reads[0]
-            return [
-                cause(
-                    "auxiliary loss",
-                    output=f'the model\'s output "{name}"' if name else "an output of the model",
-                )
-            ]
-        if first is not None and first.losses_apart > bounds.of("loss", ""):
-            return [cause("loss")]
+            self._layer = _layer_of(tried, bounds, bounds.first_apart(tried))
+        if cause_found := cause_of_cut(tried, bounds, found):
+            return [cause_found]
         if self._only("buffers"):
             return [cause("buffer", name=self._beyond[0][1])]
-        if tried.hooked and not tried.functions:
-            return [cause("hook", names=quoted(tried.hooked))]
-        return [_own_backward(tried.functions, first)]
+        return [cause_of_backward(tried, bounds)]
 
     # ---- a strategy that does something else -----------------------------------------------------
 
@@ -263,7 +238,7 @@ class Diagnosis:
         if ratio is not None:
             return [cause("scaled gradient", ratio=ratio)]
         if found.own_buffers:
-            return [_buffer(found.own_buffers)]
+            return [replica_buffer(found.own_buffers)]
         if found.apart_attributes:
             return [cause("state", name=found.apart_attributes[0])]
         if self._only("buffers"):
@@ -312,29 +287,6 @@ def _sampler(first: Update) -> Caveat:
     return cause(
         "sampler", faults=" and ".join(filter(None, faults)), batch=first.batch, epoch=first.epoch
     )
-
-
-def _buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
-    """A buffer that is other on each replica; the first that only some of them updated."""
-    for name, replicas in own.items():
-        if replicas:
-            return cause("buffer of one rank", name=name, replicas=listed("replica", replicas))
-    return cause("buffer", name=next(iter(own)))
-
-
-def _own_backward(functions: Sequence[str], first: Update | None) -> Caveat:
-    """A backward that depends on how many samples it sees."""
-    ratios = {} if first is None else {n: r for n, r in first.ratios.items() if abs(r - 1) > 1e-6}
-    seen = ""
-    if ratios:
-        name, ratio = next(iter(ratios.items()))
-        seen = f' (the gradient of "{name}" is {ratio:.4g} times as large when the batch is split)'
-    which = (
-        f"autograd function {quoted(functions)}"
-        if functions
-        else "a backward of the model, or a hook in it,"
-    )
-    return cause("autograd function", which=which, seen=seen)
 
 
 def _layer_of(watched: Comparison, bounds: Bounds, first: Update | None) -> Layer | None:

@@ -6,7 +6,7 @@ A kind with several texts has a word after a colon. `docs/verify.md` lists the k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
 from lockstep.launch.events import Caveat
@@ -128,6 +128,11 @@ CAUSES: dict[str, tuple[str, str]] = {
         "say): dp and ddp compute it for each replica, over its local batch",
         f"{_WHOLE_BATCH}; or a term that is a sum over samples",
     ),
+    "cut": (
+        "the batch's cutting alone changes the results: single with {parts} micro-batches differs "
+        "from single with the whole batch, by {apart:.0e}",
+        "accumulate=1; or one micro-batch (mp in the place of pp)",
+    ),
     "refused: shape": (
         "of a local batch the model gives what the loss doesn't take: {said}",
         "outputs with a row for each sample, also where there is only one: squeeze(1), say, for "
@@ -220,3 +225,26 @@ def listed(what: str, numbers: Sequence[int]) -> str:
     """``samples 1, 2, 3``: six of them at most."""
     shown = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
     return f"{what}{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+def replica_buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
+    """A buffer that is other on each replica; the first that only some of them updated."""
+    for name, replicas in own.items():
+        if replicas:
+            return cause("buffer of one rank", name=name, replicas=listed("replica", replicas))
+    return cause("buffer", name=next(iter(own)))
+
+
+def own_backward(functions: Sequence[str], ratios: Mapping[str, float]) -> Caveat:
+    """A backward that depends on how many samples it sees."""
+    seen = ""
+    scaled = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 1e-6}
+    if scaled:
+        name, ratio = next(iter(scaled.items()))
+        seen = f' (the gradient of "{name}" is {ratio:.4g} times as large when the batch is split)'
+    which = (
+        f"autograd function {quoted(functions)}"
+        if functions
+        else "a backward of the model, or a hook in it,"
+    )
+    return cause("autograd function", which=which, seen=seen)

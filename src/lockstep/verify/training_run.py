@@ -65,7 +65,9 @@ class Side(Observer):
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
         # Before the strategy has the model: it may copy it, or take a later change for the
         # person's.
-        job = without_draws(job.replace(loss=_own_loss(job)), experiment.still)
+        # The sum check in a training would end it where a comparison shows more.
+        job = job.replace(loss=_own_loss(job), check_every=0)
+        job = without_draws(job, experiment.still)
         self.job, self.world, self._experiment = job, world, experiment
         self._accelerators = tuple(
             {device.torch: None for device in world.devices if not device.is_slot}

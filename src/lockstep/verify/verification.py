@@ -23,9 +23,10 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.placement import alone, needs_one_process
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.single import Single
+from lockstep.verify.batch_cut import causes_of_cut, compared_with_whole
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import named, of_refusal
-from lockstep.verify.comparison import Comparison, Update, relative
+from lockstep.verify.comparison import Bounds, Comparison, Update, relative
 from lockstep.verify.experiments import Laboratory, Noise
 from lockstep.verify.preflight import preflight
 
@@ -51,6 +52,8 @@ class Verification:
         batch_size: of the global batches that were used.
         noise: the largest difference of two runs of one device, where that was measured.
         comparison: every difference of every update; None where the strategy refused.
+        whole: ``single`` in the strategy's micro-batches against ``single`` on whole batches, where
+            there are some.
         refused: what the strategy said where it refused the job.
         first: the first update that differs.
         beyond: its differences that are more than rounding, as (kind, name, size), the largest
@@ -71,6 +74,7 @@ class Verification:
     batch_size: int
     noise: float | None = None
     comparison: Comparison | None = None
+    whole: Comparison | None = None
     refused: str | None = None
     first: Update | None = None
     beyond: tuple[tuple[str, str, float], ...] = ()
@@ -114,12 +118,10 @@ class Verification:
             noise = (
                 "" if self.noise is None else f"; two runs of one device differ by {self.noise:.1e}"
             )
-            return [
-                *said,
-                *_wrapped(
-                    "equal: ", f"nothing differs by more than {self.worst:.1e}{noise}", width
-                ),
-            ]
+            text = f"nothing differs by more than {self.worst:.1e}{noise}"
+            if self.whole is not None:
+                text += f"; whole batches give the same, up to {self.whole.worst:.1e}"
+            return [*said, *_wrapped("equal: ", text, width)]
         said += self._where(width)
         for cause in self.causes:
             said += _wrapped(f"cause ({cause.kind}): ", cause.text, width)
@@ -137,8 +139,9 @@ class Verification:
             ]
         if self.first is None:
             return [f"not equal in evaluation only: {', '.join(self.evaluation_apart)}"]
+        what = "not equal" if self.whole is None else "not equal to the whole batch"
         said = [
-            f"not equal from update {self.first.number} on (epoch {self.first.epoch}, batch "
+            f"{what} from update {self.first.number} on (epoch {self.first.epoch}, batch "
             f"{self.first.batch})"
         ]
         if self.layer is not None:
@@ -333,16 +336,33 @@ def _answer(
         notes=(*said.notes, *map(str, found.notes)),
     )
     if equal:
-        return said
+        uncut = compared_with_whole(laboratory, experiment, found)
+        said = replace(said, whole=uncut)
+        if uncut is None or noise.hold(uncut):
+            return said
+        bounds = noise.bounds(uncut)
+        first = bounds.first_apart(uncut)
+        return replace(
+            said,
+            equal=False,
+            first=first,
+            beyond=_largest_first(bounds, first),
+            layer=uncut.layer,
+            causes=causes_of_cut(uncut, bounds, experiment.parts),
+        )
     diagnosis = Diagnosis(laboratory, experiment, found, noise)
     first = diagnosis.first
     return replace(
         said,
         first=first,
-        beyond=tuple(sorted(bounds.beyond(first), key=lambda one: -one[2]))
-        if first is not None
-        else (),
+        beyond=_largest_first(bounds, first),
         evaluation_apart=tuple(bounds.evaluation_apart(found)),
         causes=tuple(diagnosis.causes()),
         layer=diagnosis.first_layer(),
     )
+
+
+def _largest_first(bounds: Bounds, first: Update | None) -> tuple[tuple[str, str, float], ...]:
+    if first is None:
+        return ()
+    return tuple(sorted(bounds.beyond(first), key=lambda one: -one[2]))
