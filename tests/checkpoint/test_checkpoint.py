@@ -25,7 +25,8 @@ from lockstep.checkpoint.index import Index, Reader, Rows, shared_out
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import FolderError, JobError, SaveError
 from lockstep.launch.world import World
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, slow, state_of
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "mp": "2xcpu"}

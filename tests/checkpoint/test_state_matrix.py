@@ -19,7 +19,8 @@ from lockstep import Job, Run, train
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Reader
 from lockstep.strategies.sharded.shards import Shards
-from lockstep.verify import differences
+
+from harness import differences  # isort: skip
 from zoo import tokens_and_next
 
 ON = {"single": 1, "dp": 2, "ddp": 2, "fsdp": 4, "pp": 2, "ddp=2xpp=2": 4}

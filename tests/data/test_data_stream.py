@@ -22,7 +22,8 @@ from lockstep.errors import JobError, LockstepError, RunError, SampleError
 from lockstep.launch.world import World, current
 from lockstep.tensors.rows import share_sizes
 from lockstep.tensors.seeding import seeded
-from lockstep.verify import differences
+
+from harness import differences  # isort: skip
 from zoo import ZOO, Stream, drawn, generated, labels, mlp, plain_sgd
 
 BOUND = 1e-10

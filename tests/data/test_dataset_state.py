@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep import Job, Run, train
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import drawn, labels
 
 ON = {"single": "1xcpu", "dp": "2xcpu"}

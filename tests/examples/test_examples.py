@@ -11,7 +11,8 @@ import torch
 from lockstep import Run
 from lockstep.cli.command import main
 from lockstep.jobfile import JobFile, loaded
-from lockstep.verify import differences
+
+from harness import differences  # isort: skip
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CIFAR = str(EXAMPLES / "cifar10_mobilenetv2.py")

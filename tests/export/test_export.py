@@ -28,7 +28,8 @@ from lockstep.cli.command import main
 from lockstep.errors import InputError, NotEqual
 from lockstep.export import Exported
 from lockstep.export.weight_parts import write_parts
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import Tagger, drawn, labels, mlp, plain_sgd, right
 
 SAMPLES = 21

@@ -15,7 +15,8 @@ from lockstep import train
 from lockstep.errors import JobError, StrategyError
 from lockstep.model.activation_checkpointing import checkpoint_blocks, found_blocks, named_blocks
 from lockstep.strategies.ddp import DDP
-from lockstep.verify import differences, parity, same_bits
+
+from harness import differences, parity, same_bits  # isort: skip
 from zoo import SAMPLES, ZOO, Conv, drawn, sgd, slow
 from zoo import _job as job_of
 

@@ -17,7 +17,8 @@ from lockstep.launch.processes import call
 from lockstep.model import precision
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.ddp import DDP
-from lockstep.verify import differences, parity
+
+from harness import differences, parity  # isort: skip
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, sgd, state_of
 
 WAYS = [

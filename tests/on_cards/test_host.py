@@ -26,7 +26,8 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.evaluation import evaluate
 from lockstep.training.progress import Pace
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from simulated_card import counts
 
 WAITING = ("host_reads", "waits", "blocking_copies")

@@ -14,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.verify import differences
+
+from harness import differences  # isort: skip
 from zoo import SAMPLES, drawn, labels, mlp, plain_sgd, sgd
 
 BOUND = 1e-10

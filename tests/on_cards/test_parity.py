@@ -14,7 +14,8 @@ from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.run import Run
-from lockstep.verify import differences
+
+from harness import differences  # isort: skip
 from zoo import ZOO
 
 WAYS: dict[str, tuple[Strategy, str]] = {

@@ -21,7 +21,8 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 from lockstep.training.run import Run
-from lockstep.verify import differences, same_bits
+
+from harness import differences, same_bits  # isort: skip
 
 # isort: skip
 from zoo import SAMPLES, ZOO, Conv, Counting, Said, _job, drawn, labels, plain_sgd, sgd, wants

@@ -16,8 +16,8 @@ from torch import nn
 from lockstep import Job, train
 from lockstep.strategies.pp import PP, SCHEDULES
 from lockstep.training.run import Run
-from lockstep.verify import differences
 
+from harness import differences  # isort: skip
 from test_pipelining import KINDS  # isort: skip
 from zoo import _job, drawn, sgd, tokens_and_next  # isort: skip
 

@@ -24,8 +24,8 @@ from lockstep.errors import StrategyError
 from lockstep.pipelining.state_probe import Begun
 from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
-from lockstep.verify import differences
 
+from harness import differences  # isort: skip
 from zoo import SAMPLES, _job, drawn, labels, sgd, tokens_and_next  # isort: skip
 
 BOUND = 1e-10

@@ -18,8 +18,8 @@ import lockstep
 from lockstep import Job, train
 from lockstep.strategies.pp import PP
 from lockstep.threads.random_streams import source
-from lockstep.verify import differences
 
+from harness import differences  # isort: skip
 from planted import NoisyGradient  # isort: skip
 from zoo import drawn, labels, sgd  # isort: skip
 

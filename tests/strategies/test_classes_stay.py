@@ -11,7 +11,8 @@ from torch import nn
 
 from lockstep import Callback, train
 from lockstep.errors import StrategyError
-from lockstep.verify import differences, parity
+
+from harness import differences, parity  # isort: skip
 from zoo import ZOO, drawn, slow
 
 BOUND = 1e-10

@@ -29,7 +29,8 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.sharded.recast_weights import recast_weights
 from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
-from lockstep.verify import differences, parity
+
+from harness import differences, parity  # isort: skip
 
 # isort: skip
 from zoo import ZOO, _job, drawn, halved_weights, labels, mlp, sgd, slow, state_of, tokens_and_next

@@ -18,7 +18,8 @@ import lockstep
 from lockstep import Job, Loss, train
 from lockstep.errors import JobError, LossError
 from lockstep.strategies import DDP, DP, MP, PP, Hogwild, Strategy, named
-from lockstep.verify import differences, parity, same_bits
+
+from harness import differences, parity, same_bits  # isort: skip
 from zoo import SAMPLES, drawn, labels, mlp, plain_sgd, sgd, slow
 
 BOUND = 1e-10

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from lockstep import launch, parallelize, train
 from lockstep.errors import StrategyError
 from lockstep.strategies.fsdp import FSDP
-from lockstep.verify import parity
 
+from harness import parity  # isort: skip
 from zoo import ZOO, drawn, mlp, sgd  # isort: skip
 
 held: dict[str, nn.Module] = {}

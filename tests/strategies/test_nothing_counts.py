@@ -20,8 +20,8 @@ from lockstep.errors import LossError
 from lockstep.strategies import named
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.fsdp import FSDP
-from lockstep.verify import parity
 
+from harness import parity  # isort: skip
 from zoo import NOTHING, SAMPLES, ZOO, zero_for_none  # isort: skip
 
 

@@ -27,8 +27,8 @@ from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.seeding import seeded
 from lockstep.training.run import Run
-from lockstep.verify import differences, parity, same_bits
 
+from harness import differences, parity, same_bits  # isort: skip
 from planted import Averaging, Clamping, Jittering, Noisy, SelfWriting  # isort: skip
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd, slow  # isort: skip
 

@@ -28,8 +28,9 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import STRATEGIES, choose, devices_for, named
 from lockstep.training.run_page import page_of
-from lockstep.verify import differences, same_bits, verify
+from lockstep.verify import verify
 
+from harness import differences, same_bits  # isort: skip
 from zoo import ZOO, mlp, plain_sgd  # isort: skip
 
 BOUND = 1e-10

@@ -19,8 +19,8 @@ from torch import nn
 
 from lockstep import Job, evaluate, predict, train
 from lockstep.errors import StrategyError
-from lockstep.verify import parity
 
+from harness import parity  # isort: skip
 from zoo import ZOO, plain_sgd  # isort: skip
 
 BOUND = 1e-10

@@ -25,8 +25,8 @@ from lockstep.errors import JobError, LockstepError, StrategyError
 from lockstep.model.losses.loss import Totalled
 from lockstep.strategies.replicas import shared_by_threads
 from lockstep.tensors.rows import cut
-from lockstep.verify import differences, parity, same_bits
 
+from harness import differences, parity, same_bits  # isort: skip
 from zoo import ZOO, drawn, labels, mlp, sgd  # isort: skip
 
 DP = {"strategy": "dp", "devices": "2xcpu"}

@@ -19,7 +19,9 @@ from lockstep import Job, train
 from lockstep.errors import InputError, JobError, LockstepError, LossError, StrategyError
 from lockstep.jobfile import loaded
 from lockstep.launch.world import World
-from lockstep.verify import differences, parity, same_bits, verify
+from lockstep.verify import verify
+
+from harness import differences, parity, same_bits  # isort: skip
 from planted import Clamping
 from zoo import SAMPLES, ZOO, drawn, labels, plain_sgd, sgd, slow
 

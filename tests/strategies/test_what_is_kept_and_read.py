@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, train
 from lockstep.errors import LossError, StrategyError
-from lockstep.verify import differences
 
+from harness import differences  # isort: skip
 from zoo import SAMPLES, ZOO, drawn, labels, mlp, sgd, slow  # isort: skip
 
 WAYS = {

@@ -14,7 +14,8 @@ from lockstep import Callback, Job
 from lockstep.callbacks import EMA, SWA, TrainingContext
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, StrategyError
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, mlp, sgd, slow, state_of
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu"}

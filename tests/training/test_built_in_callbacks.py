@@ -30,7 +30,8 @@ from lockstep.callbacks import (
 from lockstep.errors import JobError
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from pages import ROOT, blocks
 from stand_in import calls, service
 from zoo import ZOO, drawn, sgd, slow

@@ -23,7 +23,8 @@ from lockstep.callbacks import SWA
 from lockstep.errors import InputError, JobError
 from lockstep.job import Every
 from lockstep.jobfile import JobFile
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import drawn, labels, right, slow
 
 ON = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu"}

@@ -13,7 +13,8 @@ from torch import nn
 import lockstep
 from lockstep import Job, predict, train
 from lockstep.errors import JobError
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, drawn, labels, plain_sgd
 
 

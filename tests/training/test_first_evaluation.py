@@ -14,7 +14,8 @@ from torch import nn
 import lockstep
 from lockstep import predict, train
 from lockstep.errors import StrategyError
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, drawn, labels, plain_sgd
 
 

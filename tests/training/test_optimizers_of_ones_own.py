@@ -17,7 +17,8 @@ from lockstep.callbacks import EMA, KeepWeights, Sampler, TrainingContext
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.fsdp import FSDP
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import SAMPLES, ZOO, drawn, labels, mlp, slow, state_of
 
 WAYS: dict[str, Any] = {"dp": "2xcpu", "ddp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}

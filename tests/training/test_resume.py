@@ -26,7 +26,8 @@ from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP
 from lockstep.training.resume import as_it_went
 from lockstep.training.run_page import write_page
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, sgd
 
 JOB = Path(__file__).parents[2] / "examples" / "digits.py"

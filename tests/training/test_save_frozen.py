@@ -16,7 +16,8 @@ import lockstep
 from lockstep import Callback, Job, Run
 from lockstep.callbacks import EMA, KeepWeights, TrainingContext
 from lockstep.errors import FolderError, JobError, RunError
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 from zoo import ZOO, drawn, sgd, slow, state_of
 
 WAYS = {

@@ -28,7 +28,8 @@ from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.training.audit import added_up
 from lockstep.training.resume import newest_of
-from lockstep.verify import same_bits
+
+from harness import same_bits  # isort: skip
 
 FILE = """
 import os, time, torch, lockstep

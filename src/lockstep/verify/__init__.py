@@ -1,5 +1,5 @@
-"""Verify: a job under ``single`` and under a strategy, from the same weights on the same batches,
-and why they differ.
+"""Verify compares a job under ``single`` and under a strategy, from the same weights on the same
+batches, and finds why they differ.
 
 ::
 
@@ -7,21 +7,12 @@ and why they differ.
     batches       which batches, and which differ in kind  training_run  one side, an update at a time
     paired_run    both at once, compared after each update comparison    what is compared, and what was found
     layer_watch   the first layer that gave other values   determinism   dropout, or batch norm, taken out
-    experiments   where experiments run, and noise there   diagnosis     the experiments that find why they differ
-    causes        the table of causes: kind, text, fix     harness       whole trainings compared, for tests
+    experiments   where experiments run, and noise there   cause_search  the experiments that find why they differ
+    cause_texts   the table of causes: kind, text, fix     batch_cut     what micro-batches alone change
+    measures      how far two values lie apart
 """
 
 from lockstep.verify.comparison import Comparison, Update
-from lockstep.verify.harness import Differences, differences, parity, same_bits
 from lockstep.verify.verification import Verification, verify
 
-__all__ = [
-    "Comparison",
-    "Differences",
-    "Update",
-    "Verification",
-    "differences",
-    "parity",
-    "same_bits",
-    "verify",
-]
+__all__ = ["Comparison", "Update", "Verification", "verify"]

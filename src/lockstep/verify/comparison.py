@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from lockstep.strategies.single import Single
 from lockstep.tensors.digest import bits_of
 from lockstep.tensors.pytree import tensors
 from lockstep.verify.determinism import Thing
+from lockstep.verify.measures import relative
 
 EXACT = 1e-10
 """Where numbers are in float64: rounding is near 1e-15, a wrong weight of one sample shows as
@@ -95,13 +95,6 @@ class Update:
         for kind in ("gradients", "parameters", "buffers"):
             for name, value in getattr(self, kind).items():
                 yield kind, name, value
-
-
-def relative(a: float, b: float) -> float:
-    """|a - b| / |b|; infinite where one of them is no number."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
-        return 0.0
-    return abs(a - b) / max(abs(b), 1e-6) if math.isfinite(a - b) else math.inf
 
 
 @dataclass

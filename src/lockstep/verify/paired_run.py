@@ -33,8 +33,8 @@ from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import EXACT, Comparison, Experiment, Rows, Update, rows_apart
-from lockstep.verify.harness import buffer_apart, change_apart, largest, real
 from lockstep.verify.layer_watch import first_apart
+from lockstep.verify.measures import buffer_apart, change_apart, largest, real
 from lockstep.verify.training_run import Side, buffer_digests
 
 

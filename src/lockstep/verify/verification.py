@@ -26,8 +26,9 @@ from lockstep.strategies.single import Single
 from lockstep.verify.batch_cut import causes_of_cut, compared_with_whole
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import named, of_refusal
-from lockstep.verify.comparison import Bounds, Comparison, Update, relative
+from lockstep.verify.comparison import Bounds, Comparison, Update
 from lockstep.verify.experiments import Laboratory, Noise
+from lockstep.verify.measures import relative
 from lockstep.verify.preflight import preflight
 
 _WITHOUT_DROPOUT = (

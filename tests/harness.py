@@ -1,11 +1,8 @@
 """The parity harness: a job under two strategies, and how far apart they end.
 
-For each parameter, with d its change since the common start::
-
-    difference = max|d_a - d_b| / max(max|d_b|, learning rate x steps)
-
-in float64, where rounding is near 1e-15 and a wrong weight of one sample shows as 1e-3. SGD shows
-errors of scale that Adam would hide.
+Differences are measured as in ``lockstep.verify.measures``, in float64, where rounding is near
+1e-15 and a wrong weight of one sample shows as 1e-3. SGD shows errors of scale that Adam would
+hide.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ from lockstep.model.precision import PrecisionName
 from lockstep.strategies import Strategy
 from lockstep.train import train
 from lockstep.training.run import Run
+from lockstep.verify.measures import buffer_apart, change_apart, largest, real
 
 _TIMES = ("seconds", "samples_per_second", "tokens_per_second")
 
@@ -37,7 +35,7 @@ class Differences:
     """How far two runs of one job ended from one another.
 
     Attributes:
-        parameters: by name, as the formula of this module says.
+        parameters: by name, as ``change_apart`` gives it.
         buffers: by name, max|a - b| over max(max|b|, 1).
         history: the largest relative difference of a loss or metric of any epoch, by name.
         moved: by name, whether the parameter changed at all (where nothing moves, nothing is
@@ -118,36 +116,6 @@ def differences(job: Job, a: Run, b: Run) -> Differences:
         if name in ends[0]
     }
     return Differences(parameters, buffers, _histories(a, b), moved)
-
-
-def change_apart(apart: float, change: float, reach: float) -> float:
-    """The measure itself, of one parameter: max|d_a - d_b| over the larger of max|d_b| and
-    learning rate x steps.
-    """
-    scale = max(change, reach)
-    return apart / scale if scale else apart
-
-
-def buffer_apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far two values of a buffer lie apart: max|a - b| over max(max|b|, 1)."""
-    if a.shape != b.shape:
-        return math.inf
-    return largest(real(a) - real(b)) / max(largest(real(b)), 1.0)
-
-
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in float64 on the CPU, where it can be compared; a complex one as pairs."""
-    tensor = tensor.detach().cpu()
-    tensor = tensor.to_dense() if tensor.layout != torch.strided else tensor
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
-
-
-def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value; infinite where one is NaN."""
-    if not tensor.numel():
-        return 0.0
-    least, most = map(float, tensor.aminmax())  # a fifth of the time of a norm
-    return math.inf if math.isnan(most) else max(-least, most)
 
 
 def _histories(a: Run, b: Run) -> dict[str, float]:
