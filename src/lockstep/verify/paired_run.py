@@ -27,7 +27,8 @@ from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
-from lockstep.model.inspection import drops, hooked_parameters
+from lockstep.model.hooks import hooked_parameters
+from lockstep.model.modes import draws_dropout
 from lockstep.strategies.single import Single
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.allocator import freed_memory_kept
@@ -276,12 +277,8 @@ class _PairedRun:
         ours, found, model = self.ours, self.found, theirs.step.model
         norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         found.drew = tuple(sorted(theirs.drew))
-        found.drops = any(map(drops, model.modules()))
+        found.drops = any(map(draws_dropout, model.modules()))
         found.normalises = any(m.training or not m.track_running_stats for m in norms)
-        found.mixes = ours.step.seen.mixes
-        found.reads = tuple(
-            n for n in ours.step.loss_check.reads if ours.step.seen.of_output(n) is not None
-        )
         found.functions = tuple(sorted(theirs.functions | ours.functions))
         found.hooked = tuple(hooked_parameters(model))
         said = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
