@@ -1,10 +1,11 @@
-"""From a job to a model and an optimizer in this process, the same on every rank."""
+"""Building a job's model in this process, the same on every rank."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +22,6 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
-from lockstep.model.inspection import attribute_tensors
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.tensors.common_memory import common_memory_kept, in_common_memory, tensors_of
@@ -32,47 +32,24 @@ from lockstep.tensors.seeding import seeded
 
 
 def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
-    """Build the job's model under its seed, on this process's first device, and make sure that all
+    """Build the job's model under its seed, on this process's first device, and check that all
     ranks have the same.
 
-    It begins with the job's ``init``, where it has one.
+    It begins with the weights of the job's ``init``, where there is one.
 
     Args:
-        job: whose model it is.
+        job: describes the model.
         world: the ranks.
-        place: False leaves it on the CPU, where it is built: it may be too large for one device.
+        place: False leaves the model on the CPU, where it is built: it may be too large for one
+            device.
 
     Raises:
-        JobError: it can't be built, isn't a module, has nothing to train, or differs between two
-            ranks (the first differing name is given).
+        JobError: the model can't be built, isn't a module, has nothing to train, or differs between
+            two ranks (the first name that differs is given).
     """
-    with seeded(job.seed):
-        try:
-            model = job.model()
-        except LockstepError:
-            raise
-        except Exception as error:
-            needs_group = "process group has not been initialized" in str(error)
-            fix = (
-                "Lockstep distributes the model: leave DistributedDataParallel out"
-                if needs_group
-                else ""
-            )
-            raise JobError(f"model: building it raised {told(error)}", fix=fix) from error
-    model = as_module(model)
-    if not isinstance(model, nn.Module):
-        raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    model = _made(job)
     _refuse_wrapped(model)
-    elsewhere = next(
-        ((n, t) for n, t in tensors_of(model) if t.device.type not in ("cpu", world.device.type)),
-        None,
-    )
-    if elsewhere is not None and not elsewhere[1].is_meta:
-        raise JobError(
-            f'model: "{elsewhere[0]}" was put on {elsewhere[1].device}, and it is to train on '
-            f"{world.device}: build it "
-            "on the CPU, without .cuda() and .to(...); Lockstep moves it"
-        )
+    _refuse_placed(model, world)
     if not any(p.requires_grad for p in model.parameters()):
         raise JobError(
             "model: it has no parameter that requires a gradient, so there is nothing to train"
@@ -81,14 +58,12 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     _expand_buffers(model)
     convert_model(model, job.precision)  # before the weights of init, which may be float64 too
     if job.init is not None:
-        said = begin_with(model, job.init, strict=job.init_strict)
-        for line in said if world.is_first else ():
-            world.tell(Line(line, "plan" if line != said[0] else "plain"))
+        _take_initial_weights(model, job, world)
     _begin_training(model)
     same_on_every_rank(model, world)
-    _say_what_differs(model, world)
+    _note_differing_attributes(model, world)
     if job.activation_checkpointing is not None:
-        _checkpoint(model, job, job.sync_batchnorm and world.size * len(world.devices) > 1)
+        _checkpoint(model, job, world)
     if job.channels_last:
         with common_memory_kept(model):
             _lay_out(model)
@@ -97,12 +72,32 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     return model
 
 
+def _made(job: Job) -> nn.Module:
+    """Call the job's ``model`` under its seed.
+
+    Raises:
+        JobError: it raises, or gives no module.
+    """
+    with seeded(job.seed):
+        try:
+            model = as_module(job.model())
+        except LockstepError:
+            raise
+        except Exception as error:
+            fix = ""
+            if "process group has not been initialized" in str(error):
+                fix = "Lockstep distributes the model: leave DistributedDataParallel out"
+            raise JobError(f"model: building it raised {told(error)}", fix=fix) from error
+    if not isinstance(model, nn.Module):
+        raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
 def as_module(model: Any) -> Any:
-    """What a job's ``model`` gave; a dict of modules by name as an ``nn.ModuleDict``."""
-    is_dict = isinstance(model, dict) and all(
-        isinstance(part, nn.Module) for part in model.values()
-    )
-    return nn.ModuleDict(model) if is_dict else model
+    """Give what a job's ``model`` gave, a dict of modules by name as an ``nn.ModuleDict``."""
+    if isinstance(model, dict) and all(isinstance(part, nn.Module) for part in model.values()):
+        return nn.ModuleDict(model)
+    return model
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
@@ -112,46 +107,64 @@ def _refuse_wrapped(model: nn.Module) -> None:
             what = f'"{name}"' if name else "it"
             raise JobError(
                 f"model: {what} is wrapped in {type(module).__name__} already: give its .module, "
-                "since "
-                "Lockstep distributes the model"
+                "since Lockstep distributes the model"
             )
 
 
-def _begin_training(model: nn.Module) -> None:
-    """Put the model in training mode, as a loop written by hand would: a ``train`` of its own is
-    called.
+def _refuse_placed(model: nn.Module, world: World) -> None:
+    """Refuse a model that was put on a device of another type than it is to train on."""
+    for name, tensor in tensors_of(model):
+        if tensor.device.type not in ("cpu", "meta", world.device.type):
+            raise JobError(
+                f'model: "{name}" was put on {tensor.device}, and it is to train on '
+                f"{world.device}: build it on the CPU, without .cuda() and .to(...); Lockstep "
+                "moves it"
+            )
 
-    A part that was put in eval mode by itself stays there.
+
+def _take_initial_weights(model: nn.Module, job: Job, world: World) -> None:
+    """Give the model the weights of the job's ``init``, and log what was taken."""
+    assert job.init is not None
+    first, *others = begin_with(model, job.init, strict=job.init_strict)
+    if world.is_first:
+        world.tell(Line(first, "plain"))
+        for line in others:
+            world.tell(Line(line, "plan"))
+
+
+def _begin_training(model: nn.Module) -> None:
+    """Put the model in training mode, as a loop written by hand would.
+
+    A ``train`` of a module's own is called. A part that was put in evaluation mode by itself stays
+    there.
     """
     if not model.training:  # as pretrained models come
         model.train()
         return
     for module in list(model.modules()):
-        if (
-            module.training and type(module).train is not nn.Module.train
-        ):  # it keeps a part of itself in eval mode
+        # It may keep a part of itself in evaluation mode.
+        if module.training and type(module).train is not nn.Module.train:
             module.train()
 
 
 def _expand_buffers(model: nn.Module) -> None:
-    """Give a buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, to
-    be written to.
+    """Give each buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, so
+    that it can be written to.
     """
     dense: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is None or buffer.layout != torch.strided or is_lazy(buffer):
                 continue
-            if any(
-                size > 1 and not stride
-                for size, stride in zip(buffer.shape, buffer.stride(), strict=True)
-            ):
+            sizes = zip(buffer.shape, buffer.stride(), strict=True)
+            if any(size > 1 and stride == 0 for size, stride in sizes):
                 module._buffers[name] = dense.setdefault(id(buffer), buffer.contiguous())
 
 
 def _lay_out(model: nn.Module) -> None:
-    """Give the weights of convolutions over images the layout; those over volumes stay, on which
-    Module.to raises.
+    """Put the weights of convolutions over images in channels-last memory.
+
+    Those over volumes stay: ``Module.to`` would raise on them.
     """
     for _, tensor in tensors_of(model):
         if tensor.dim() == 4:
@@ -159,20 +172,18 @@ def _lay_out(model: nn.Module) -> None:
 
 
 def trained_model(job: Job, weights: Path) -> nn.Module:
-    """The job's model with the weights of a run, in the job's number format, on the CPU.
+    """Build the job's model with the weights of a run, in the job's number format, on the CPU.
 
     Raises:
-        FolderError: the weights aren't there, or another model's.
+        FolderError: the weights aren't there, or are another model's.
     """
     with seeded(job.seed):
         model: nn.Module = as_module(job.model())
-    if not in_common_memory(
-        tensors_of(model)
-    ):  # (copies of such parameters would have memory of their own)
+    # The function may give the same module, or parts of it, each time. Copies of parameters in
+    # common memory would have memory of their own.
+    if not in_common_memory(tensors_of(model)):
         with contextlib.suppress(Exception):  # it holds what can't be copied
-            model = copy.deepcopy(
-                model
-            )  # the function may give the same module, or parts of it, each time
+            model = copy.deepcopy(model)
     convert_model(model, job.precision)  # before the weights, which are in that format
     take_weights(model, weights)
     return model
@@ -189,18 +200,18 @@ def refuse_given_twice(model: nn.Module) -> None:
     Raises:
         JobError: there is such a parameter.
     """
-    trained = {
+    storages = {
         name: p.untyped_storage()
         for name, p in model.named_parameters()
         if type(p) is nn.Parameter and p.layout == torch.strided and p.requires_grad
     }
-    if twice := [name for name, storage in trained.items() if id(storage) in _trained]:
-        raise JobError(
-            f'model: the function gave the same "{twice[0]}" twice: build it in the function, as '
-            "lambda: Net(), or "
-            "clone the tensor that it is made of"
-        )
-    _trained.update((id(storage), storage) for storage in trained.values())
+    for name, storage in storages.items():
+        if id(storage) in _trained:
+            raise JobError(
+                f'model: the function gave the same "{name}" twice: build it in the function, as '
+                "lambda: Net(), or clone the tensor that it is made of"
+            )
+    _trained.update((id(storage), storage) for storage in storages.values())
 
 
 def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
@@ -209,12 +220,10 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
     Raises:
         JobError: the model can't take them, or has a lazy layer that it doesn't use.
     """
-    lazy = [name for name, p in tensors_of(model) if is_lazy(p)]
-    if not lazy:
+    if not any(is_lazy(tensor) for _, tensor in tensors_of(model)):
         return
-    data = resolve(job.train_data, world)
     loader = batches(
-        data,
+        resolve(job.train_data, world),
         batch_size=2,
         shuffle=False,
         collate=job.collate,
@@ -232,14 +241,14 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
         raise JobError(
             f"model: it has lazy layers, and with the first samples it raised {told(error)}"
         ) from error
-    left = [name for name, p in tensors_of(model) if is_lazy(p)]
-    if left:
-        raise JobError(
-            f'model: "{left[0]}" is lazy, and forward doesn\'t use it: give it its shape'
-        )
+    for name, tensor in tensors_of(model):
+        if is_lazy(tensor):
+            raise JobError(
+                f'model: "{name}" is lazy, and forward doesn\'t use it: give it its shape'
+            )
 
 
-def _checkpoint(model: nn.Module, job: Job, synchronised: bool) -> None:
+def _checkpoint(model: nn.Module, job: Job, world: World) -> None:
     """Checkpoint the activations of blocks.
 
     Raises:
@@ -247,21 +256,25 @@ def _checkpoint(model: nn.Module, job: Job, synchronised: bool) -> None:
             in backward again.
     """
     assert job.activation_checkpointing is not None
-    modules = dict(model.named_modules())
-    for name in checkpoint_blocks(model, job.activation_checkpointing, compiled=bool(job.compile)):
-        if synchronised and any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in modules[name].modules()
-        ):
+    names = checkpoint_blocks(model, job.activation_checkpointing, compiled=bool(job.compile))
+    if not job.sync_batchnorm or world.size * len(world.devices) == 1:
+        return
+    for name in names:
+        block = model.get_submodule(name)
+        if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in block.modules()):
             raise JobError(
                 f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm '
-                "the replicas would "
-                "have to meet in them again, each in its backward: choose blocks without, or one "
-                "of the two settings"
+                "the replicas would have to meet in them again, each in its backward: choose "
+                "blocks without, or one of the two settings"
             )
 
 
+_Described = tuple[str, tuple[int, ...], str, tuple[int, int] | None]
+"""A tensor's name, shape, dtype and digest."""
+
+
 def same_on_every_rank(model: nn.Module, world: World) -> None:
-    """Compare names, shapes and values over the ranks.
+    """Compare names, shapes and values of parameters and buffers over the ranks.
 
     Raises:
         JobError: with the first name that differs, and how.
@@ -269,77 +282,86 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     if world.size == 1:
         return
     mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in tensors_of(model)]
-    whole = hashlib.sha256(repr(mine).encode()).hexdigest()
-    if len(set(world.gather_objects(whole))) == 1:
+    if _is_same_on_every_rank(mine, world):
         return
-    every = world.gather_objects(mine)
-    for rank, theirs in enumerate(every[1:], start=1):
-        for ours, other in zip(every[0], theirs, strict=False):
-            if ours[0] != other[0]:
-                raise JobError(
-                    f'model: it builds differently: "{ours[0]}" on rank 0 is "{other[0]}" on rank '
-                    f"{rank}",
-                    kind="unseeded model",
-                )
-            if ours[1:3] != other[1:3]:
-                raise JobError(
-                    f'model: it builds differently: "{ours[0]}" is {ours[1]} on rank 0, '
-                    f"{other[1]} on rank {rank}",
-                    kind="unseeded model",
-                )
-            if ours != other:
-                raise JobError(
-                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}',
-                    kind="unseeded model",
-                    fix="draw initial values from torch, random or numpy's global generator, "
-                    "which are seeded",
-                )
-        if len(every[0]) != len(theirs):
-            extra = max(every[0], theirs, key=len)[min(len(every[0]), len(theirs))][0]
-            raise JobError(
-                f'model: it builds differently: "{extra}" is on only one of rank 0 and rank {rank}',
-                kind="unseeded model",
-            )
-
-
-def _say_what_differs(model: nn.Module, world: World) -> None:
-    """Say which attribute that is a tensor, or an array, has other values on some rank. (It may
-    be a workspace.)
-    """
-    name = differing_tensors(attribute_tensors(model.named_modules()), world)
-    if name is not None and world.is_first:
-        text = (
-            f'attribute "{name}" of the model has other values on another rank, and so has '
-            "what forward makes of it"
-        )
-        fix = (
-            "draw it from torch, random or numpy's global generator, which are seeded, or make "
-            "it a buffer"
-        )
-        world.tell(Line.note(Caveat("state", text, fix)))
-
-
-def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
-    """The first name whose values differ between ranks, the same answer on every rank; None where
-    all agree.
-
-    One that a rank doesn't have is left out.
-    """
-    mine = {name: digest(tensor) for name, tensor in named}
-    if len(set(world.gather_objects(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
-        return None
     first, *others = world.gather_objects(mine)
-    return next(
-        (name for name, its in first.items() if any(of.get(name, its) != its for of in others)),
-        None,
+    for rank, other in enumerate(others, start=1):
+        for ours, theirs in itertools.zip_longest(first, other):
+            if ours != theirs:
+                raise _difference(ours, theirs, rank)
+
+
+def _difference(first: _Described | None, other: _Described | None, rank: int) -> JobError:
+    """Describe how a tensor of rank 0 and one of ``rank`` differ; None is a missing tensor."""
+    if first is not None and other is not None and first[:3] == other[:3]:
+        return JobError(
+            f'model: "{first[0]}" has other values on rank 0 than on rank {rank}',
+            kind="unseeded model",
+            fix="draw initial values from torch, random or numpy's global generator, which are "
+            "seeded",
+        )
+    return JobError(
+        f"model: it builds differently: {_shown(first)} on rank 0 is {_shown(other)} on rank "
+        f"{rank}",
+        kind="unseeded model",
     )
 
 
+def _shown(tensor: _Described | None) -> str:
+    if tensor is None:
+        return "nothing"
+    name, shape, dtype, _ = tensor
+    return f'"{name}" {shape} {dtype}'
+
+
+def _is_same_on_every_rank(value: Any, world: World) -> bool:
+    """Compare the hashes of a value's ``repr``, the same answer on every rank."""
+    own = hashlib.sha256(repr(value).encode()).hexdigest()
+    return len(set(world.gather_objects(own))) == 1
+
+
+def _note_differing_attributes(model: nn.Module, world: World) -> None:
+    """Log the first attribute of a module that is a tensor and has other values on some rank."""
+    attributes = [
+        (f"{name}.{key}".lstrip("."), value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+    name = differing_tensors(attributes, world)
+    if name is None or not world.is_first:
+        return
+    note = Caveat(
+        "state",
+        f'attribute "{name}" of the model has other values on another rank, and so has what '
+        "forward makes of it",
+        "draw it from torch, random or numpy's global generator, which are seeded, or make it a "
+        "buffer",
+    )
+    world.tell(Line.note(note))
+
+
+def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
+    """Find the first name whose values differ between ranks, the same answer on every rank; None
+    where all agree.
+
+    A name that a rank doesn't have is left out.
+    """
+    mine = {name: digest(tensor) for name, tensor in named}
+    if _is_same_on_every_rank(mine, world):
+        return None
+    first, *others = world.gather_objects(mine)
+    for name, value in first.items():
+        if any(other.get(name, value) != value for other in others):
+            return str(name)
+    return None
+
+
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where each buffer of the model is kept: its module and its name there."""
+    """Find where each buffer of the model is kept: its module, and its name there."""
     return [
         (module, name)
         for module in model.modules()
-        for name, b in module._buffers.items()
-        if b is not None
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]

@@ -1,6 +1,4 @@
-"""``compile``: models by ``torch.compile``, in place, and what to say where that can't be done
-here.
-"""
+"""``compile``: models compiled in place by ``torch.compile``, and what is refused or explained."""
 
 from __future__ import annotations
 
@@ -15,18 +13,15 @@ from torch import nn
 from lockstep.errors import JobError, StrategyError, nearest
 from lockstep.job import Job
 from lockstep.launch.world import World
-from lockstep.model.inspection import accelerators_of, acting_buffers, detached_attributes
-from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import call, clones
+from lockstep.model.modes import NORMS
+from lockstep.tensors.pytree import call, clones, tensors
 from lockstep.tensors.seeding import kept_states
 
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-"""Words of the setting that are modes of PyTorch's own backend; the others are names of
-backends.
-"""
+"""Values of the setting that are modes of PyTorch's own backend; others are names of backends."""
 
 GRAPHED = MODES[1:3]
-"""Those that capture CUDA graphs; on other devices they leave that out."""
+"""Modes that capture CUDA graphs; on other devices PyTorch leaves the graphs out."""
 
 
 def refuse_graphs(job: Job, world: World) -> None:
@@ -44,20 +39,20 @@ def refuse_graphs(job: Job, world: World) -> None:
     if job.accumulate > 1:
         raise JobError(
             f'compile: "{job.compile}" captures CUDA graphs, whose gradients micro-batches would '
-            "overwrite, and "
-            f'accumulate is {job.accumulate}: take "default" or "max-autotune-no-cudagraphs"'
+            f"overwrite, and accumulate is {job.accumulate}: "
+            'take "default" or "max-autotune-no-cudagraphs"'
         )
     if len(world.devices) > 1:
         raise JobError(
             f'compile: "{job.compile}" captures CUDA graphs, which threads of one process can\'t '
-            "at the same time: "
-            'take ddp, or "default"'
+            'at the same time: take ddp, or "default"'
         )
 
 
 def compile_models(models: Iterable[nn.Module], wanted: bool | str) -> None:
-    """Compile each of the models in place, so that its modules keep their names; code is made at
-    the first call.
+    """Compile each of the models in place, so that its modules keep their names.
+
+    Code is made at the first call.
 
     Args:
         models: the replicas of this process.
@@ -67,51 +62,49 @@ def compile_models(models: Iterable[nn.Module], wanted: bool | str) -> None:
         JobError: there is no such backend.
     """
     mode = str(wanted) if wanted in MODES else None
-    name = "inductor" if wanted is True or mode else str(wanted)
+    backend = "inductor" if wanted is True or mode else str(wanted)
     try:
         for model in models:
-            # What `model.compile()` does, but for the function between: PyTorch's compiler leaves
-            # out, without a word, whatever is called first in its own files, so that an
+            # `model.compile()` does the same without the function between: PyTorch's compiler
+            # silently skips the frame that is called first if it is in PyTorch's own files, so an
             # nn.Sequential would not be compiled (torch 2.13).
-            model._compiled_call_impl = torch.compile(
-                _calling(model._call_impl), backend=name, mode=mode
-            )
+            function = _with_own_code(model._call_impl)
+            model._compiled_call_impl = torch.compile(function, backend=backend, mode=mode)
     except RuntimeError as error:
         if type(error).__name__ != "InvalidBackend":
             raise
+        known = [*torch.compiler.list_backends(), *MODES]
         raise JobError(
-            f'compile: there is no backend or mode "{name}"; '
-            f"{nearest(name, [*torch.compiler.list_backends(), *MODES])}"
+            f'compile: there is no backend or mode "{backend}"; {nearest(backend, known)}'
         ) from None
 
 
-def _calling(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function in a code object of its own.
+
+    PyTorch compiles one code object for 8 models at most: further replicas would run uncompiled.
+    """
+
     def compiled(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    # PyTorch compiles a code object for so many models only (8): further replicas would run as they
-    # are.
     compiled.__code__ = compiled.__code__.replace()
     return compiled
 
 
 def not_compilable(error: BaseException) -> JobError | None:
-    """What to tell the person of an error that is none of the model's: no compiler is here; None
-    for another.
-    """
-    said = str(error)
-    if "InvalidCxxCompiler" in said:
-        found = next((word for word in ("g++", "clang++") if shutil.which(word)), None)
-        what = (
-            f"set CXX={found}"
-            if found
-            else "install g++ or clang++ (or say where one is: CXX=/path/to/g++)"
-        )
+    """Explain an error that PyTorch raised because a compiler is missing; None for another error."""
+    text = str(error)
+    if "InvalidCxxCompiler" in text:
+        found = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
+        what = "install g++ or clang++ (or say where one is: CXX=/path/to/g++)"
+        if found:
+            what = f"set CXX={found}"
         return JobError(
             f"compile: no C++ compiler works here: {what}, take --compile aot_eager, or leave "
             "compile out"
         )
-    if "TritonMissing" in said or "working triton installation" in said:
+    if "TritonMissing" in text or "working triton installation" in text:
         return JobError(
             "compile: Triton isn't here: install triton, take --compile aot_eager, or leave "
             "compile out"
@@ -124,30 +117,28 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
 
     What is made of the buffer may be computed again in the compiled backward, from the buffer as it
     is then (torch 2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the
-    oldest torch supported has that).
+    oldest torch supported has that). A buffer that forward replaces by a new tensor does no harm.
 
     Raises:
-        StrategyError: it writes one. (That of a model that can't be copied isn't seen.)
+        StrategyError: it writes one. A model that can't be copied isn't checked.
     """
-    before = {name: digest(b) for name, b in acting_buffers(model).items()}
-    if not before:
+    if not _buffers_but_statistics(model):
         return
-    with torch.no_grad(), kept_states(accelerators_of(inputs)):
+    accelerators = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
+    with torch.no_grad(), kept_states(tuple(accelerators)):
         try:
-            copied = copy.deepcopy(model, detached_attributes(model))
-            buffers = dict(
-                copied.named_buffers()
-            )  # one that is replaced, not written, does no harm
+            copied = copy.deepcopy(model)
+            buffers = _buffers_but_statistics(copied)
+            versions = {name: buffer._version for name, buffer in buffers.items()}
             call(copied, clones(inputs))
-        except Exception:  # what is wrong with the model, its first step says
+        except Exception:  # what is wrong with the model, its first update says
             return
-    for name, was in before.items():
-        if digest(buffers[name]) != was:
+    for name, buffer in buffers.items():
+        if buffer._version != versions[name]:
             raise StrategyError(
                 f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s '
-                "compiled backward may read "
-                "it too late, for wrong gradients: leave compile out, or give the module a new "
-                "tensor instead"
+                "compiled backward may read it too late, for wrong gradients: leave compile out, "
+                "or give the module a new tensor instead"
             )
 
 
@@ -164,3 +155,14 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"{where} is what torch.compile gave",
                 fix="give the model itself, and compile=True",
             )
+
+
+def _buffers_but_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Find the buffers of a model that are no running statistics of normalisation layers."""
+    statistics = {
+        id(buffer)
+        for module in model.modules()
+        if isinstance(module, NORMS)
+        for buffer in module.buffers()
+    }
+    return {name: b for name, b in model.named_buffers() if id(b) not in statistics}

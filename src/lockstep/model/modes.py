@@ -1,4 +1,4 @@
-"""Training and evaluation mode of modules, of which some have a ``train`` of their own."""
+"""Training and evaluation mode of modules, and which modules act in training only."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
 
 def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
-    """Set the mode of modules of which some may have a ``train`` of their own, which does more: it
-    merges weights, say.
+    """Set the mode of modules, by a module's own ``train`` where its class has one.
 
-    What such a ``train`` leaves in evaluation mode stays so: it may have been told meanwhile to
-    freeze a batch norm.
+    Such a ``train`` may do more than set the mode (merge weights, say). Modules that it leaves in
+    evaluation mode stay so: it may freeze a batch norm.
 
     Args:
         modes: each module, before those within it, and whether it is in training.
     """
-    left = set[nn.Module]()
+    left_in_evaluation = set[nn.Module]()
     for module, is_training in modes:
-        if module in left:
+        if module in left_in_evaluation:
             continue
         if not has_own_train(module):
             module.training = is_training
         elif module.training is not is_training:
             module.train(is_training)
-            left.update(m for m in module.modules() if is_training and not m.training)
+            if is_training:
+                left_in_evaluation.update(m for m in module.modules() if not m.training)
 
 
 @contextlib.contextmanager
 def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode; each module's own mode comes back afterwards."""
+    """Put a model in evaluation mode, and afterwards give each module back the mode it had."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -44,12 +44,12 @@ def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def has_own_train(module: nn.Module) -> bool:
-    """Whether its class has a ``train`` of its own."""
+    """Whether a module's class has a ``train`` or an ``eval`` of its own."""
     return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
 
 
 def draws_dropout(module: nn.Module) -> bool:
-    """Whether a module is a layer that is known to draw dropout masks."""
+    """Whether a module is a dropout layer, or has a rate of dropout as PyTorch's RNNs do."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     rate = getattr(module, "dropout", None)

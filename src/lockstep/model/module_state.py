@@ -1,4 +1,4 @@
-"""What modules hold beside parameters and buffers: extra state, and plain attributes.
+"""What modules hold beside parameters and buffers: extra state, and what is frozen.
 
 Extra state is what PyTorch's ``get_extra_state`` gives and ``set_extra_state`` takes. Replicas may
 have different extra state (the hidden state for their own rows of a batch), so it is read from each
@@ -17,13 +17,7 @@ from torch import nn
 from lockstep.checkpoint.weights import EXTRA_STATE
 from lockstep.errors import is_own_code
 from lockstep.launch.events import Caveat
-from lockstep.tensors.digest import digest
 from lockstep.tensors.state_tree import encoded
-
-_OF_EVERY_MODULE = set(vars(nn.Module()))
-
-_SHOWN = 3
-"""Names that a line has at most."""
 
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:
@@ -41,26 +35,28 @@ def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
     """Whether all replicas have the same extra state."""
     (tree, tensors), *others = map(encoded, states)
-    for other, theirs in others:
-        if other != tree or not all(map(_is_same, tensors.values(), theirs.values())):
+    for other_tree, other_tensors in others:
+        if other_tree != tree:
+            return False
+        if not all(map(_is_same, tensors.values(), other_tensors.values())):
             return False
     return True
 
 
 def plain_attributes_of(model: nn.Module) -> dict[str, str]:
-    """Describe plain attributes of a person's own modules, and what is frozen.
-
-    An attribute is plain that is a number, a text, a switch, None, a tensor, or a list, tuple or
-    dict of them. A module with extra state looks after its attributes itself.
+    """Describe what is frozen, and the numbers, switches and texts that a person's own modules have
+    as attributes.
     """
     found = {f"{name}.requires_grad": str(p.requires_grad) for name, p in model.named_parameters()}
     for name, module in model.named_modules():
         if model.training:
             found[f"{name}.training"] = str(module.training)
-        for key, value in _own_attributes(module):
-            described = _described(value)
-            if described is not None:
-                found[f"{name}.{key}".removeprefix(".")] = described
+        if not _is_persons(module):
+            continue
+        for key, value in vars(module).items():
+            is_plain = isinstance(value, bool | int | float | str)
+            if is_plain and key != "training" and not key.startswith("_"):
+                found[f"{name}.{key}".removeprefix(".")] = repr(value)
     return found
 
 
@@ -79,23 +75,20 @@ def set_flags(model: nn.Module, described: Mapping[str, str]) -> None:
 
 
 def note_on_attributes(names: Sequence[str]) -> Caveat:
-    """Say which attributes had changed when a checkpoint was written that doesn't keep them."""
-    shown = ", ".join(f'"{name}"' for name in names[:_SHOWN])
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    what, are = ("attribute", "is") if len(names) == 1 else ("attributes", "are")
-    text = f"{what} {shown}{more} of the model had changed when this checkpoint was written"
-    fix = "keep state in a buffer, or by get_extra_state and set_extra_state"
-    return Caveat("state", f"{text}, and {are} not kept", fix)
+    """Name attributes that had changed when a checkpoint was written, which doesn't keep them."""
+    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+    return Caveat(
+        "state",
+        f'attribute "{names[0]}"{more} of the model had changed when this checkpoint was written, '
+        "and is not kept",
+        "keep state in a buffer, or by get_extra_state and set_extra_state",
+    )
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):
-        if _has_extra_state(module):
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{name}.{EXTRA_STATE}".removeprefix("."), module
-
-
-def _has_extra_state(module: nn.Module) -> bool:
-    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _on_cpu(value: Any) -> Any:
@@ -115,33 +108,7 @@ def _is_same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Go through the attributes that a person's own class gives a module."""
-    if not _is_persons(type(module)) or _has_extra_state(module):
-        return
-    bases = [kind for kind in type(module).__mro__ if issubclass(kind, nn.Module)]
-    of_library = not all(_is_persons(kind) for kind in bases if kind is not nn.Module)
-    for key, value in vars(module).items():
-        is_librarys = of_library and key.startswith("_")
-        if key not in _OF_EVERY_MODULE and not is_librarys:
-            yield key, value
-
-
-def _is_persons(kind: type[nn.Module]) -> bool:
-    """Whether a class is of a person's own code."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+def _is_persons(module: nn.Module) -> bool:
+    """Whether a module's class is of a person's own code."""
+    file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
     return file is None or is_own_code(file)
-
-
-def _described(value: Any) -> str | None:
-    """Describe a plain value, so that another value has another text; None where it isn't plain."""
-    if isinstance(value, nn.Parameter):
-        return None
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {digest(value)}"
-    if isinstance(value, dict):
-        value = [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple):
-        items = [_described(item) for item in value]
-        return None if None in items else str(items)
-    return repr(value) if isinstance(value, bool | int | float | str | None) else None

@@ -31,7 +31,7 @@ from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import not_checkpointable
-from lockstep.model.compile import compile_models, not_compilable
+from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
@@ -201,7 +201,9 @@ class Step(Calls):
 
     def prepare(self, batch: Batch) -> None:
         """Compile the model before the first update. A strategy that shards it does so later."""
-        del batch
+        part = batch.parts[0] if batch.shares is None else batch.shares[0][0]
+        if self._compile and part.size:
+            refuse_written_buffers(self.model, self.placed(part).inputs)
         self._compile_models()
 
     @property
