@@ -451,28 +451,6 @@ def test_what_a_metric_keeps_is_of_the_evaluations_alone(
     assert metric.matrix.sum() == SAMPLES and metric.calls == (6 if way == "dp" else 3)
 
 
-class Drawn(nn.Module):
-    """Each process has another projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 3)
-        generator = torch.Generator()
-        generator.seed()
-        self.projection = torch.rand(6, 3, generator=generator, dtype=torch.float64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x @ self.projection)  # type: ignore[no-any-return]
-
-
-def test_an_attribute_that_differs_between_ranks_is_said(tmp_path: Path, capfd: Any) -> None:
-    train(job_of(Drawn, eval_data=None), strategy="ddp", devices="2xcpu", folder=tmp_path)
-    assert (
-        'attribute "projection" of the model has other values on another rank'
-        in capfd.readouterr().out
-    )
-
-
 class Packed(nn.Module):
     """Its outputs are as long as the longest sample."""
 

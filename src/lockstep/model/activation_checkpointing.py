@@ -11,8 +11,8 @@ what it began its first run with:
 
 Anything else that forward writes, such as a counter in an attribute, is written twice.
 
-A block stays the same object of the same class. Only its ``forward`` is replaced, so parameters keep
-their names.
+A block stays the same object of the same class. Only its ``forward`` is replaced, so parameters
+keep their names.
 """
 
 from __future__ import annotations
@@ -248,33 +248,32 @@ class _Copies:
     """Objects as they are now, to be copied later. Tensors and modules in them stay the same."""
 
     def __init__(self, objects: dict[Any, Any]) -> None:
-        self._kept: list[Any] = []
         file = io.BytesIO()
-        _Pickler(file, self._kept).dump(objects)
+        pickler = _Pickler(file)
+        self._kept: list[Any] = []
+        pickler.kept = self._kept
+        pickler.dump(objects)
         self._pickled = file.getvalue()
 
-    def load(self) -> dict[Any, Any]:
+    def load(self) -> Any:
         """Make new copies."""
-        copies: dict[Any, Any] = _Unpickler(io.BytesIO(self._pickled), self._kept).load()
-        return copies
+        unpickler = _Unpickler(io.BytesIO(self._pickled))
+        unpickler.kept = self._kept
+        return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
-        super().__init__(file)
-        self._kept = kept
+    kept: list[Any]
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor | nn.Module):
             return None
-        self._kept.append(value)
-        return len(self._kept) - 1
+        self.kept.append(value)
+        return len(self.kept) - 1
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
-        super().__init__(file)
-        self._kept = kept
+    kept: list[Any]
 
     def persistent_load(self, number: int) -> Any:
-        return self._kept[number]
+        return self.kept[number]

@@ -19,7 +19,7 @@ from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
-from lockstep.launch.events import Caveat, Line
+from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.modes import in_evaluation_mode
@@ -61,7 +61,6 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
         _take_initial_weights(model, job, world)
     _begin_training(model)
     same_on_every_rank(model, world)
-    _note_differing_attributes(model, world)
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, world)
     if job.channels_last:
@@ -269,10 +268,6 @@ def _checkpoint(model: nn.Module, job: Job, world: World) -> None:
             )
 
 
-_Described = tuple[str, tuple[int, ...], str, tuple[int, int] | None]
-"""A tensor's name, shape, dtype and digest."""
-
-
 def same_on_every_rank(model: nn.Module, world: World) -> None:
     """Compare names, shapes and values of parameters and buffers over the ranks.
 
@@ -286,59 +281,31 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
         return
     first, *others = world.gather_objects(mine)
     for rank, other in enumerate(others, start=1):
-        for ours, theirs in itertools.zip_longest(first, other):
+        for ours, theirs in itertools.zip_longest(first, other, fillvalue=("nothing",)):
+            if ours[:3] != theirs[:3]:
+                raise JobError(
+                    f"model: it builds differently: rank 0 has {_shown(ours)}, rank {rank} has "
+                    f"{_shown(theirs)}",
+                    kind="unseeded model",
+                )
             if ours != theirs:
-                raise _difference(ours, theirs, rank)
+                raise JobError(
+                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}',
+                    kind="unseeded model",
+                    fix="draw initial values from torch, random or numpy's global generator, "
+                    "which are seeded",
+                )
 
 
-def _difference(first: _Described | None, other: _Described | None, rank: int) -> JobError:
-    """Describe how a tensor of rank 0 and one of ``rank`` differ; None is a missing tensor."""
-    if first is not None and other is not None and first[:3] == other[:3]:
-        return JobError(
-            f'model: "{first[0]}" has other values on rank 0 than on rank {rank}',
-            kind="unseeded model",
-            fix="draw initial values from torch, random or numpy's global generator, which are "
-            "seeded",
-        )
-    return JobError(
-        f"model: it builds differently: {_shown(first)} on rank 0 is {_shown(other)} on rank "
-        f"{rank}",
-        kind="unseeded model",
-    )
-
-
-def _shown(tensor: _Described | None) -> str:
-    if tensor is None:
-        return "nothing"
-    name, shape, dtype, _ = tensor
-    return f'"{name}" {shape} {dtype}'
+def _shown(tensor: tuple[Any, ...]) -> str:
+    """Show the name, the shape and the dtype of a tensor."""
+    return " ".join(map(str, tensor[:3]))
 
 
 def _is_same_on_every_rank(value: Any, world: World) -> bool:
     """Compare the hashes of a value's ``repr``, the same answer on every rank."""
     own = hashlib.sha256(repr(value).encode()).hexdigest()
     return len(set(world.gather_objects(own))) == 1
-
-
-def _note_differing_attributes(model: nn.Module, world: World) -> None:
-    """Log the first attribute of a module that is a tensor and has other values on some rank."""
-    attributes = [
-        (f"{name}.{key}".lstrip("."), value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    ]
-    name = differing_tensors(attributes, world)
-    if name is None or not world.is_first:
-        return
-    note = Caveat(
-        "state",
-        f'attribute "{name}" of the model has other values on another rank, and so has what '
-        "forward makes of it",
-        "draw it from torch, random or numpy's global generator, which are seeded, or make it a "
-        "buffer",
-    )
-    world.tell(Line.note(note))
 
 
 def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:

@@ -93,7 +93,11 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def not_compilable(error: BaseException) -> JobError | None:
-    """Explain an error that PyTorch raised because a compiler is missing; None for another error."""
+    """Explain an error that PyTorch raised because a compiler is missing.
+
+    Args:
+        error: raised in the first update; None is given for any other error.
+    """
     text = str(error)
     if "InvalidCxxCompiler" in text:
         found = next((name for name in ("g++", "clang++") if shutil.which(name)), None)

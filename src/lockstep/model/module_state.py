@@ -17,6 +17,7 @@ from torch import nn
 from lockstep.checkpoint.weights import EXTRA_STATE
 from lockstep.errors import is_own_code
 from lockstep.launch.events import Caveat
+from lockstep.tensors.pytree import each
 from lockstep.tensors.state_tree import encoded
 
 
@@ -51,7 +52,8 @@ def plain_attributes_of(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if model.training:
             found[f"{name}.training"] = str(module.training)
-        if not _is_persons(module):
+        file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
+        if file is not None and not is_own_code(file):
             continue
         for key, value in vars(module).items():
             is_plain = isinstance(value, bool | int | float | str)
@@ -91,24 +93,10 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.{EXTRA_STATE}".removeprefix("."), module
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(nest: Any) -> Any:
     """Copy a nest of tensors and plain values, so that later updates leave it alone."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in (list, tuple):
-        return type(value)(map(_on_cpu, value))
-    if isinstance(value, dict):
-        copied = value.copy()
-        copied.update((key, _on_cpu(item)) for key, item in value.items())
-        return copied
-    return value
+    return each(lambda tensor: tensor.detach().to("cpu", copy=True), nest)
 
 
 def _is_same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and torch.equal(one, other)
-
-
-def _is_persons(module: nn.Module) -> bool:
-    """Whether a module's class is of a person's own code."""
-    file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-    return file is None or is_own_code(file)

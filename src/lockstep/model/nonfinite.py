@@ -1,4 +1,4 @@
-"""Why a loss is NaN or infinite: what of an update was not finite first."""
+"""Why a loss is NaN or infinite: what was not finite first in an update."""
 
 from __future__ import annotations
 
@@ -13,98 +13,95 @@ from lockstep.tensors.pytree import named_tensors
 _HUGE = 1e8
 """Outputs of a model that doesn't diverge are smaller."""
 
+_SMALLER_STEPS = "try a smaller learning rate, or clip_norm"
+
 
 def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -> str:
-    """What to look at, where the loss of a local batch is not finite.
+    """Find what to look at where the loss of a local batch is not finite.
 
     Args:
-        model: that made the outputs.
+        model: made the outputs.
         part: the local batch.
         outputs: of the model.
         first: whether nothing was updated yet in this process.
     """
-    if (found := _nan_in(part, "inputs")) is not None:
-        return f"{found}: clean the data, or mask what is missing"
-    for kind, tensors in (
-        ("parameter", model.named_parameters()),
-        ("buffer", model.named_buffers()),
-    ):
-        here = (
-            (name, getattr(t, "to_local", t.detach)()) for name, t in tensors
-        )  # of a shard, this rank's part
-        name = next(
-            (name for name, t in here if _is_nan(t) or (kind == "parameter" and not _is_finite(t))),
-            None,
-        )
-        if name is not None and first:
-            return (
-                f'{kind} "{name}" is not finite before the first update: look at how it is '
-                "initialised, or loaded"
-            )
-        if name is not None and (found := _nan_in(part, "targets")) is not None:
-            return (
-                f'{kind} "{name}" is not finite since an earlier update, and {found}: a loss that '
-                "leaves NaN out by "
-                "torch.where, or times 0, has NaN gradients all the same; put a number in its "
-                "place before"
-            )
-        if name is not None:
-            return (
-                f'{kind} "{name}" is not finite since an earlier update: try a smaller '
-                "learning rate, or clip_norm"
-            )
-    not_finite = {name: t for name, t in named_tensors(outputs) if not _is_finite(t)}
-    if (
-        not_finite
-        and len(not_finite) < sum(1 for _ in named_tensors(outputs))
-        and not any(t.dim() for t in not_finite.values())
-    ):
-        name = next(iter(not_finite))
+    in_inputs = _nan_in(part, "inputs")
+    if in_inputs is not None:
+        return f"{in_inputs}: clean the data, or mask what is missing"
+    in_targets = _nan_in(part, "targets")
+    found = _name_in_model(model)
+    if found is not None and first:
         return (
-            f'the model\'s output "{name}" is not finite, though others are: does it divide by 0 '
-            "(are all items of the "
-            "local batch masked)?"
+            f"{found} is not finite before the first update: look at how it is initialised, or "
+            "loaded"
         )
-    if not_finite:
-        if first:
-            return (
-                "inputs and weights are finite, the model's outputs are not: does its forward "
-                "divide by 0, or overflow?"
-            )
+    if found is not None and in_targets is not None:
         return (
-            "inputs and weights are finite, the model's outputs are not: try a smaller "
-            "learning rate, or clip_norm"
+            f"{found} is not finite since an earlier update, and {in_targets}: a loss that leaves "
+            "NaN out by torch.where, or times 0, has NaN gradients all the same; put a number in "
+            "its place before"
         )
-    largest = max((_largest(t) for _, t in named_tensors(outputs)), default=0.0)
-    if not first and largest > _HUGE:
-        return (
-            f"the model's outputs have grown to {largest:.0e}: try a smaller learning rate, or "
-            "clip_norm"
-        )
-    if (found := _nan_in(part, "targets")) is not None:
-        return f"{found}, and the loss doesn't leave them out"
+    if found is not None:
+        return f"{found} is not finite since an earlier update: {_SMALLER_STEPS}"
+    reason = _why_outputs(dict(named_tensors(outputs)), first=first)
+    if reason is not None:
+        return reason
+    if in_targets is not None:
+        return f"{in_targets}, and the loss doesn't leave them out"
     return (
         "the model's outputs are finite, so the loss itself divides by 0 (are all items of the "
-        "batch masked?), "
-        "takes the logarithm of 0, or overflows"
+        "batch masked?), takes the logarithm of 0, or overflows"
     )
 
 
+def _name_in_model(model: nn.Module) -> str | None:
+    """Find the first parameter that is not finite, or buffer that has NaN, on this rank."""
+    for name, p in model.named_parameters():
+        if not _is_finite(_local(p)):
+            return f'parameter "{name}"'
+    for name, buffer in model.named_buffers():
+        if _is_nan(_local(buffer)):
+            return f'buffer "{name}"'
+    return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Give this rank's part of a shard, or the tensor itself."""
+    local: torch.Tensor = getattr(tensor, "to_local", tensor.detach)()
+    return local
+
+
+def _why_outputs(outputs: dict[str, torch.Tensor], *, first: bool) -> str | None:
+    """Explain outputs that are not finite, or too large; None where they are neither."""
+    not_finite = {name: t for name, t in outputs.items() if not _is_finite(t)}
+    are_numbers = not any(t.dim() for t in not_finite.values())
+    if not_finite and len(not_finite) < len(outputs) and are_numbers:
+        return (
+            f'the model\'s output "{next(iter(not_finite))}" is not finite, though others are: '
+            "does it divide by 0 (are all items of the local batch masked)?"
+        )
+    if not_finite:
+        advice = "does its forward divide by 0, or overflow?" if first else _SMALLER_STEPS
+        return f"inputs and weights are finite, the model's outputs are not: {advice}"
+    largest = max(map(_largest, outputs.values()), default=0.0)
+    if not first and largest > _HUGE:
+        return f"the model's outputs have grown to {largest:.0e}: {_SMALLER_STEPS}"
+    return None
+
+
 def _nan_in(part: Part, what: str) -> str | None:
-    """``the inputs of sample 17 have NaN``; None where there is none."""
+    """Give ``the inputs of sample 17 have NaN``, or None where there is none."""
     for name, tensor in named_tensors(getattr(part, what)):
         if not _is_nan(tensor):
             continue
         called = f' "{name}"' if name else ""
-        if tensor.dim() and tensor.shape[0] == part.size:
-            row = int(tensor.isnan().reshape(part.size, -1).any(1).nonzero()[0])
-            whose = (
-                f"sample {int(part.samples[row])}"
-                if part.samples is not None
-                else f"row {row} of the local batch"
-            )
-            return f"the {what}{called} of {whose} have NaN"
-        return f"the {what}{called} have NaN"
+        if not tensor.dim() or tensor.shape[0] != part.size:
+            return f"the {what}{called} have NaN"
+        row = int(tensor.isnan().reshape(part.size, -1).any(1).nonzero()[0])
+        owner = f"row {row} of the local batch"
+        if part.samples is not None:
+            owner = f"sample {int(part.samples[row])}"
+        return f"the {what}{called} of {owner} have NaN"
     return None
 
 
@@ -117,6 +114,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    return (
-        float(tensor.detach().abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
-    )
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float(tensor.detach().abs().max())

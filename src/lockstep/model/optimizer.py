@@ -1,11 +1,11 @@
-"""The optimizer of a job: made over named parameters, fused where that is right, its state kept
-by parameter name.
+"""The optimizer of a job: made over named parameters, fused where that is right, its state saved by
+parameter name.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,17 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.errors import InputError, JobError, told
 from lockstep.job import Job, NamedParameters
-from lockstep.model.optimizers import Optimizers
+from lockstep.model.optimizers import Optimizers, optimizers_in
+
+_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers that have a fused implementation, where they were given none."""
+
+_FUSED_ON = ("cpu", "cuda", "mps", "xpu")
+"""Types of device that have the kernels."""
 
 REPLACED = (
     "the optimizer has a parameter that the model hasn't any more (a layer was replaced?): give "
-    "the model its layers "
-    "before the optimizer is made"
+    "the model its layers before the optimizer is made"
 )
 
 
@@ -28,9 +33,9 @@ def build_optimizer(job: Job, model: nn.Module, *, on: str | None = None) -> tor
     """Make the job's optimizer over the model's named parameters.
 
     Args:
-        job: whose optimizer it is.
-        model: whose parameters.
-        on: the type of the devices that they will be on; None is that of those where they are.
+        job: has the optimizer's factory.
+        model: has the parameters.
+        on: the type of the devices that the parameters will be on; None if they are there already.
 
     Raises:
         JobError: the factory raises, gives no optimizer, or leaves a parameter out (the first is
@@ -39,24 +44,22 @@ def build_optimizer(job: Job, model: nn.Module, *, on: str | None = None) -> tor
     if not isinstance(job.optimizer, Mapping):
         return _build(job.optimizer, model, fused=job.fused, on=on)
     parts = dict(model.named_children())
+    optimized = set[int]()
     for name in job.optimizer:
         if name not in parts:
-            raise JobError(
-                f'optimizer: the model has no part "{name}": it has {", ".join(parts) or "none"}'
-            )
-    held = {id(p) for name in job.optimizer for p in parts[name].parameters()}
+            known = ", ".join(parts) or "none"
+            raise JobError(f'optimizer: the model has no part "{name}": it has {known}')
+        optimized.update(map(id, parts[name].parameters()))
     for name, p in model.named_parameters():
-        if p.requires_grad and id(p) not in held:
+        if p.requires_grad and id(p) not in optimized:
             raise JobError(
                 f'optimizer: "{name}" is in none of the parts {", ".join(job.optimizer)}: give '
-                "its part an optimizer, "
-                "or freeze it in the model with requires_grad_(False)"
+                "its part an optimizer, or freeze it in the model with requires_grad_(False)"
             )
-    made = {
-        name: _build(make, parts[name], fused=job.fused, on=on)
-        for name, make in job.optimizer.items()
-    }
-    return Optimizers(made)
+    by_name = {}
+    for name, make in job.optimizer.items():
+        by_name[name] = _build(make, parts[name], fused=job.fused, on=on)
+    return Optimizers(by_name)
 
 
 def _build(
@@ -66,6 +69,14 @@ def _build(
     fused: bool | None,
     on: str | None,
 ) -> torch.optim.Optimizer:
+    """Make one optimizer, check it, and fuse it where that is right.
+
+    Args:
+        make: the person's factory.
+        model: has the parameters, or is the part of the model that has them.
+        fused: True requires the fused implementation, None takes it where it is right.
+        on: as in ``build_optimizer``.
+    """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     try:
         optimizer = make(named)
@@ -76,106 +87,108 @@ def _build(
         raise JobError(
             f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"
         )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        name = type(optimizer).__name__
-        raise JobError(
-            f"optimizer: {name}.step() requires a closure, and is called without one: use one "
-            "that needs none, as AdamW"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if held - {id(p) for p in model.parameters()}:
-        raise JobError(
-            "optimizer: it holds parameters that the model doesn't have: make it over those that "
-            "it is given, as "
-            "lambda parameters: SGD(parameters, ...) (in a loop of your own, over "
-            "model.parameters() of the same model)"
-        )
-    dropped = [name for name, p in named if id(p) not in held]
-    if dropped:
-        raise JobError(
-            f'optimizer: {len(dropped)} of {len(named)} parameters are left out, "{dropped[0]}" '
-            "first: "
-            "give them a group, or freeze them in the model with requires_grad_(False)"
-        )
-    if fused is not False and not getattr(
-        optimizer, "state", None
-    ):  # (one made of others may have none)
-        _fuse(optimizer, named, wanted=fused is True, sparse=gives_sparse_gradients(model), on=on)
-    return optimizer
-
-
-def gives_sparse_gradients(model: nn.Module) -> bool:
-    """Whether an embedding of the model says so."""
-    return bool(sparse_parameters(model))
-
-
-def sparse_parameters(model: nn.Module) -> set[int]:
-    """The ids of the weights whose gradients are sparse: those of embeddings that say so."""
-    return {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) is True}
-
-
-_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
-_FUSED_ON = {
-    "cpu": _FUSED,
-    "cuda": _FUSED[:3],
-    "mps": _FUSED[:3],
-    "xpu": _FUSED[:3],
-}
-
-
-def _fuse(
-    optimizer: torch.optim.Optimizer,
-    named: list[tuple[str, nn.Parameter]],
-    *,
-    wanted: bool,
-    sparse: bool,
-    on: str | None,
-) -> None:
-    """Switch to the fused implementation where there is one for this optimizer, on these
-    devices, in these formats.
-    """
-    places = {on or p.device.type for _, p in named}
-    fits = (
-        any(
-            type(optimizer) is kind and all(kind in _FUSED_ON.get(place, ()) for place in places)
-            for kind in _FUSED
-        )
-        and all(p.is_floating_point() and p.layout == torch.strided for _, p in named)
-        # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
-        and all(torch.empty_like(p).stride() == p.stride() for _, p in named)
-        # That of SGD on CPU leaves whole vectors of parameters of 16 bits as they are (torch 2.13).
-        and not (
-            type(optimizer) is torch.optim.SGD
-            and "cpu" in places
-            and any(p.itemsize == 2 for _, p in named)
-        )
-        and not sparse
-        and "fused" in inspect.signature(type(optimizer).__init__).parameters
-        and not any(
-            g.get("differentiable") or (g.get("amsgrad") and not wanted)
-            for g in optimizer.param_groups
-        )
-        # Adagrad made its state in the constructor, for the implementation chosen there.
-        and not optimizer.state
-    )
-    if not fits:
-        if wanted:
+    _refuse_closure(optimizer)
+    _refuse_other_parameters(optimizer, model, named)
+    # An optimizer made of others may have no state. Adagrad made its state in the constructor, for
+    # the implementation chosen there.
+    if fused is False or getattr(optimizer, "state", None):
+        return optimizer
+    if not _can_be_fused(optimizer, model, on=on, wanted=fused is True):
+        if fused:
             raise JobError(
                 f"fused: there is no fused {type(optimizer).__name__} for this model's parameters "
                 "here"
             )
-        return
+        return optimizer
+    _fuse(optimizer, wanted=fused is True)
+    return optimizer
+
+
+def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` requires a closure."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise JobError(
+            f"optimizer: {type(optimizer).__name__}.step() requires a closure, and is called "
+            "without one: use one that needs none, as AdamW"
+        )
+
+
+def _refuse_other_parameters(
+    optimizer: torch.optim.Optimizer, model: nn.Module, named: NamedParameters
+) -> None:
+    """Refuse an optimizer over more parameters than the model's, or fewer than ``named``."""
+    optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if optimized - {id(p) for p in model.parameters()}:
+        raise JobError(
+            "optimizer: it holds parameters that the model doesn't have: make it over those that "
+            "it is given, as lambda parameters: SGD(parameters, ...) (in a loop of your own, over "
+            "model.parameters() of the same model)"
+        )
+    left_out = [name for name, p in named if id(p) not in optimized]
+    if left_out:
+        raise JobError(
+            f"optimizer: {len(left_out)} of {len(named)} parameters are left out, "
+            f'"{left_out[0]}" first: give them a group, or freeze them in the model with '
+            "requires_grad_(False)"
+        )
+
+
+def sparse_parameters(model: nn.Module) -> set[int]:
+    """Find the ids of weights whose gradients are sparse, those of embeddings with
+    ``sparse=True``.
+    """
+    return {id(m.weight) for m in model.modules() if getattr(m, "sparse", False) is True}
+
+
+def _can_be_fused(
+    optimizer: torch.optim.Optimizer, model: nn.Module, *, on: str | None, wanted: bool
+) -> bool:
+    """Whether PyTorch has a fused implementation of this optimizer for these parameters.
+
+    Args:
+        optimizer: just made.
+        model: has the parameters.
+        on: the type of the devices that the parameters will be on; None if they are there already.
+        wanted: whether the person asked for it; then ``amsgrad`` is no obstacle.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    devices = {on or p.device.type for p in parameters}
+    if type(optimizer) not in _FUSED or not devices.issubset(_FUSED_ON):
+        return False
+    if sparse_parameters(model):
+        return False
     for group in optimizer.param_groups:
-        # A person who chose an implementation keeps it.
-        if not wanted and (group.get("foreach") is not None or group.get("fused") is not None):
+        if group.get("differentiable") or (group.get("amsgrad") and not wanted):
+            return False
+    # The kernel of SGD on CPU skips whole vectors of parameters of 16 bits (torch 2.13).
+    refuses_halves = type(optimizer) is torch.optim.SGD and "cpu" in devices
+    for p in parameters:
+        if not p.is_floating_point() or p.layout != torch.strided:
+            return False
+        # The kernels on CPU go by address, and are silently wrong where a parameter has gaps.
+        if torch.empty_like(p).stride() != p.stride():
+            return False
+        if refuses_halves and p.itemsize == 2:
+            return False
+    return True
+
+
+def _fuse(optimizer: torch.optim.Optimizer, *, wanted: bool) -> None:
+    """Switch to the fused implementation.
+
+    Groups with dampening keep theirs: momentum that begins at zero would have other numbers then.
+    """
+    for group in optimizer.param_groups:
+        is_chosen = group.get("foreach") is not None or group.get("fused") is not None
+        if is_chosen and not wanted:  # a person who chose an implementation keeps it
             continue
         if group.get("dampening"):
             continue
-        group["foreach"], group["fused"] = False, True
+        group["foreach"] = False
+        group["fused"] = True
     if all(group["fused"] for group in optimizer.param_groups):
-        # As its constructor would have it: an overflow of fp16 is then seen by the kernel, not by
-        # the host.
+        # The constructor would set it. The kernel then detects an overflow of fp16, not the host.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     begin_momentum(optimizer)
 
@@ -183,81 +196,79 @@ def _fuse(
 def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
     """Begin the momentum of every parameter of a fused SGD at once, at zero.
 
-    PyTorch's can't begin that of one parameter later than another's (of one that was unused in the
-    first step). Without dampening, momentum that begins at zero gives the same numbers.
+    PyTorch's fused SGD can't begin the momentum of one parameter later than another's (one that was
+    unused in the first step). Without dampening, momentum that begins at zero gives the same
+    numbers.
     """
-    if isinstance(optimizer, Optimizers):
-        for one in optimizer.by_name.values():
-            begin_momentum(one)
-    if not isinstance(optimizer, torch.optim.SGD):
-        return
-    for group in optimizer.param_groups:
-        if group["fused"] and group["momentum"]:
+    for one in optimizers_in(optimizer):
+        if not isinstance(one, torch.optim.SGD):
+            continue
+        for group in one.param_groups:
+            if not group["fused"] or not group["momentum"]:
+                continue
             for p in group["params"]:
-                if p.requires_grad and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                if p.requires_grad and one.state[p].get("momentum_buffer") is None:
+                    one.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Find the optimizers that have ``train()`` and ``eval()``, as schedule-free ones: each writes
-    the parameters.
+    """Find the optimizers that have ``train()`` and ``eval()``, which write the parameters.
 
-    In training they hold the point where gradients are computed, in evaluation the average that is
-    the result.
+    Schedule-free optimizers have them: in training the parameters are the point where gradients
+    are computed, in evaluation the average that is the result.
     """
-    every = optimizer.by_name.values() if isinstance(optimizer, Optimizers) else [optimizer]
-    return [one for one in every if hasattr(one, "train") and hasattr(one, "eval")]
+    return [
+        one for one in optimizers_in(optimizer) if hasattr(one, "train") and hasattr(one, "eval")
+    ]
 
 
 def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``state_dict`` and ``load_state_dict`` are not PyTorch's, as those of one that
-    is made of others.
-    """
-    kind, pytorchs = type(optimizer), torch.optim.Optimizer
+    """Whether an optimizer has a ``state_dict`` and a ``load_state_dict`` of its own."""
+    kind = type(optimizer)
+    base = torch.optim.Optimizer
     return (
-        kind.state_dict is not pytorchs.state_dict
-        and kind.load_state_dict is not pytorchs.load_state_dict
+        kind.state_dict is not base.state_dict and kind.load_state_dict is not base.load_state_dict
     )
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its ``step`` may draw random numbers: it isn't one of PyTorch's, or calls a
+    """Whether ``step`` may draw random numbers: the optimizer isn't one of PyTorch's, or calls a
     person's hooks.
     """
     if isinstance(optimizer, Optimizers):
-        return may_draw(optimizer.by_name[optimizer.active])
+        optimizer = optimizer.by_name[optimizer.active]
     return is_hooked(optimizer) or not is_of_pytorch(optimizer)
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether more happens at a step than its class does: hooks, on all optimizers too, or
-    another ``step``.
-    """
-    own = vars(optimizer).get("step")
-    of_scheduler = (
-        hasattr(own, "_wrapped_by_lr_sched")
-        and getattr(own, "__wrapped__", None) is type(optimizer).step
+    """Whether a step does more than the optimizer's class does, by hooks or another ``step``."""
+    hooks = (
+        getattr(optimizer, "_optimizer_step_pre_hooks", None),
+        getattr(optimizer, "_optimizer_step_post_hooks", None),
+        _global_optimizer_pre_hooks,
+        _global_optimizer_post_hooks,
     )
-    return bool(
-        getattr(optimizer, "_optimizer_step_pre_hooks", None)
-        or getattr(optimizer, "_optimizer_step_post_hooks", None)
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
-        or (own is not None and not of_scheduler)
+    if any(hooks):
+        return True
+    own = vars(optimizer).get("step")
+    if own is None:
+        return False
+    is_wrapped_by_scheduler = hasattr(own, "_wrapped_by_lr_sched")
+    return not (
+        is_wrapped_by_scheduler and getattr(own, "__wrapped__", None) is type(optimizer).step
     )
 
 
 def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of PyTorch's own."""
-    return f"{type(optimizer).__module__}.".startswith(
-        "torch.optim."
-    )  # (Adafactor's is "torch.optim")
+    """Whether an optimizer's class is one of PyTorch's own."""
+    # Adafactor's module is "torch.optim" itself.
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:
-    """Hold the norm of all gradients together under ``largest``; gives what it was.
+    """Scale gradients so that their norm together is at most ``largest``; return what it was.
 
-    Sparse ones too, which PyTorch's clip refuses.
+    Unlike PyTorch's function it takes sparse gradients too.
     """
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, largest)
@@ -268,23 +279,24 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
 
 
 def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """The numbers of all gradients; those of sparse ones by row, each row once, as in a dense
-    one.
-    """
+    """List the numbers of all gradients. A sparse gradient gives its rows, each row once."""
     values = []
     for p in parameters:
-        if p.grad is not None and p.grad.is_sparse:
+        if p.grad is None:
+            continue
+        if p.grad.is_sparse:
             p.grad = p.grad.coalesce()
-        if p.grad is not None:
-            values.append(p.grad._values() if p.grad.is_sparse else p.grad)
+            values.append(p.grad._values())
+        else:
+            values.append(p.grad)
     return values
 
 
 def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: float) -> None:
-    """Scale gradients, in place, whose norm together is ``norm``, so that it is ``largest`` at
+    """Scale gradients in place, whose norm together is ``norm``, so that it is ``largest`` at
     most.
     """
-    factor = (largest / (norm + 1e-6)).clamp(max=1.0)
+    factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch's clip_grad_norm_ has it
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
@@ -297,59 +309,68 @@ def _names_of(model: nn.Module) -> dict[int, str]:
 
 
 def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
-    """An optimizer's state by parameter name, not number: ``{"kind": "Adam", "state": {name: ...},
-    "groups": []}``.
+    """Give an optimizer's state by parameter name, where PyTorch's ``state_dict`` has numbers::
 
-    Of several optimizers, such a state of each, by name. Of one with a ``state_dict`` of its own,
-    what that gives: ``{"kind": "Mine", "own": {...}}``.
+        {
+            "kind": "Adam",
+            "state": {"0.weight": {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}},
+            "groups": [{"lr": 0.1, ..., "params": ["0.weight", "0.bias"]}],
+            "others": {...},  # state that belongs to no parameter, where there is some
+        }
+
+    Several optimizers give such a state each, by name. An optimizer with a ``state_dict`` of its
+    own gives that: ``{"kind": "Mine", "own": {...}}``.
+
+    Args:
+        optimizer: has the state.
+        model: has the names.
 
     Raises:
-        InputError: it has a parameter that isn't the model's, or holds other optimizers whose state
-            would be lost.
+        InputError: the optimizer has a parameter that isn't the model's, or holds another optimizer
+            whose state would be lost.
     """
     if isinstance(optimizer, Optimizers):
-        parts = {name: model.get_submodule(name) for name in optimizer.by_name}
-        return {
-            name: named_optimizer_state(one, parts[name]) for name, one in optimizer.by_name.items()
-        }
+        by_name = {}
+        for name, one in optimizer.by_name.items():
+            by_name[name] = named_optimizer_state(one, model.get_submodule(name))
+        return by_name
     kind = type(optimizer).__name__
     if has_own_state(optimizer):
         return {"kind": kind, "own": optimizer.state_dict()}
-    inner = (
-        leaf for leaf in tree_leaves(vars(optimizer)) if isinstance(leaf, torch.optim.Optimizer)
-    )
-    if (other := next(inner, None)) is not None:
-        raise InputError(
-            f"optimizer: {kind} holds another optimizer ({type(other).__name__}), whose state "
-            "would not be saved: give "
-            f"{kind} the methods state_dict() and load_state_dict(), which call those of the other"
-        )
+    for held in tree_leaves(vars(optimizer)):
+        if isinstance(held, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer: {kind} holds another optimizer ({type(held).__name__}), whose state "
+                f"would not be saved: give {kind} the methods state_dict() and load_state_dict(), "
+                "which call those of the other"
+            )
     names = _names_of(model)
-    if any(id(p) not in names for group in optimizer.param_groups for p in group["params"]):
-        raise InputError(REPLACED)
-    state = {
-        names[id(p)]: dict(values)
-        for p, values in optimizer.state.items()
-        if isinstance(p, torch.Tensor)
-    }
-    others = {
-        key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)
-    }
-    groups = [
-        {
-            **{key: value for key, value in group.items() if key not in ("params", "param_names")},
-            "params": [names[id(p)] for p in group["params"]],
-        }
-        for group in optimizer.param_groups
-    ]
-    kept = {"kind": kind, "state": state, "groups": groups}
-    return {**kept, "others": others} if others else kept
+    groups = []
+    for group in optimizer.param_groups:
+        if any(id(p) not in names for p in group["params"]):
+            raise InputError(REPLACED)
+        settings = {key: group[key] for key in group if key not in ("params", "param_names")}
+        groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
+    state = {}
+    others = dict[Any, Any]()
+    for key, values in optimizer.state.items():
+        if isinstance(key, torch.Tensor):
+            state[names[id(key)]] = dict(values)
+        else:
+            others[key] = values
+    saved = {"kind": kind, "state": state, "groups": groups}
+    return {**saved, "others": others} if others else saved
 
 
 def load_named_optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]
 ) -> None:
     """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
+
+    Args:
+        optimizer: is given the state.
+        model: has the names.
+        saved: the state.
 
     Raises:
         InputError: the groups hold other parameters, or it is an optimizer of another kind.
@@ -360,72 +381,86 @@ def load_named_optimizer_state(
                 f"the saved optimizers are {', '.join(saved)}, the job has "
                 f"{', '.join(optimizer.by_name)}: they differ"
             )
-        for part, one in optimizer.by_name.items():
-            load_named_optimizer_state(one, model.get_submodule(part), saved[part])
+        for name, one in optimizer.by_name.items():
+            load_named_optimizer_state(one, model.get_submodule(name), saved[name])
         return
     kind = type(optimizer).__name__
-    if (before := saved.get("kind", kind)) != kind:
+    saved_kind = saved.get("kind", kind)
+    if saved_kind != kind:
         raise InputError(
-            f"the saved optimizer is {before}, this one {kind}: resume with that one, or start a "
-            "run from the saved "
-            "weights"
+            f"the saved optimizer is {saved_kind}, this one {kind}: resume with that one, or start "
+            "a run from the saved weights"
         )
     if "own" in saved:
         optimizer.load_state_dict(saved["own"])
         return
     names = _names_of(model)
-    own = optimizer.state_dict()
-    number: dict[str, int] = {}
-    for i, (group, packed, theirs) in enumerate(
-        zip(optimizer.param_groups, own["param_groups"], saved["groups"], strict=False)
-    ):
-        mine = [names[id(p)] for p in group["params"]]
-        if set(mine) != set(theirs["params"]):
-            different = sorted(set(mine) ^ set(theirs["params"]))[0]
-            raise InputError(
-                f'the saved optimizer has other parameters in group {i}: "{different}" is in one '
-                "only"
-            )
-        number.update(zip(mine, packed["params"], strict=True))
-        packed.update(
-            {
-                key: value
-                for key, value in theirs.items()
-                if key not in ("params", "fused", "foreach")
-            }
-        )
-    if len(optimizer.param_groups) != len(saved["groups"]):
-        raise InputError(
-            f"the saved optimizer has {len(saved['groups'])} parameter groups, this job's "
-            f"{len(optimizer.param_groups)}"
-        )
-    own["state"] = {number[name]: values for name, values in saved["state"].items()} | saved.get(
-        "others", {}
-    )
-    optimizer.load_state_dict(own)
-    for p, its in optimizer.state.items():
-        for key, value in saved["state"].get(names.get(id(p)), {}).items():
-            if (
-                isinstance(value, torch.Tensor) and not value.dim()
-            ):  # PyTorch gives it the parameter's format
-                its[key] = its[key].to(value.dtype)
-    _lay_out_state(optimizer)
+    state_dict = optimizer.state_dict()
+    numbers = _load_groups(optimizer, state_dict, saved["groups"], names)
+    state = {numbers[name]: values for name, values in saved["state"].items()}
+    state_dict["state"] = {**state, **saved.get("others", {})}
+    optimizer.load_state_dict(state_dict)
+    _restore_formats(optimizer, names, saved["state"])
     begin_momentum(optimizer)
 
 
-def _lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give what an optimizer keeps for a parameter that one's memory layout, which files don't
-    keep.
+def _load_groups(
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    saved: Sequence[Mapping[str, Any]],
+    names: Mapping[int, str],
+) -> dict[str, int]:
+    """Write the settings of saved groups to a state dict; return the numbers of parameters in it,
+    by name.
 
-    Fused kernels on CPU go through both by address.
+    The choice of an implementation (``fused``, ``foreach``) is left as it is here.
+
+    Args:
+        optimizer: has the groups.
+        state_dict: PyTorch's, of this optimizer.
+        saved: the saved groups.
+        names: of parameters, by their ids.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(saved):
+        raise InputError(
+            f"the saved optimizer has {len(saved)} parameter groups, this job's {len(groups)}"
+        )
+    numbers: dict[str, int] = {}
+    for i, group in enumerate(groups):
+        own_names = [names[id(p)] for p in group["params"]]
+        different = sorted({*own_names} ^ {*saved[i]["params"]})
+        if different:
+            raise InputError(
+                f'the saved optimizer has other parameters in group {i}: "{different[0]}" is in '
+                "one only"
+            )
+        packed = state_dict["param_groups"][i]
+        numbers.update(zip(own_names, packed["params"], strict=True))
+        for key, value in saved[i].items():
+            if key not in ("params", "fused", "foreach"):
+                packed[key] = value
+    return numbers
+
+
+def _restore_formats(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
+) -> None:
+    """Give loaded state the dtype that it was saved in, and its parameter's memory layout.
+
+    PyTorch converts numbers to the parameter's dtype. Files don't keep a layout, and fused kernels
+    on CPU go through parameter and state by address.
     """
     for p, values in optimizer.state.items():
-        for name, value in values.items() if isinstance(p, torch.Tensor) else ():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.shape == p.shape
-                and value.layout == torch.strided
-            ):
-                values[name] = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(
-                    value
-                )
+        if not isinstance(p, torch.Tensor):
+            continue
+        saved_values = saved.get(names[id(p)], {})
+        for key, value in values.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            saved_value = saved_values.get(key)
+            if isinstance(saved_value, torch.Tensor) and not saved_value.dim():
+                value = value.to(saved_value.dtype)
+            if value.shape == p.shape and value.layout == torch.strided:
+                value = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+            values[key] = value

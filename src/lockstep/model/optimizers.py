@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,14 @@ class Optimizers(torch.optim.Optimizer):
     """
 
     def __init__(self, by_name: Mapping[str, torch.optim.Optimizer]) -> None:
-        # Not PyTorch's own: groups and state are those of the parts, which schedulers change.
+        # PyTorch's __init__ is not called: groups and state are those of the parts, which
+        # schedulers change.
         self.by_name = dict(by_name)
         self.active = next(iter(by_name))
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all, one optimizer's after the other's."""
+        """The groups of all optimizers, one after the other."""
         return [group for one in self.by_name.values() for group in one.param_groups]
 
     @property
@@ -35,8 +36,15 @@ class Optimizers(torch.optim.Optimizer):
         return {key: value for one in self.by_name.values() for key, value in one.state.items()}
 
     def step(self, closure: Any = None) -> Any:
-        """That of the active optimizer."""
+        """Make a step of the active optimizer."""
         return self.by_name[self.active].step(closure)
 
     def __repr__(self) -> str:
         return f"Optimizers({self.by_name!r})"
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """List the optimizers that ``Optimizers`` has, or the one optimizer itself."""
+    if isinstance(optimizer, Optimizers):
+        return list(optimizer.by_name.values())
+    return [optimizer]
