@@ -223,6 +223,12 @@ def _with_copied_objects(
     objects are now.
 
     Tensors are left to autograd, which refuses a write to them.
+
+    Args:
+        run: the block's forward.
+        beginning: tells a recomputation from the first run.
+        args: what the block is called with.
+        kwargs: likewise.
     """
     given = [*enumerate(args), *kwargs.items()]
     objects = {key: value for key, value in given if not isinstance(value, torch.Tensor)}

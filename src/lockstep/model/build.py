@@ -1,4 +1,8 @@
-"""Building a job's model in this process, the same on every rank."""
+"""Building a job's model in this process, the same on every rank.
+
+The order matters: lazy layers get their shapes first, then all tensors their dtype, then the model
+its initial weights. Only then can ranks be compared.
+"""
 
 from __future__ import annotations
 
@@ -303,7 +307,10 @@ def _shown(tensor: tuple[Any, ...]) -> str:
 
 
 def _is_same_on_every_rank(value: Any, world: World) -> bool:
-    """Compare the hashes of a value's ``repr``, the same answer on every rank."""
+    """Compare the hashes of a value's ``repr`` over the ranks.
+
+    Every rank calls it, and gets the same answer.
+    """
     own = hashlib.sha256(repr(value).encode()).hexdigest()
     return len(set(world.gather_objects(own))) == 1
 
@@ -313,6 +320,10 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
     where all agree.
 
     A name that a rank doesn't have is left out.
+
+    Args:
+        named: this rank's tensors, by name.
+        world: every rank of it calls this.
     """
     mine = {name: digest(tensor) for name, tensor in named}
     if _is_same_on_every_rank(mine, world):

@@ -123,8 +123,12 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     is then (torch 2.13, https://github.com/pytorch/pytorch/pull/197039; to be deleted when the
     oldest torch supported has that). A buffer that forward replaces by a new tensor does no harm.
 
+    Args:
+        model: not compiled yet. A copy of it is called, if it can be copied.
+        inputs: of a local batch.
+
     Raises:
-        StrategyError: it writes one. A model that can't be copied isn't checked.
+        StrategyError: the model writes a buffer in forward.
     """
     if not _buffers_but_statistics(model):
         return

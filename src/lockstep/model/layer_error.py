@@ -20,6 +20,10 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
 
     The text is ``model: layer "2" (Linear), given (32, 64) torch.float64: mat1 and mat2 must have
     the same dtype``.
+
+    Args:
+        model: gives the layer its name.
+        error: with its traceback.
     """
     calls, in_own_code = _calls_in(error)
     if not calls:

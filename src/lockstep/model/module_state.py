@@ -27,14 +27,23 @@ def extra_state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give modules the extra state that ``extra_state_of`` read."""
+    """Give modules the extra state that ``extra_state_of`` read.
+
+    Args:
+        model: has the modules.
+        state: by name in a state dict; modules that aren't in it keep theirs.
+    """
     for name, module in _with_extra_state(model):
         if name in state:
             module.set_extra_state(state[name])
 
 
 def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all replicas have the same extra state."""
+    """Whether all replicas have the same extra state.
+
+    Args:
+        states: what ``extra_state_of`` read from each of them.
+    """
     (tree, tensors), *others = map(encoded, states)
     for other_tree, other_tensors in others:
         if other_tree != tree:
@@ -47,6 +56,9 @@ def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
 def plain_attributes_of(model: nn.Module) -> dict[str, str]:
     """Describe what is frozen, and the numbers, switches and texts that a person's own modules have
     as attributes.
+
+    ``{"0.weight.requires_grad": "True", "0.training": "True", "scale": "0.5"}``, for example. The
+    modes of modules are left out where the model is in evaluation mode as a whole.
     """
     found = {f"{name}.requires_grad": str(p.requires_grad) for name, p in model.named_parameters()}
     for name, module in model.named_modules():
@@ -77,7 +89,12 @@ def set_flags(model: nn.Module, described: Mapping[str, str]) -> None:
 
 
 def note_on_attributes(names: Sequence[str]) -> Caveat:
-    """Name attributes that had changed when a checkpoint was written, which doesn't keep them."""
+    """Describe attributes that had changed when a checkpoint was written, and that it does not
+    keep.
+
+    Args:
+        names: of the attributes, at least one.
+    """
     more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
     return Caveat(
         "state",
@@ -88,6 +105,7 @@ def note_on_attributes(names: Sequence[str]) -> Caveat:
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Find the modules whose class has a ``get_extra_state``, by their names in a state dict."""
     for name, module in model.named_modules(remove_duplicate=False):
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             yield f"{name}.{EXTRA_STATE}".removeprefix("."), module
@@ -99,4 +117,5 @@ def _on_cpu(nest: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    """Compare two tensors, with their dtypes."""
     return one.dtype == other.dtype and torch.equal(one, other)

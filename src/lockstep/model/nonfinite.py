@@ -72,7 +72,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _why_outputs(outputs: dict[str, torch.Tensor], *, first: bool) -> str | None:
-    """Explain outputs that are not finite, or too large; None where they are neither."""
+    """Explain outputs that are not finite, or too large; None where they are neither.
+
+    Args:
+        outputs: by their names in the nest that the model gave.
+        first: whether nothing was updated yet in this process.
+    """
     not_finite = {name: t for name, t in outputs.items() if not _is_finite(t)}
     are_numbers = not any(t.dim() for t in not_finite.values())
     if not_finite and len(not_finite) < len(outputs) and are_numbers:
@@ -90,7 +95,12 @@ def _why_outputs(outputs: dict[str, torch.Tensor], *, first: bool) -> str | None
 
 
 def _nan_in(part: Part, what: str) -> str | None:
-    """Give ``the inputs of sample 17 have NaN``, or None where there is none."""
+    """Give ``the inputs of sample 17 have NaN``, or None where there is none.
+
+    Args:
+        part: a local batch.
+        what: ``inputs`` or ``targets``.
+    """
     for name, tensor in named_tensors(getattr(part, what)):
         if not _is_nan(tensor):
             continue

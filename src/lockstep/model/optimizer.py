@@ -117,7 +117,13 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 def _refuse_other_parameters(
     optimizer: torch.optim.Optimizer, model: nn.Module, named: NamedParameters
 ) -> None:
-    """Refuse an optimizer over more parameters than the model's, or fewer than ``named``."""
+    """Refuse an optimizer over more parameters than the model's, or fewer than ``named``.
+
+    Args:
+        optimizer: just made.
+        model: has the parameters that the optimizer may hold.
+        named: the parameters that the optimizer was given, and has to hold.
+    """
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if optimized - {id(p) for p in model.parameters()}:
         raise JobError(
@@ -242,7 +248,7 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step does more than the optimizer's class does, by hooks or another ``step``."""
-    hooks = (
+    hooks = (  # an optimizer made of others may have no hooks
         getattr(optimizer, "_optimizer_step_pre_hooks", None),
         getattr(optimizer, "_optimizer_step_post_hooks", None),
         _global_optimizer_pre_hooks,
@@ -269,6 +275,10 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
     """Scale gradients so that their norm together is at most ``largest``; return what it was.
 
     Unlike PyTorch's function it takes sparse gradients too.
+
+    Args:
+        parameters: have the gradients, which are scaled in place.
+        largest: the norm that all gradients together may have.
     """
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, largest)
@@ -293,8 +303,12 @@ def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: float) -> None:
-    """Scale gradients in place, whose norm together is ``norm``, so that it is ``largest`` at
-    most.
+    """Scale gradients in place so that their norm together is at most ``largest``.
+
+    Args:
+        grads: on any devices, of any dtypes.
+        norm: their norm together, before.
+        largest: the norm that they may have.
     """
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch's clip_grad_norm_ has it
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -305,6 +319,7 @@ def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: fl
 
 
 def _names_of(model: nn.Module) -> dict[int, str]:
+    """Give the names of parameters by their ids."""
     return {id(p): name for name, p in model.named_parameters()}
 
 
