@@ -9,7 +9,10 @@ what it began its first run with:
   `lockstep.threads.recompute` those of the threads of ``dp``);
 - objects among its arguments that it may write to, such as a cache of keys and values.
 
-Anything else that forward writes, such as a counter in an attribute, is written twice.
+Anything else that forward writes, such as a counter in an attribute, is written twice. What a block
+has for the time of a call only (weights of ``torch.func.functional_call``, a hook, a global
+variable) is not there in the recomputation. PyTorch raises an error where the number or the shapes
+of the saved tensors differ.
 
 A block stays the same object of the same class. Only its ``forward`` is replaced, so parameters
 keep their names.
