@@ -66,11 +66,7 @@ class Flight:
         default_factory=list
     )  # when each visit began and ended, in seconds
     strayed: bool = False  # whether it went where it was not expected
-    # For each module the visits of the forward in which it was called, where somebody wants to
-    # know.
-    calls: dict[torch.nn.Module, set[int]] | None = None
-    # Called where it leaves a stage for another one, or turns back, if somebody wants to look then.
-    crossed: Callable[[], None] | None = None
+    crossed: Callable[[], None] | None = None  # called where it leaves a stage, if it is observed
     # The module that was called and is on this stage with all that is in it; hooks inside have
     # nothing to do.
     outer: torch.nn.Module | None = None

@@ -72,8 +72,6 @@ class Runner:
     Attributes:
         overlaps: whether micro-batches are under way at the same time, each in its thread.
         streamed: whether they are, and each needs a random stream of its own.
-        spoiled: whether the last update is to be computed again: the model began to draw in it as
-            no stream gave it.
         schedule: as given.
         timelines: when each stage computed in each update, where that is noted (a list is there),
             not on accelerators.
@@ -91,17 +89,14 @@ class Runner:
         self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
         self._slots = world.device.is_slot
-        cards = (
-            () if self._slots else tuple(dict.fromkeys(device.torch for device in self._devices))
-        )
-        self._training = Overlap(model, world, len(places), cards)
-        if len(cards) == 1:
-            self._training.in_turn = "one accelerator computes nothing at the same time"
+        accelerators = [] if self._slots else [device.torch for device in self._devices]
+        self._overlap = Overlap(model, world, len(places), dict.fromkeys(accelerators))
         self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
         self._team: Team | None = None
         self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
         self._shared: dict[int, torch.Tensor] = {}
-        self.overlaps = self.streamed = self.spoiled = False
+        self.overlaps = False
+        self.streamed = False
         self.timelines: list[Timeline] | None = None
 
     def run(
@@ -110,7 +105,6 @@ class Runner:
         forward: Callable[[int], Any],
         backward: Callable[[int, Any], Any],
         count: int,
-        seeded: bool = False,
     ) -> list[Any]:
         """Forward and backward of each micro-batch; what each gave.
 
@@ -122,16 +116,12 @@ class Runner:
             forward: of the micro-batch of that number: model and loss.
             backward: of the same, given what forward gave.
             count: how many there are.
-            seeded: random streams have seeds of their own, which they don't draw from PyTorch's
-                generator.
         """
         work = _Work(begin, forward, backward, count)
-        self.spoiled = False
-        self.overlaps = count > 1 and self._training.allowed
-        self.streamed = self.overlaps and self._slots and self._training.draws
+        self.overlaps = count > 1 and self._overlap.allowed
+        self.streamed = self.overlaps and self._slots and self._overlap.draws
         flights: list[Flight] = []
         found = (self._overlapped if self.overlaps else self._in_turn)(work, flights)
-        self.spoiled = self.overlaps and self._training.spoiled(flights, seeded=seeded)
         self._note(flights)
         return found
 
@@ -217,9 +207,10 @@ class Runner:
             results = []
             for number in range(work.count):
                 work.begin(number)
-                flights.append(Flight(number, self._occupy))
-                with self._training.alone(flights[-1], work.count) as in_forward:
-                    results.append(self._fly(flights[-1], work, in_forward))
+                flight = Flight(number, self._occupy)
+                flights.append(flight)
+                with self._overlap.observing(flight, work.count):
+                    results.append(self._fly(flight, work))
             return results
 
         if self._slots:
@@ -231,7 +222,7 @@ class Runner:
 
     def _overlapped(self, work: _Work, flights: list[Flight]) -> list[Any]:
         """Each micro-batch in a thread of its own; they wait for their turns."""
-        overlap = self._training
+        overlap = self._overlap
         key = overlap.route, work.count
         if key not in self._orders:
             orders = orders_of(overlap.route, self.schedule(work.count), work.count)
@@ -242,31 +233,27 @@ class Runner:
             Flight(number, self._occupy, overlap.route, turns) for number in range(work.count)
         ]
         if not self._slots:
-            self._give_queues(flights, states(overlap.cards) if overlap.draws else None)
+            self._give_queues(flights, states(overlap.accelerators) if overlap.draws else None)
 
         def go(flight: Flight) -> Any:
             torch.set_autocast_cache_enabled(
                 False
             )  # a weight's copy would belong to one micro-batch's graph
             with contextlib.nullcontext() if flight.queues is None else flight.queues.streams():
-                return self._fly(flight, work, contextlib.nullcontext())
+                return self._fly(flight, work)
 
-        overlap.look()
-        return self._in_threads(
-            [functools.partial(go, flight) for flight in flights], work.count, [turns.abort]
-        )
+        functions = [functools.partial(go, flight) for flight in flights]
+        with overlap.following(flights):
+            return self._in_threads(functions, work.count, [turns.abort])
 
-    def _fly(
-        self, flight: Flight, work: _Work, in_forward: contextlib.AbstractContextManager[None]
-    ) -> Any:
+    def _fly(self, flight: Flight, work: _Work) -> Any:
         # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
         with torch.autograd.set_multithreading_enabled(self._slots), flight, self._told(flight):
             if flight.queues is not None:
                 flight.queues.begin()
                 if flight.queues.draws:
                     work.begin(flight.number)
-            with in_forward:
-                made = work.forward(flight.number)
+            made = work.forward(flight.number)
             flight.turn_back()
             return work.backward(flight.number, made)
 

@@ -167,9 +167,6 @@ def _arriving(
     # (A checkpoint that computes again over several accelerators does so in the one turn that it
     # has.)
     if flight is not None and (place is None or flight.kind == "F"):
-        if flight.calls is not None and flight.kind == "F":
-            flight.enter(stage)
-            flight.calls.setdefault(module, set()).add(len(flight.seen))
         if flight.outer is not None and stage == flight.stage:
             return None
         if (

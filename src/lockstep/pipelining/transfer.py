@@ -112,10 +112,11 @@ class Moving(TorchFunctionMode):
 
     def nest_moved(self, nest: Any) -> Any:
         """What a layer is given, on the stage that computes."""
-        # (The stubs of packed sequences know of dtypes only.)
-        return each(
-            self.moved, nest, on_packed=lambda packed: packed.to(self.moved(packed.data).device)
-        )  # type: ignore[arg-type]
+
+        def packed_moved(packed: Any) -> Any:
+            return packed.to(self.moved(packed.data).device)
+
+        return each(self.moved, nest, on_packed=packed_moved)
 
     def __torch_function__(
         self,

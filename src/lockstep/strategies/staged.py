@@ -59,9 +59,9 @@ class StagedStep(Step):
         """Gradients summed over the micro-batches by autograd itself."""
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
+        for p in self._parameters:
+            p.grad = None
         if not parts:  # other replicas have them all
-            for p in self._parameters:
-                p.grad = None
             return added([])
 
         def begin(i: int) -> None:
@@ -82,15 +82,8 @@ class StagedStep(Step):
             self.run_backward(made.total, self.divisor(made.count, batch.size))
             return made.detached()
 
-        while True:
-            for p in self._parameters:
-                p.grad = None
-            found = self._stages(begin, forward, backward, len(parts), self._stream is not None)
-            if (
-                not self.runner.spoiled
-            ):  # else once more, with streams now, and if that won't do, in turn
-                return added(found, self._sum_at_home)
-            streams = Streams()
+        found = self._stages(begin, forward, backward, len(parts))
+        return added(found, self._sum_at_home)
 
     def _sum_at_home(self, values: Iterable[Number]) -> Number:
         """Totals or counts of micro-batches on the first device. (Targets, and so counts, are not
