@@ -66,7 +66,6 @@ class Bound:
             schedules=[way.schedule],
             microbatches=[way.num_microbatches(self._job)],
             chunks=[way.chunks_on(2)],
-            tried=False,
         )
         return self._last * choice.best.timeline.speed_up
 
@@ -97,7 +96,6 @@ def found(job: lockstep.Job) -> Callable[[], Mapping[str, Callable[[], float]]]:
             choice.best.microbatches,
             choice.best.schedule,
             chunks=len(choice.best.plan.places) // 2,
-            times=tuple((stage.forward, stage.backward) for stage in partition.stages),
         )
         bound = Bound(job, way)
         return {

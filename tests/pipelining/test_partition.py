@@ -351,9 +351,9 @@ def test_partition_in_python() -> None:
     )
 
 
-def test_what_is_chosen_is_tried_on_a_copy_of_the_model() -> None:
+def test_planning_leaves_the_model_as_it_was() -> None:
     """A job may give the same model every time: what trains it then finds no hook, gradient or
-    statistic of a trial.
+    statistic of the measurement.
     """
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     before = {name: value.clone() for name, value in net.state_dict().items()}

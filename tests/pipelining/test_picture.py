@@ -122,7 +122,7 @@ def test_stage_times_can_be_given(capsys) -> None:
     ]
     assert main(words) == 0
     assert f"bubble {100 - 2200 / 38:.1f} %" in capsys.readouterr().out
-    assert main([*words, "--schedule", "fitted,interleaved", "--transfer", "0.1"]) == 0
+    assert main([*words, "--schedule", "gpipe,interleaved", "--transfer", "0.1"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -301,17 +301,14 @@ def test_pp_ends_where_one_device_that_accumulates_does(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", ["interleaved", pytest.param("fitted", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
     "kind", [pytest.param(k, marks=pytest.mark.slow if i % 6 else ()) for i, k in enumerate(MANY)]
 )
 def test_two_stages_on_each_device_end_where_one_device_does(
-    kind: str, schedule: str, tmp_path_factory: pytest.TempPathFactory
+    kind: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     job, _ = KINDS[kind]
     for microbatches in (3, 8):
-        way = PP(microbatches=microbatches, schedule=schedule, chunks=2)
+        way = PP(microbatches=microbatches, schedule="interleaved", chunks=2)
         folder = tmp_path_factory.mktemp("pp")
         run = train(
             job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=folder, quiet=True
@@ -498,7 +495,7 @@ def test_what_fails_in_a_prediction_over_stages_is_named_and_leaves_nothing(tmp_
 @pytest.mark.sweep
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("device_map", [{"0": 1, "": 0}, {"0": 0, "1": 1, "2": 0, "": 1}])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "fitted"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_a_way_as_long_as_the_straight_one_is_not_taken_for_it(
     device_map: dict[str, int], schedule: str, tmp_path
 ) -> None:
@@ -577,7 +574,7 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
         (lambda: PP(chunks=0), "0 stages on each device: give a whole number from 1"),
         (
             lambda: PP(chunks=2),
-            "1f1b has one stage on each device, not 2: take interleaved, fitted or auto",
+            "1f1b has one stage on each device, not 2: take interleaved or auto",
         ),
         (lambda: PP(split_size=0), "micro-batches of 0 samples: give a number from 1"),
         (
@@ -633,7 +630,7 @@ def test_what_is_auto_is_chosen_and_said_and_kept_where_the_run_goes_on(
 @pytest.mark.slow
 def test_a_given_map_may_have_several_stages_on_each_device(tmp_path) -> None:
     device_map = {"0": 0, "1": 1, "2": 2, "": 3}
-    for schedule in ("interleaved", "fitted", "auto"):
+    for schedule in ("interleaved", "auto"):
         way = PP(device_map, 3, schedule)
         job = KINDS["a sequence"][0].replace(precision="fp64")
         run = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)

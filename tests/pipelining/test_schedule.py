@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.simulate import fitted, simulate
+from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import (
     SCHEDULES,
     Schedule,
@@ -139,35 +137,6 @@ def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
     smaller_last = simulate(one_f_one_b(2, 2), [[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
     assert smaller_last.makespan == 14
     assert simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0], transfer=0.5).makespan == 20
-
-
-def test_with_equal_times_the_fitted_schedule_is_one_f_one_b() -> None:
-    for stages in range(1, 5):
-        for microbatches in (1, 2, 3, 8):
-            assert fitted(range(stages), microbatches) == one_f_one_b(stages, microbatches)
-
-
-def test_the_fitted_schedule_gains_where_stages_take_unequally_long() -> None:
-    drawn = random.Random(3)
-    ratios = []
-    for _ in range(40):
-        stages, microbatches = drawn.choice([2, 3, 4]), drawn.choice([4, 8])
-        forward = [drawn.uniform(0.5, 1.5) for _ in range(stages)]
-        backward = [2 * drawn.uniform(0.8, 1.2) * time for time in forward]
-        made = fitted(range(stages), microbatches, forward, backward, 0.2)
-        assert made == fitted(range(stages), microbatches, forward, backward, 0.2), (
-            "equal times, equal schedule"
-        )
-        assert simulate(made).held()[0] <= stages + 2
-        plain = simulate(one_f_one_b(stages, microbatches), forward, backward, 0.2).makespan
-        ratios.append(simulate(made, forward, backward, 0.2).makespan / plain)
-    assert sum(ratios) / len(ratios) < 0.985 and max(ratios) < 1.02 and min(ratios) < 0.95
-
-
-def test_the_fitted_schedule_takes_any_placement() -> None:
-    schedule = fitted([0, 1, 1, 0], 5, [1.0, 2.0, 1.0, 3.0], 2.0)
-    simulate(schedule)
-    assert devices_of(schedule) == {0: 0, 1: 1, 2: 1, 3: 0}
 
 
 def test_an_action_is_printed_and_read_as_a_word() -> None:

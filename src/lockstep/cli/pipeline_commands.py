@@ -141,8 +141,7 @@ def add_schedule(commands: Any) -> None:
         "--schedule",
         default="1f1b",
         metavar="NAME",
-        help="gpipe, 1f1b, interleaved (two stages on each device) or fitted (to the times); "
-        "several with commas "
+        help="gpipe, 1f1b or interleaved (two stages on each device); several with commas "
         "between (default: 1f1b)",
     )
     for name in ("--forward", "--backward"):
@@ -205,26 +204,19 @@ def _known(name: str) -> str:
     """The name of a schedule, if there is one of that name."""
     from lockstep.pipelining.schedule import SCHEDULES
 
-    if name not in (names := [*SCHEDULES, "fitted"]):
-        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, names)}')
+    if name not in SCHEDULES:
+        raise InputError(f'--schedule: there is no "{name}"; {nearest(name, [*SCHEDULES])}')
     return name
 
 
 def _simulated(name: str, options: argparse.Namespace) -> Timeline:
-    from lockstep.pipelining.planner.simulate import fitted, simulate
+    from lockstep.pipelining.planner.simulate import simulate
     from lockstep.pipelining.schedule import SCHEDULES, devices_of
 
-    if _known(name) == "fitted":
-        forward, backward = (
-            _times(options, which, options.stages) for which in ("forward", "backward")
-        )
-        schedule = fitted(
-            range(options.stages), options.microbatches, forward, backward, options.transfer
-        )
-    else:
-        schedule = SCHEDULES[name](options.stages, options.microbatches)
-        stages = len(devices_of(schedule))
-        forward, backward = (_times(options, which, stages) for which in ("forward", "backward"))
+    schedule = SCHEDULES[_known(name)](options.stages, options.microbatches)
+    stages = len(devices_of(schedule))
+    forward = _times(options, "forward", stages)
+    backward = _times(options, "backward", stages)
     return simulate(schedule, forward, backward, options.transfer)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
@@ -131,66 +132,6 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
     return schedule
 
 
-def greedy(
-    route: Route,
-    places: Sequence[int],
-    microbatches: int,
-    seconds: Callable[[int, int], float],
-    may: Callable[[int, int, Sequence[int]], bool],
-    *,
-    first: str = "B",
-    transfer: float = 0.0,
-) -> list[list[Key]]:
-    """For each device an order of visits: whenever it is free, it takes what it can at that moment.
-
-    Of several visits the one that is nearest to the end of the route goes first, each in the order
-    of micro-batches.
-
-    Args:
-        route: of each micro-batch.
-        places: for each stage the device that holds it.
-        microbatches: how many.
-        seconds: of a visit (its number in the route) of a micro-batch.
-        may: whether that visit may begin, given how many micro-batches have begun each. So that
-            devices never wait for each other for ever, a backward must be allowed once all forwards
-            have begun.
-        first: the kind, forward or backward, that goes before the other.
-        transfer: how long what a stage gives is on its way to another device.
-    """
-    orders: list[list[Key]] = [[] for _ in range(max(places) + 1)]
-    free = [0.0] * len(orders)
-    begun = [0] * len(route)
-    ended: dict[Key, float] = {}
-    wanted = sorted(range(len(route)), key=lambda i: (route[i].kind == first, i), reverse=True)
-
-    def can(i: int, now: float) -> bool:
-        m = begun[i]
-        if m == microbatches or not may(i, m, begun):
-            return False
-        if not i:
-            return True
-        moved = transfer if places[route[i - 1].stage] != places[route[i].stage] else 0.0
-        return (i - 1, m) in ended and ended[i - 1, m] + moved <= now
-
-    moments = [
-        0.0
-    ]  # something ends or arrives: only then can a device that waits find something to do
-    while moments:
-        now = heapq.heappop(moments)
-        for device, order in enumerate(orders):
-            if free[device] > now:
-                continue
-            i = next((i for i in wanted if places[route[i].stage] == device and can(i, now)), None)
-            if i is not None:
-                key = i, begun[i]
-                order.append(key)
-                begun[i] += 1
-                free[device] = ended[key] = now + seconds(*key)
-                heapq.heappush(moments, free[device])
-                heapq.heappush(moments, free[device] + transfer)
-    return orders
-
-
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -261,7 +202,7 @@ def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
             while order and (not order[-1][0] or (order[-1][0] - 1, order[-1][1]) in ended):
                 i, m = key = order.pop()
                 began[key] = max(free[device], ended.get((i - 1, m), 0.0))
-                free[device] = ended[key] = began[key] + (1.0 if route[i].kind == "F" else 2.0)
+                free[device] = ended[key] = began[key] + _TICKS[route[i].kind]
     return sorted(began, key=lambda key: began[key])
 
 
@@ -277,22 +218,62 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
         return [
             [(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule
         ]
+    return _greedy(route, [places[stage] for stage in range(len(places))], schedule, microbatches)
+
+
+def _greedy(
+    route: Route, places: Sequence[int], schedule: Schedule, microbatches: int
+) -> list[list[Key]]:
+    """For each device an order of visits: whenever it is free, it takes what it can at that moment.
+
+    Of several visits a backward goes first, then the one that is nearest to the end of the route,
+    each in the order of micro-batches. All forwards go first where the schedule has it so, else a
+    micro-batch starts while no more are under way than the schedule would have, or than it visits
+    stages.
+
+    Args:
+        route: of each micro-batch.
+        places: for each stage the device that holds it.
+        schedule: of a straight route.
+        microbatches: how many.
+    """
     kinds = [action.kind for action in schedule[-1]]
     forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
     forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
-    # A micro-batch starts while no more are under way than the schedule would have, or than it
-    # visits stages.
-    held = itertools.accumulate(
-        1 if action.kind == "F" else -1 for action in schedule[0] if action.stage == 0
-    )
-    most = microbatches if forward_first else max(*held, len(forwards))
+    steps = [1 if a.kind == "F" else -1 for a in schedule[0] if a.stage == 0]
+    most = microbatches if forward_first else max(*itertools.accumulate(steps), len(forwards))
+    begun = [0] * len(route)
+    ended: dict[Key, float] = {}
 
-    def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
-        if route[i].kind == "B":
-            return not forward_first or begun[forwards[-1]] == microbatches
-        return i > 0 or microbatch - begun[-1] < most
+    def can(i: int, now: float) -> bool:
+        """Whether the next micro-batch may begin this visit."""
+        m = begun[i]
+        if m == microbatches:
+            return False
+        if i == 0:
+            return m - begun[-1] < most
+        if route[i].kind == "B" and forward_first and begun[forwards[-1]] < microbatches:
+            return False
+        return ended.get((i - 1, m), math.inf) <= now
 
-    order = [places[stage] for stage in range(len(places))]
-    return greedy(
-        route, order, microbatches, lambda i, _: 1.0 if route[i].kind == "F" else 2.0, may
-    )
+    orders: list[list[Key]] = [[] for _ in range(max(places) + 1)]
+    free = [0.0] * len(orders)
+    wanted = sorted(range(len(route)), key=lambda i: (route[i].kind == "B", i), reverse=True)
+    moments = [0.0]  # when something ends: only then can a device that waits find something to do
+    while moments:
+        now = heapq.heappop(moments)
+        for device, order in enumerate(orders):
+            mine = [i for i in wanted if places[route[i].stage] == device]
+            i = next((i for i in mine if can(i, now)), None)
+            if i is None or free[device] > now:
+                continue
+            key = i, begun[i]
+            order.append(key)
+            begun[i] += 1
+            free[device] = ended[key] = now + _TICKS[route[i].kind]
+            heapq.heappush(moments, free[device])
+    return orders
+
+
+_TICKS = {"F": 1.0, "B": 2.0}
+"""How long a visit is taken to be."""

@@ -32,12 +32,11 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.inspection import OutsideVariables, drops
+from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.partition import capacities, even_split, found_for
-from lockstep.pipelining.planner.plan import NUMBERS, planned
-from lockstep.pipelining.planner.simulate import fitted
+from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
+from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import Layers
@@ -45,7 +44,7 @@ from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "fitted")
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
 """What ``schedule`` may be, beside "auto"."""
 
 _MICROBATCHES = 4
@@ -60,13 +59,11 @@ class PP(Strategy):
             None finds one, by measuring the layers on the job's first batch.
         microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by
             simulation; None is what ``split_size`` makes, or 4.
-        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device),
-            ``"fitted"`` (to measured times), or "auto".
+        schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), or
+            "auto".
         split_size: samples of a micro-batch at most, instead of ``microbatches``.
         chunks: stages on each device; None is 2 for ``interleaved``, or as many as ``device_map``
             has, else 1.
-        times: seconds of each stage's forward and backward, which ``fitted`` goes by; None takes
-            them as equal.
     """
 
     name: ClassVar[str] = "pp"
@@ -82,7 +79,6 @@ class PP(Strategy):
     schedule: str = "1f1b"
     split_size: int | None = None
     chunks: int | None = None
-    times: tuple[tuple[float, float], ...] | None = None
 
     def __post_init__(self) -> None:
         for value, what in (
@@ -110,7 +106,7 @@ class PP(Strategy):
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise StrategyError(
                 f"{self.name}: {self.schedule} has one stage on each device, not {self.chunks}: "
-                "take interleaved, fitted or auto"
+                "take interleaved or auto"
             )
 
     def num_microbatches(self, job: Job) -> int:
@@ -141,8 +137,7 @@ class PP(Strategy):
         """
         self.refuse_function(job)
         way = self._as_before(before, len(world.devices)) if before else self
-        auto = "auto" in (way.microbatches, way.schedule)
-        choosing = auto or (way.schedule == "fitted" and way.times is None)
+        choosing = "auto" in (way.microbatches, way.schedule)
         if way.device_map is not None and not choosing:
             return way
         if len(world.devices) == 1 and not choosing:
@@ -150,67 +145,55 @@ class PP(Strategy):
         if is_stream(job.train_data):
             if choosing:
                 raise StrategyError(
-                    f"{self.name}: what is auto or fitted is chosen by looking at the first "
-                    "batch, and a stream can't "
-                    "be begun twice: give numbers (lockstep partition finds them)"
+                    f"{self.name}: what is auto is chosen by looking at the first batch, and a "
+                    "stream can't be begun twice: give numbers (lockstep partition finds them)"
                 )
             return way
-        capacity = _memory_of(world)
-        number, mine = way.num_microbatches(job) // job.accumulate, way.seen_by_a_replica(job)
-        chunks = way.chunks_on(len(world.devices))
-        is_open = (
-            way.chunks is None and way.device_map is None and way.schedule in ("auto", "fitted")
-        )
-        choice = None
         try:
-            with OutsideVariables(
-                [job.model]
-            ).kept():  # a list of layers, say, that building the model adds to
-                if not choosing and chunks == 1:
-                    cut = mine.replace(accumulate=way.num_microbatches(job))
-                    found = found_for(
-                        cut, world.devices, _order_of(way, len(world.devices))(number), capacity
-                    )
-                else:
-                    found, choice = planned(
-                        mine,
-                        world.devices,
-                        device_map=way.device_map,
-                        schedules=None if way.schedule == "auto" else [way.schedule],
-                        microbatches=NUMBERS if way.microbatches == "auto" else [number],
-                        chunks=(1, 2) if is_open else (chunks,),
-                        capacity=capacity,
-                    )
+            found, choice = way._measured(job, world)
         except Exception as error:
-            if auto or (isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)):
+            is_final = isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)
+            if choosing or is_final:
                 raise
             # Cut by parameters, those that this forward didn't come to too.
             if not isinstance(error, TooFewLayers):
-                world.tell(
-                    Line(
-                        f"looking at a forward raised {told(error)}: stages by their parameters",
-                        "plan",
-                    )
-                )
+                why = f"looking at a forward raised {told(error)}: stages by their parameters"
+                world.tell(Line(why, "plan"))
             return way
-        whole = sum(stage.time for stage in found.stages) or 1.0
-        stages = " | ".join(
-            f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages
-        )
-        how = "measured" if found.measured else "estimated"
-        world.tell(Line(f"stages: {stages} of the time, {how}", "plan"))
+        _log_stages(found, world)
         if choice is None:
             return replace(way, device_map=found.device_map)
-        best = choice.best
         if choosing:
             world.tell(Line(choice.why, "plan"))
+        best = choice.best
         return replace(
             way,
             device_map=found.device_map,
             microbatches=best.microbatches if way.microbatches == "auto" else way.microbatches,
             schedule=best.schedule,
             chunks=len(best.plan.places) // len(world.devices),
-            times=tuple((stage.forward, stage.backward) for stage in found.stages),
+        )
+
+    def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
+        """Find the stages; and a schedule, where that is open or a device has several stages."""
+        devices = world.devices
+        capacity = _memory_of(world)
+        number = self.num_microbatches(job) // job.accumulate
+        chunks = self.chunks_on(len(devices))
+        job = self.seen_by_a_replica(job)
+        if chunks == 1 and "auto" not in (self.microbatches, self.schedule):
+            cut = job.replace(accumulate=self.num_microbatches(job))
+            schedule = _order_of(self, len(devices))(number)
+            return found_for(cut, devices, schedule, capacity), None
+        is_open = self.schedule == "auto" and self.chunks is None and self.device_map is None
+        return planned(
+            job,
+            devices,
+            device_map=self.device_map,
+            schedules=None if self.schedule == "auto" else [self.schedule],
+            microbatches=NUMBERS if self.microbatches == "auto" else [number],
+            chunks=(1, 2) if is_open else (chunks,),
+            capacity=capacity,
         )
 
     def seen_by_a_replica(self, job: Job) -> Job:
@@ -230,10 +213,7 @@ class PP(Strategy):
             way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
         device_map = before.get("device_map")
         if way.device_map is None and device_map is not None:
-            times = before.get("times")
-            there = replace(
-                way, device_map=device_map, times=tuple(map(tuple, times)) if times else None
-            )
+            there = replace(way, device_map=device_map)
             if 1 + max(device_map.values()) == devices * there.chunks_on(devices):
                 return there
         return way
@@ -313,7 +293,9 @@ class PP(Strategy):
                 f"{parts}"
             )
             found.append(Caveat("few samples", text))
-        if len({p.device for p in model.parameters()}) > 1 and any(map(drops, model.modules())):
+        if len({p.device for p in model.parameters()}) > 1 and any(
+            map(draws_dropout, model.modules())
+        ):
             found.append(DRAWS)
         return found
 
@@ -346,19 +328,17 @@ class MP(PP):
 
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
     """The lists of actions for a number of micro-batches."""
-    chunks = way.chunks_on(devices)
-    if way.schedule == "fitted":
-        places = [stage % devices for stage in range(devices * chunks)]
-        times = (
-            way.times
-            if way.times is not None and len(way.times) == len(places)
-            else [(1.0, 2.0)] * len(places)
-        )
-        forward, backward = zip(*times, strict=True)
-        return lambda microbatches: fitted(places, microbatches, forward, backward)
     if way.schedule == "interleaved":
-        return partial(interleaved, devices, chunks=chunks)
+        return partial(interleaved, devices, chunks=way.chunks_on(devices))
     return partial(gpipe if way.schedule == "gpipe" else one_f_one_b, devices)
+
+
+def _log_stages(found: Partition, world: World) -> None:
+    """Log what each stage holds, and its share of the time."""
+    whole = sum(stage.time for stage in found.stages) or 1.0
+    stages = [f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages]
+    how = "measured" if found.measured else "estimated"
+    world.tell(Line(f"stages: {' | '.join(stages)} of the time, {how}", "plan"))
 
 
 def _memory_of(world: World) -> list[float] | None:

@@ -1,23 +1,12 @@
-"""A job's model on one device: looked at, timed block by block, and tried for a moment with its
-stages on all devices.
-
-What blocks take one after the other says nothing of turns: a thread is woken, its caches are
-another micro-batch's, the interpreter and the memory are busy with the other stage. Each is small,
-and there are two turns of each stage for each micro-batch::
-
-    taken     |0F0 ·|0F1 ·|  ..  |0B0 ·|             a turn's cost: what is between both ends,
-    simulated |0F0|0F1| .. |0B0|                     by the turns of a device
-"""
+"""A job's model on one device, timed block by block."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import itertools
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,22 +17,16 @@ from lockstep.data import Part, job_loader, resolve
 from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.inspection import OutsideVariables
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
-from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.blocks import Block, Look, blocks_of
 from lockstep.pipelining.planner.trace import as_before, trace, watched
-from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.schedule import Schedule, devices_of
-from lockstep.pipelining.stage_layers import Layers
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, clones, tensors, to_device
-from lockstep.tensors.rows import cut, share_sizes
-from lockstep.threads.random_streams import stream
+from lockstep.tensors.rows import cut
 
 
 class Bench:
@@ -77,13 +60,13 @@ class Bench:
         """
         return block.parameters + (1 + self._state_copies) * block.trained
 
-    def part(self, size: int, start: int = 0) -> Part:
-        """So many samples of the first micro-batch, on the device, in the job's format and
+    def part(self, size: int) -> Part:
+        """The first samples of the first micro-batch, on the device, in the job's format and
         layout.
         """
         device, dtype, whole = self._home, self._precision.whole, self.first.size
         inputs, targets = (
-            nest if size == whole else cut(nest, start=start, size=size, whole=whole)
+            nest if size == whole else cut(nest, start=0, size=size, whole=whole)
             for nest in (self.first.inputs, self.first.targets)
         )
         inputs = to_device(inputs, device, dtype, channels_last=self._channels_last)
@@ -102,7 +85,7 @@ class Bench:
         if not measure or not self._fits:
             return seen
         adds = part.size < self.first.size  # it is one of several of a batch
-        total = functools.partial(self.total, part, self.model)
+        total = functools.partial(self.total, part)
         try:
             with self._kept():
                 blocks = measured(
@@ -123,63 +106,12 @@ class Bench:
             stack.enter_context(outside.kept())
         return stack
 
-    def total(self, part: Part, model: nn.Module) -> torch.Tensor:
+    def total(self, part: Part) -> torch.Tensor:
         """One forward of a part and its loss."""
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
-            total: torch.Tensor = self._loss(call(model, inputs), targets, part.size).total
+            total: torch.Tensor = self._loss(call(self.model, inputs), targets, part.size).total
         return total
-
-    def seconds_taken(
-        self,
-        device_map: Mapping[str, int],
-        schedule: Schedule,
-        devices: Sequence[Device],
-        *,
-        seconds: float = 1.0,
-    ) -> float | None:
-        """Seconds of forward and backward of the batch by a schedule, on slots; None where
-        micro-batches can't overlap.
-
-        It goes on for so many ``seconds`` after the updates that show the route.
-        """
-        model = copy.deepcopy(self.model)  # a job may give the same model every time
-        sizes = share_sizes(self.first.size, 1 + max(action.microbatch for action in schedule[0]))
-        starts = itertools.accumulate(sizes, initial=0)
-        parts = [self.part(size, start) for size, start in zip(sizes, starts, strict=False)]
-        place_of = devices_of(schedule)
-        places = [place_of[stage] for stage in range(len(place_of))]
-        Layers(
-            model, stage_of(model, device_map, len(places)), [devices[place] for place in places]
-        )
-        with alone(tuple(devices)) as world, self._kept():
-            runner = Runner(model, world, lambda count: schedule, places)
-
-            def forward(number: int) -> torch.Tensor:
-                # As a step does: each micro-batch draws for itself, if it does.
-                with stream(torch.Generator() if runner.streamed else None):
-                    return self.total(parts[number], model)
-
-            def update() -> float:
-                model.zero_grad()
-                began = time.perf_counter()
-                runner.run(
-                    lambda number: None,
-                    forward,
-                    lambda number, loss: torch.autograd.backward(loss),
-                    len(sizes),
-                )
-                return time.perf_counter() - began
-
-            update()
-            update()
-            if not runner.overlaps:
-                return None
-            taken: list[float] = []
-            end = time.perf_counter() + seconds
-            while len(taken) < 3 or time.perf_counter() < end:
-                taken.append(update())
-        return statistics.median(taken)
 
 
 def state_copies(job: Job) -> float:

@@ -1,5 +1,5 @@
 """The whole plan of a pipeline for a job: measured at three sizes of micro-batch, split, simulated,
-chosen, tried.
+chosen.
 
 More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample.
 So each stage's time is known for two sizes of micro-batch or more, and is taken to be a straight
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
@@ -26,7 +26,7 @@ from lockstep.pipelining.device_map import DeviceMap
 from lockstep.pipelining.planner.benchmark import Bench
 from lockstep.pipelining.planner.blocks import Look
 from lockstep.pipelining.planner.partition import Partition, divided
-from lockstep.pipelining.planner.simulate import fitted, simulate
+from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.report.timeline import Timeline
 from lockstep.tensors.byte_size import size as said
@@ -34,11 +34,6 @@ from lockstep.tensors.rows import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """The micro-batches that are tried."""
-
-_LEAST = 0.1
-"""Of a time that was measured, what is left where a try of the choice took less than was
-simulated.
-"""
 
 _NEAR = 1.01
 """What is slower than the fastest by no more than that is as good, and then the one that holds
@@ -49,8 +44,6 @@ _CUTS = (8, 32)
 """Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks
 are divided by these times), and in the smallest that may be.
 """
-
-_TRIALS = 3
 
 
 @dataclass(frozen=True)
@@ -69,26 +62,21 @@ class Plan:
 
     places: tuple[int, ...]  # for each stage the device that holds it
     costs: tuple[Costs, ...]
-    turn: float = (
-        0.0  # seconds that each turn of a stage takes beyond its costs, where micro-batches overlap
-    )
 
     @property
     def devices(self) -> int:
         """How many."""
         return max(self.places) + 1
 
-    def schedules(self, microbatches: int) -> Iterator[tuple[str, Schedule | None]]:
-        """The schedules that this plan can have; None is to be fitted to the times."""
-        if self.places == tuple(range(self.devices)):
-            yield "1f1b", one_f_one_b(self.devices, microbatches)
-            yield "gpipe", gpipe(self.devices, microbatches)
-        elif self.places == tuple(s % self.devices for s in range(len(self.places))):
-            yield (
-                "interleaved",
-                interleaved(self.devices, microbatches, len(self.places) // self.devices),
-            )
-        yield "fitted", None
+    def schedules(self, microbatches: int) -> dict[str, Schedule]:
+        """The schedules that this plan can have, by name."""
+        chunks = len(self.places) // self.devices
+        if chunks > 1:
+            return {"interleaved": interleaved(self.devices, microbatches, chunks)}
+        return {
+            "1f1b": one_f_one_b(self.devices, microbatches),
+            "gpipe": gpipe(self.devices, microbatches),
+        }
 
 
 @dataclass(frozen=True)
@@ -118,19 +106,6 @@ class Candidate:
         """Of forward and backward of a global batch."""
         return self.timeline.makespan
 
-    def corrected(self, plan: Plan, taken: float) -> Plan:
-        """A plan with turns that cost as much as it takes for this candidate to last so many
-        seconds, as it did.
-        """
-        return replace(
-            plan, turn=self.plan.turn + (taken - self.seconds) / max(map(len, self.order))
-        )
-
-    @property
-    def name(self) -> str:
-        """What tells it from all others: ``interleaved with 4 micro-batches, 6 stages``."""
-        return f"{self}, {counted(len(self.plan.places), 'stage')}"
-
     def __str__(self) -> str:
         return f"{self.schedule} with {counted(self.microbatches, 'micro-batch', 'es')}"
 
@@ -154,7 +129,7 @@ class Choice:
             f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for "
             f"{counted(self.samples, 'sample')}, "
             f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting and overlapping cost "
+            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs "
             f"{best.cutting:.2f})"
         )
         if whole < best.seconds and best.plan.devices > 1:
@@ -212,7 +187,6 @@ def choose_schedule(
             len(c.plan.places),
             max(c.peak),
             c.microbatches,
-            c.schedule == "fitted",
             c.seconds,
         ),
     )
@@ -241,27 +215,19 @@ def at(points: Mapping[int, float], samples: int) -> float:
 def _candidates(
     batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None
 ) -> Iterator[Candidate]:
+    """Simulate each schedule of a plan with so many micro-batches."""
     sizes = share_sizes(batch, microbatches)
-    turn = plan.turn if microbatches > 1 else 0.0  # one alone has nobody to take turns with
-
-    def times(points: Mapping[int, float]) -> list[float]:
-        return [max(_LEAST * at(points, size), at(points, size) + turn) for size in sizes]
-
-    forward, backward = (
-        [times(cost.forward) for cost in plan.costs],
-        [times(cost.backward) for cost in plan.costs],
-    )
+    forward = [[at(cost.forward, size) for size in sizes] for cost in plan.costs]
+    backward = [[at(cost.backward, size) for size in sizes] for cost in plan.costs]
     whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
-    for name, order in plan.schedules(microbatches):
-        order = order or fitted(plan.places, microbatches, forward, backward)
+    kept = {stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}
+    room = capacity or [math.inf] * plan.devices
+    for name, order in plan.schedules(microbatches).items():
         timeline = simulate(order, forward, backward)
-        peak = list(
-            timeline.held({stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)})
-        )
+        peak = list(timeline.held(kept))
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
-        room = capacity or [math.inf] * len(peak)
         filled = tuple(need / max(there, 1.0) for need, there in zip(peak, room, strict=True))
         yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), filled, cutting)
 
@@ -276,7 +242,6 @@ def planned(
     chunks: Sequence[int] = (1, 2),
     capacity: Sequence[float] | None = None,
     seconds: float = 1.0,
-    tried: bool = True,
 ) -> tuple[Partition, Choice]:
     """Measure a job's blocks, and choose how many micro-batches to cut its batches in, and in which
     order they go.
@@ -291,7 +256,6 @@ def planned(
         chunks: how many stages a device may have.
         capacity: bytes of each device; None doesn't look at memory.
         seconds: how long to measure, for each of three sizes.
-        tried: whether to run what is chosen for a moment, to choose with what turns cost.
 
     Returns:
         The partition that goes with the choice (of a device's several stages each is a stage of
@@ -324,48 +288,10 @@ def planned(
     # (Where none is left they were asked for, and the first update says what is wrong with them.)
     numbers = [number for number in numbers if batch // number > too_small] or numbers
 
-    def choose(plans: Sequence[Plan]) -> Choice:
-        return choose_schedule(
-            batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers
-        )
-
-    def seconds_of(best: Candidate) -> float | None:
-        if best.microbatches == 1:
-            return best.seconds
-        device_map = partitions[best.plan.places].device_map
-        try:
-            return bench.seconds_taken(device_map, best.order, devices, seconds=seconds)
-        except Exception:  # the first update will say why
-            return None
-
-    several = bench.device.is_slot and len(devices) > 1
-    choice = _tried(plans, choose, seconds_of) if tried and several else choose(plans)
+    choice = choose_schedule(
+        batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers
+    )
     return partitions[choice.best.plan.places], choice
-
-
-def _tried(
-    plans: Sequence[Plan],
-    choose: Callable[[Sequence[Plan]], Choice],
-    seconds_of: Callable[[Candidate], float | None],
-) -> Choice:
-    """The fastest of up to three choices that were run, each made with what turns cost in the
-    one before.
-    """
-    fastest = math.inf
-    choice = found = choose(plans)
-    names: set[str] = set()
-    for _ in range(_TRIALS):
-        best = choice.best
-        if best.name in names or (taken := seconds_of(best)) is None:
-            break
-        names.add(best.name)
-        choice = choose([best.corrected(plan, taken) for plan in plans])
-        if taken < fastest:
-            fastest = taken
-            found = replace(
-                choice, best=next(one for one in choice.candidates if one.name == best.name)
-            )
-    return found
 
 
 def _looks(bench: Bench, seconds: float) -> tuple[dict[int, Look], int]:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.schedule import Schedule, devices_of, greedy, straight
+from lockstep.pipelining.schedule import Schedule, devices_of
 from lockstep.report.timeline import Action, Span, Timeline
 
 Times = float | Sequence[float] | Sequence[Sequence[float]]
@@ -106,56 +106,6 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
         ]
 
     return simulate(schedule, times("F"), times("B"))
-
-
-def fitted(
-    places: Sequence[int],
-    microbatches: int,
-    forward: Times = 1.0,
-    backward: Times = 1.0,
-    transfer: float = 0.0,
-) -> Schedule:
-    """A schedule for measured times: the shortest of a few greedy ones, which hold more or fewer
-    micro-batches.
-
-    A written schedule assumes that all stages take equally long. Where they don't, or where
-    transfers take their time, it lets a device wait for a certain action while another could be
-    done. With equal times and one stage on each device this is 1F1B. The first stage may hold up to
-    two micro-batches more than there are stages: they bridge uneven times, for their memory. Each
-    stage behind it may hold one less, but one.
-
-    Args:
-        places: for each stage the device that holds it.
-        microbatches: how many.
-        forward: as in ``simulate``; so are ``backward`` and ``transfer``.
-
-    Raises:
-        StrategyError: there is no stage or no micro-batch.
-    """
-    if not places or microbatches < 1:
-        raise StrategyError(
-            f"schedule: {len(places)} stages and {microbatches} micro-batches; there is at least "
-            "one of each"
-        )
-    route = straight(len(places))
-    actions = [[Action(*visit, m) for m in range(microbatches)] for visit in route]
-
-    def made(more: int, first: str) -> Schedule:
-        def may(i: int, microbatch: int, begun: Sequence[int]) -> bool:
-            most = max(1, len(places) + more - i)
-            return i >= len(places) or microbatch - begun[len(route) - 1 - i] < most
-
-        def seconds(i: int, microbatch: int) -> float:
-            return _time_of(actions[i][microbatch], forward if i < len(places) else backward)
-
-        orders = greedy(route, places, microbatches, seconds, may, first=first, transfer=transfer)
-        return [[actions[i][m] for i, m in order] for order in orders]
-
-    tries = [made(more, first) for more in range(3) for first in ("F", "B")]
-    return min(
-        tries,
-        key=lambda schedule: round(simulate(schedule, forward, backward, transfer).makespan, 9),
-    )
 
 
 def _before(action: Action, last: int) -> Action | None:
