@@ -22,7 +22,7 @@ from lockstep.compare.timing import in_turns
 from lockstep.data import Batch
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
-from lockstep.pipelining.planner.benchmark import Bench
+from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import map_of
 from lockstep.pipelining.planner.plan import planned
 from lockstep.strategies.pp import PP
@@ -68,9 +68,9 @@ def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
     neighbours' stage.
     """
     with alone(slots(2)[:1]) as world:
-        bench = Bench(job, world)
-        look = bench.look(bench.part(bench.first.size), measure=False)
-    return lambda place: map_of(bench.model, look, (0, place, len(look.blocks)))
+        bench = ModelBenchmark(job, world)
+        found = bench.blocks(bench.part(bench.first.size), measure=False)
+    return lambda place: map_of(bench.model, found, (0, place, len(found.blocks)))
 
 
 def split(name: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lockstep.pipelining.card_queues import CardQueues
-from lockstep.pipelining.transfer import Moving
+from lockstep.pipelining.transfer import TransferMode
 
 card = torch.ops.simulated_card
 ONE, TWO = torch.device("card:0"), torch.device("card:1")
@@ -48,7 +48,7 @@ def test_a_copy_begins_where_the_stage_was_left_and_holds_only_its_own_micro_bat
     x = torch.ones(3, device=ONE)
     for _ in range(8):
         x * 2  # another micro-batch, which has its turn there now
-    with Moving((ONE, TWO), TWO, queues=queues) as mode:
+    with TransferMode((ONE, TWO), TWO, queues=queues) as mode:
         y = mode.moved(x)
         assert clocks() == [8, 5]
         y * 2
@@ -57,7 +57,7 @@ def test_a_copy_begins_where_the_stage_was_left_and_holds_only_its_own_micro_bat
 
 def test_a_tensor_that_was_made_out_of_turn_is_sent_when_it_is_there(queues: CardQueues) -> None:
     x = torch.ones(3, device=ONE)
-    with Moving((ONE, TWO), TWO, queues=queues) as mode:
+    with TransferMode((ONE, TWO), TWO, queues=queues) as mode:
         y = mode.moved(x * 2)
         assert clocks() == [6, 6]
         y * 2
@@ -66,7 +66,7 @@ def test_a_tensor_that_was_made_out_of_turn_is_sent_when_it_is_there(queues: Car
 
 def test_a_tensor_of_another_card_is_written_to_behind_its_copy(queues: CardQueues) -> None:
     x = torch.ones(3, device=ONE)
-    with Moving((ONE, TWO), TWO, queues=queues) as mode:
+    with TransferMode((ONE, TWO), TWO, queues=queues) as mode:
         y = mode.moved(x)
         x.mul_(2)
     assert clocks() == [6, 5]
@@ -77,7 +77,7 @@ def test_what_is_sent_for_the_next_stage_is_waited_for_in_its_turn(queues: CardQ
     queues.leave(1)
     queues.enter(0)
     x = torch.ones(3, device=ONE)
-    with Moving((ONE, TWO), TWO, queues=queues) as mode, queues.sending(0, lambda stage: None):
+    with TransferMode((ONE, TWO), TWO, queues=queues) as mode, queues.sending(0, lambda stage: None):
         y = mode.moved(x)
     torch.ones(3, device=TWO) * 2  # another micro-batch, which has its turn there now
     assert card.memory_of(y).isnan().all()

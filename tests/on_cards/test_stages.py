@@ -545,7 +545,7 @@ def test_what_several_layers_of_another_card_use_crosses_once_in_a_micro_batch()
 def test_a_copy_is_made_anew_of_what_was_written_to() -> None:
     one, other = torch.device("card", 0), torch.device("card", 1)
     x = torch.ones(3, device=one, requires_grad=True) * 2
-    with transfer.Moving([one, other], other) as mode:
+    with transfer.TransferMode([one, other], other) as mode:
         first = mode.moved(x)
         assert mode.moved(x) is first
         with torch.no_grad():

@@ -20,7 +20,7 @@ from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.benchmark import measured, state_copies
-from lockstep.pipelining.planner.blocks import Look, blocks_of, map_of
+from lockstep.pipelining.planner.blocks import ModelBlocks, blocks_of, map_of
 from lockstep.pipelining.planner.plan import planned
 from lockstep.pipelining.planner.trace import trace
 from lockstep.tensors.pytree import call
@@ -33,11 +33,11 @@ from models.resnet50 import ResNet50  # noqa: E402
 from models.unet import UNet  # noqa: E402
 
 
-def look(model: nn.Module, inputs: Any) -> Look:
+def look(model: nn.Module, inputs: Any) -> ModelBlocks:
     return blocks_of(model, trace(model, inputs))
 
 
-def names(found: Look) -> list[str]:
+def names(found: ModelBlocks) -> list[str]:
     return [block.name for block in found.blocks]
 
 
@@ -64,7 +64,7 @@ class Backwards(nn.Module):
 
 def test_blocks_come_in_the_order_of_execution_whatever_the_containers() -> None:
     found = look(Backwards(), torch.randn(5, 4))
-    assert names(found) == ["stem", "layers.0", "layers.1", "layers.2", "head"] and found.fake
+    assert names(found) == ["stem", "layers.0", "layers.1", "layers.2", "head"]
     assert found.loose == {"scale": 3, "unused.weight": 4, "unused.bias": 4}, (
         "where it is used; else with its neighbour"
     )
@@ -112,7 +112,7 @@ def test_control_flow_on_values_is_run_instead_and_leaves_nothing_behind() -> No
     inputs = torch.randn(6, 4)
     state = torch.get_rng_state()
     found = look(model, inputs)
-    assert names(found) == ["norm", "b"] and not found.fake
+    assert names(found) == ["norm", "b"]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(state, torch.get_rng_state()) and all(
         p.grad is None for p in model.parameters()
@@ -496,25 +496,14 @@ class Counting:
         return nn.functional.cross_entropy(outputs, targets) + outputs.square().mean() / self.calls
 
 
-def closed_over() -> Any:
-    calls = [0]
-
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        calls[0] += 1
-        return nn.functional.cross_entropy(outputs, targets) + outputs.square().mean() / calls[0]
-
-    return loss
-
-
-@pytest.mark.parametrize("loss", [Counting, closed_over])
-def test_measuring_the_stages_leaves_the_state_of_a_loss(loss: Any, tmp_path: Path) -> None:
+def test_measuring_the_stages_leaves_the_state_of_a_loss(tmp_path: Path) -> None:
     """Found by trial: weights up to 16 % off under mp, without a line."""
     data = TensorDataset(torch.randn(24, 6), torch.randint(3, (24,)))
 
     def trained(strategy: str, devices: str) -> nn.Module:
         job = lockstep.Job(
             model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)),
-            loss=loss(),
+            loss=Counting(),
             batch_size=8,
             optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
             train_data=data,

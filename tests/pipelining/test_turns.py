@@ -13,7 +13,7 @@ from torch import nn
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots, usable_cores
 from lockstep.launch.placement import alone
-from lockstep.pipelining.microbatch import Flight
+from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Visit
 from lockstep.pipelining.turns import Aborted, Turns
@@ -72,20 +72,20 @@ def test_a_thread_wakes_up_on_the_core_of_its_stage() -> None:
 
 def test_where_all_wait_one_fails_and_says_where() -> None:
     """Stage 1 is kept for a micro-batch that doesn't come."""
-    turns = Turns([[(0, 0), (0, 1)], [(1, 2), (1, 0), (1, 1)]], (0, 1), flights=2)
+    turns = Turns([[(0, 0), (0, 1)], [(1, 2), (1, 0), (1, 1)]], (0, 1), microbatches=2)
     route = Visit(0, "F"), Visit(1, "F")
     errors: list[BaseException] = []
 
-    def goes(flight: Flight) -> None:
+    def goes(microbatch: MicroBatch) -> None:
         try:
-            with flight:
-                flight.enter(1)
+            with microbatch:
+                microbatch.enter(1)
         except (StrategyError, Aborted) as error:
             errors.append(error)
             turns.abort()
 
     threads = [
-        threading.Thread(target=goes, args=[Flight(n, lambda stage: None, route, turns)])
+        threading.Thread(target=goes, args=[MicroBatch(n, lambda stage: None, route, turns)])
         for n in range(2)
     ]
     for thread in threads:

@@ -13,7 +13,7 @@ import lockstep
 from lockstep import Job
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.benchmark import Bench
+from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.partition import capacities
 from lockstep.profiling.clock import Clock
 from lockstep.strategies.single import Single
@@ -90,9 +90,9 @@ def test_a_model_that_does_not_fit_on_one_card_is_planned_from_the_cpu() -> None
         optimizer=plain_sgd,
         train_data=TensorDataset(drawn(16, 6), labels(16, 3)),
     )
-    bench = Bench(job, World(devices=slots(1)))
-    look = bench.look(bench.part(8))
-    assert not look.measured and {block.name for block in look.blocks} == {"0", "2"}
+    bench = ModelBenchmark(job, World(devices=slots(1)))
+    found = bench.blocks(bench.part(8))
+    assert not found.measured and {block.name for block in found.blocks} == {"0", "2"}
     assert bench.model.tried == 2
 
 

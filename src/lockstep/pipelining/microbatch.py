@@ -1,7 +1,7 @@
-"""Flight: one micro-batch on its way through the stages, forward and back.
+"""A micro-batch on its way through the stages, forward and back.
 
-The model's forward is ordinary Python in this micro-batch's thread. Hooks on the modules tell the
-flight which stage computes next; it gives up its turn on one and waits for its turn on the other::
+The model's forward is ordinary Python in this micro-batch's thread. Hooks on the modules tell it
+which stage computes next; it gives up its turn on one and waits for its turn on the other::
 
     forward      stem ─▶ layer1 ─▶ layer2 ─▶ loss          which stage: by the module that is called
                  0F              1F
@@ -20,7 +20,6 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -44,60 +43,75 @@ _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that this thread's next node of the graph will have."""
 
 
-def current() -> Flight | None:
-    """The flight of this thread, or None."""
-    return getattr(_here, "flight", None)
+def current() -> MicroBatch | None:
+    """The microbatch of this thread, or None."""
+    return getattr(_here, "microbatch", None)
 
 
-@dataclass(eq=False)
-class Flight:
-    """One micro-batch on its way."""
+class MicroBatch:
+    """One micro-batch on its way.
 
-    number: int
-    occupy: Callable[[int], None]  # called with a stage that begins to compute in this thread
-    route: Route = ()  # where it is expected to go; empty where that isn't known yet
-    turns: Turns | None = None  # what to wait for; None is for one that goes alone
-    marks: bool = True  # whether backward has to know where it is
-    queues: CardQueues | None = None  # on accelerators, where it overlaps with others
-    stage: int | None = None  # where it computes
-    kind: Literal["F", "B"] = "F"  # on its way forward, or back
-    seen: list[Visit] = field(default_factory=list)  # where it has been
-    stays: list[tuple[Visit, float, float]] = field(
-        default_factory=list
-    )  # when each visit began and ended, in seconds
-    strayed: bool = False  # whether it went where it was not expected
-    crossed: Callable[[], None] | None = None  # called where it leaves a stage, if it is observed
-    # The module that was called and is on this stage with all that is in it; hooks inside have
-    # nothing to do.
-    outer: torch.nn.Module | None = None
-    _since: float = 0.0
-    _at: int = 0  # the next visit of the route
-    _starts: list[int] = field(
-        default_factory=list
-    )  # the number of the first node of each visit of the forward
-    _stages: list[int] = field(default_factory=list)  # and its stage
-    _marked: set[int] = field(default_factory=set)
+    Args:
+        number: from 0.
+        occupy: called with a stage that begins to compute in this thread.
+        route: where it is expected to go; empty where that isn't known yet.
+        turns: what to wait for; None is for one that goes alone.
 
-    def __enter__(self) -> Flight:
+    Attributes:
+        queues: on accelerators, where it overlaps with others.
+        stage: where it computes.
+        kind: whether it is on its way forward, or back.
+        seen: where it has been.
+        stays: when each visit began and ended, in seconds.
+        strayed: whether it went where it was not expected.
+        crossed: called where it leaves a stage, if it is observed.
+        outer: the module that was called and is on this stage with all that is in it; hooks inside
+            have nothing to do.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        occupy: Callable[[int], None],
+        route: Route = (),
+        turns: Turns | None = None,
+    ) -> None:
+        self.number = number
+        self.route = route
+        self.queues: CardQueues | None = None
+        self.stage: int | None = None
+        self.kind: Literal["F", "B"] = "F"
+        self.seen: list[Visit] = []
+        self.stays: list[tuple[Visit, float, float]] = []
+        self.strayed = False
+        self.crossed: Callable[[], None] | None = None
+        self.outer: torch.nn.Module | None = None
+        self._occupy = occupy
+        self._turns = turns
+        self._since = 0.0
+        self._next = 0  # the next visit of the route
+        self._starts: list[int] = []  # the number of the first node of each visit of the forward
+        self._stages: list[int] = []  # and its stage
+        self._marked: set[int] = set()
+
+    def __enter__(self) -> MicroBatch:
         """Begin, with the turn of the first stage: the model's own code before any layer is in
         order too.
         """
         if self.route:
             self.enter(self.route[0].stage)
-        _here.flight = self
+        _here.microbatch = self
         return self
 
     def __exit__(self, *error: object) -> None:
         """Arrived: what was expected of it otherwise will not come."""
-        _here.flight = None
+        _here.microbatch = None
         if self.queues is not None:
             self.queues.close()
         self._leave()
         self._skip_to(len(self.route))
-        if (
-            self.turns is not None and error[0] is None
-        ):  # where one fails, that is what all are freed with
-            self.turns.arrive()
+        if self._turns is not None and error[0] is None:  # else all are freed by the error
+            self._turns.arrive()
 
     def turn_back(self) -> None:
         """The forward and its loss are done: backward is to begin where they ended."""
@@ -112,18 +126,10 @@ class Flight:
             return
         self._leave()
         visit = Visit(stage, self.kind)
-        if self.turns is not None:
-            place = next(
-                (i for i in range(self._at, len(self.route)) if self.route[i] == visit), None
-            )
-            if place is None:
-                self.strayed = True
-            else:
-                self._skip_to(place)
-                self._at = place + 1
-            self._take(self.turns, stage, None if place is None else (place, self.number))
+        if self._turns is not None:
+            self._wait(self._turns, visit)
         self.stage = stage
-        self.occupy(stage)
+        self._occupy(stage)
         if self.queues is not None:
             self.queues.enter(stage)
         self.seen.append(visit)
@@ -132,16 +138,30 @@ class Flight:
             self._starts.append(_number())
             self._stages.append(stage)
 
-    def _take(self, turns: Turns, stage: int, key: Key | None) -> None:
+    def _wait(self, turns: Turns, visit: Visit) -> None:
+        """Wait for the turn of a visit, which is one of the route's, or of no list."""
+        key: Key | None = None
         try:
-            turns.take(stage, key)
+            place = self.route.index(visit, self._next)
+        except ValueError:
+            self.strayed = True
+        else:
+            key = place, self.number
+            self._skip_to(place)
+            self._next = place + 1
+        try:
+            turns.take(visit.stage, key)
         except Stuck as error:
-            way = "forward" if self.kind == "F" else "backward"
             raise StrategyError(
-                f"stage {stage}, {way} of micro-batch {self.number}: it waits for its turn, and "
-                "all others that are "
-                f"under way wait for theirs, so none would ever come: {_MET}"
+                f"stage {visit.stage}, {self.direction} of micro-batch {self.number}: it waits "
+                "for its turn, and all others that are under way wait for theirs, so none would "
+                f"ever come: {_MET}"
             ) from error
+
+    @property
+    def direction(self) -> str:
+        """In a word."""
+        return "forward" if self.kind == "F" else "backward"
 
     def come_back(self, stage: int) -> None:
         """Backward has come to what was made on this stage.
@@ -150,7 +170,7 @@ class Flight:
             StrategyError: it is that of another micro-batch, which has turns of its own.
         """
         here = current()
-        if here is not None and here is not self and self.turns is not None:
+        if here is not None and here is not self and self._turns is not None:
             raise StrategyError(
                 f"stage {stage}, backward of micro-batch {here.number}: it came to what "
                 f"micro-batch {self.number} has "
@@ -166,27 +186,29 @@ class Flight:
         self.stays.append((self.seen[-1], self._since, time.perf_counter()))
         if self.queues is not None:
             self.queues.leave(self.stage)
-        if self.turns is not None:
-            self.turns.leave(self.stage)
+        if self._turns is not None:
+            self._turns.leave(self.stage)
         self.stage = None
 
     def _skip_to(self, place: int) -> None:
-        if self.turns is not None:
-            for i in range(self._at, place):
-                self.turns.skip(self.route[i].stage, [(i, self.number)])
+        if self._turns is not None:
+            for i in range(self._next, place):
+                self._turns.skip(self.route[i].stage, [(i, self.number)])
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""
         with torch._C.DisableTorchFunction():  # none of this is a use of the tensors
             for tensor in tensors(nest):
-                if tensor.requires_grad:
-                    # A view that is written to later leaves its own node behind, but not its
-                    # base's.
-                    for one in (tensor, tensor._base) if tensor._is_view() else (tensor,):
-                        if one is not None and (node := one.grad_fn) is not None:
-                            self._mark(node)
+                if not tensor.requires_grad:
+                    continue
+                self._mark(tensor.grad_fn)
+                # A view that is written to later leaves its own node behind, but not its base's.
+                if tensor._is_view() and tensor._base is not None:
+                    self._mark(tensor._base.grad_fn)
 
     def _mark(self, node: Any) -> None:
+        if node is None:
+            return
         number = node._sequence_nr()
         visit = bisect_right(self._starts, number) - 1
         if visit < 0 or number in self._marked:

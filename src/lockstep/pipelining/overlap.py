@@ -27,10 +27,10 @@ from torch import nn
 
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
-from lockstep.pipelining.microbatch import Flight
+from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.schedule import Route, has_way, whole
 from lockstep.pipelining.state_changes import StateChanges
-from lockstep.tensors.seeding import other_states, same_others, state_on
+from lockstep.tensors.seeding import States, other_states, same, same_others, states
 from lockstep.threads import recompute
 
 _SHARED = "generator, which all micro-batches share"
@@ -77,71 +77,77 @@ class Overlap:
         return self._is_observed and self.in_turn is None
 
     @contextlib.contextmanager
-    def observing(self, flight: Flight, count: int) -> Iterator[None]:
+    def observing(self, microbatch: MicroBatch, count: int) -> Iterator[None]:
         """Observe a micro-batch that is computed alone, one of ``count`` in its update."""
         if self._is_observed or self.in_turn is not None:
             yield
             return
-        before = self._generators()
-        others = other_states()
-        in_forward = before[0]
+        before = states(self.accelerators)
+        checkpoints = recompute.checkpoints()
+        in_forward = before.torch
         # What is set once is there after micro-batch 0.
-        changes = StateChanges(self._model) if flight.number else None
+        changes = StateChanges(self._model) if microbatch.number else None
         changed: str | None = None
 
         def crossed() -> None:
             nonlocal changed, in_forward
-            if flight.kind == "F":
+            if microbatch.kind == "F":
                 in_forward = torch.get_rng_state()
             if changes is not None and changed is None:
                 changed = changes.found()
 
-        flight.crossed = crossed
+        microbatch.crossed = crossed
         yield
-        self._learn(flight)
-        self.draws = self.draws or self._have_moved(before)
+        self._learn(microbatch)
+        self.draws = self.draws or self._drew(before, checkpoints)
         if changed is not None:
             self._compute_in_turn(f'forward changes "{changed}", which other micro-batches share')
         elif not self.accelerators and not torch.equal(torch.get_rng_state(), in_forward):
             self._compute_in_turn(f"backward draws from PyTorch's {_SHARED}")
-        elif not self.accelerators and not same_others(other_states(), others):
+        elif not self.accelerators and not same_others(other_states(), before.others):
             self._compute_in_turn(f"forward draws from Python's or NumPy's {_SHARED}")
-        self._is_observed = 0 < flight.number == count - 1
+        self._is_observed = 0 < microbatch.number == count - 1
 
     @contextlib.contextmanager
-    def following(self, flights: Sequence[Flight]) -> Iterator[None]:
+    def following(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
         """Follow an update whose micro-batches overlap."""
-        before = None if self.draws else self._generators()
+        drew = self.draws
+        before = states(self.accelerators)
+        checkpoints = recompute.checkpoints()
         yield
-        if before is not None and self._have_moved(before):
+        if not drew and self._drew(before, checkpoints):
             self.draws = True
             self._log(
                 f"at step {self._world.step} the model began to draw random numbers, and all "
                 "micro-batches drew from one generator: the results of this step may differ from "
                 "those of one device; from the next one on each has its own random stream"
             )
-        for flight in flights:
-            if flight.strayed:
-                self._learn(flight)
+        for microbatch in microbatches:
+            if microbatch.strayed:
+                self._learn(microbatch)
 
-    def _generators(self) -> list[torch.Tensor]:
-        """Where PyTorch's generators stand, and how many checkpoints have set them back."""
-        checkpoints = torch.tensor(recompute.checkpoints())
-        return [torch.get_rng_state(), checkpoints, *map(state_on, self.accelerators)]
+    def _drew(self, before: States, checkpoints: int) -> bool:
+        """Whether anything was drawn since, or a checkpoint has begun, which sets generators back.
 
-    def _have_moved(self, before: Sequence[torch.Tensor]) -> bool:
-        return not all(map(torch.equal, before, self._generators()))
+        On accelerators random streams are of all generators, else of PyTorch's.
+        """
+        if recompute.checkpoints() != checkpoints:
+            return True
+        now = states(self.accelerators)
+        if self.accelerators:
+            return not same(now, before)
+        return not torch.equal(now.torch, before.torch)
 
-    def _learn(self, flight: Flight) -> None:
+    def _learn(self, microbatch: MicroBatch) -> None:
         """Take the longest way as the route, if it has all others in it."""
-        if flight.strayed and not self._has_strayed:
+        if microbatch.strayed and not self._has_strayed:
             self._has_strayed = True
             self._log(
                 f"at step {self._world.step} a micro-batch took another way through the stages "
                 "than those before; where that happens, the order of sums, and so the last bits, "
                 "may differ from run to run"
             )
-        way = whole(tuple(flight.seen), self._stages)
+        way = whole(tuple(microbatch.seen), self._stages)
         if has_way(way, self.route):
             self.route = way
         elif not has_way(self.route, way):

@@ -32,7 +32,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.card_queues import CardQueues
-from lockstep.pipelining.microbatch import Flight
+from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
@@ -120,9 +120,9 @@ class Runner:
         work = _Work(begin, forward, backward, count)
         self.overlaps = count > 1 and self._overlap.allowed
         self.streamed = self.overlaps and self._slots and self._overlap.draws
-        flights: list[Flight] = []
-        found = (self._overlapped if self.overlaps else self._in_turn)(work, flights)
-        self._note(flights)
+        microbatches: list[MicroBatch] = []
+        found = (self._overlapped if self.overlaps else self._in_turn)(work, microbatches)
+        self._note(microbatches)
         return found
 
     def evaluate(self, compute: Callable[[], T]) -> T:
@@ -135,7 +135,10 @@ class Runner:
             return compute()
 
         def go() -> T:
-            with Flight(0, self._occupy, marks=False) as flight, self._told(flight, "evaluation"):
+            with (
+                MicroBatch(0, self._occupy) as microbatch,
+                self._told(microbatch, "evaluation"),
+            ):
                 return compute()
 
         return self._in_threads([go], 1)[0]
@@ -200,17 +203,17 @@ class Runner:
 
     # ---- training --------------------------------------------------------------------------------
 
-    def _in_turn(self, work: _Work, flights: list[Flight]) -> list[Any]:
+    def _in_turn(self, work: _Work, microbatches: list[MicroBatch]) -> list[Any]:
         """One micro-batch after the other, in one thread."""
 
         def go() -> list[Any]:
             results = []
             for number in range(work.count):
                 work.begin(number)
-                flight = Flight(number, self._occupy)
-                flights.append(flight)
-                with self._overlap.observing(flight, work.count):
-                    results.append(self._fly(flight, work))
+                microbatch = MicroBatch(number, self._occupy)
+                microbatches.append(microbatch)
+                with self._overlap.observing(microbatch, work.count):
+                    results.append(self._compute(microbatch, work))
             return results
 
         if self._slots:
@@ -220,7 +223,7 @@ class Runner:
         finally:
             self._occupy(0)
 
-    def _overlapped(self, work: _Work, flights: list[Flight]) -> list[Any]:
+    def _overlapped(self, work: _Work, microbatches: list[MicroBatch]) -> list[Any]:
         """Each micro-batch in a thread of its own; they wait for their turns."""
         overlap = self._overlap
         key = overlap.route, work.count
@@ -229,73 +232,81 @@ class Runner:
             self._orders[key] = orders if self._slots else [merged(overlap.route, orders)]
         places = self._places if self._slots else [0] * len(self._places)
         turns = Turns(self._orders[key], places, self._beckon, work.count)
-        flights += [
-            Flight(number, self._occupy, overlap.route, turns) for number in range(work.count)
+        microbatches += [
+            MicroBatch(number, self._occupy, overlap.route, turns) for number in range(work.count)
         ]
         if not self._slots:
-            self._give_queues(flights, states(overlap.accelerators) if overlap.draws else None)
+            self._give_queues(microbatches, states(overlap.accelerators) if overlap.draws else None)
 
-        def go(flight: Flight) -> Any:
+        def go(microbatch: MicroBatch) -> Any:
             torch.set_autocast_cache_enabled(
                 False
             )  # a weight's copy would belong to one micro-batch's graph
-            with contextlib.nullcontext() if flight.queues is None else flight.queues.streams():
-                return self._fly(flight, work)
+            with (
+                contextlib.nullcontext()
+                if microbatch.queues is None
+                else microbatch.queues.streams()
+            ):
+                return self._compute(microbatch, work)
 
-        functions = [functools.partial(go, flight) for flight in flights]
-        with overlap.following(flights):
+        functions = [functools.partial(go, microbatch) for microbatch in microbatches]
+        with overlap.following(microbatches):
             return self._in_threads(functions, work.count, [turns.abort])
 
-    def _fly(self, flight: Flight, work: _Work) -> Any:
+    def _compute(self, microbatch: MicroBatch, work: _Work) -> Any:
         # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
-        with torch.autograd.set_multithreading_enabled(self._slots), flight, self._told(flight):
-            if flight.queues is not None:
-                flight.queues.begin()
-                if flight.queues.draws:
-                    work.begin(flight.number)
-            made = work.forward(flight.number)
-            flight.turn_back()
-            return work.backward(flight.number, made)
+        with (
+            torch.autograd.set_multithreading_enabled(self._slots),
+            microbatch,
+            self._told(microbatch),
+        ):
+            if microbatch.queues is not None:
+                microbatch.queues.begin()
+                if microbatch.queues.draws:
+                    work.begin(microbatch.number)
+            made = work.forward(microbatch.number)
+            microbatch.turn_back()
+            return work.backward(microbatch.number, made)
 
-    def _give_queues(self, flights: Sequence[Flight], random: States | None) -> None:
+    def _give_queues(self, microbatches: Sequence[MicroBatch], random: States | None) -> None:
         """To micro-batches that overlap on accelerators; with random numbers of their own, if
         they draw any.
         """
         places = [device.torch for device in self._devices]
         computing = {place: torch.accelerator.current_stream(place) for place in places}
-        for flight in flights:
-            keys = [(place, flight.number % _COPYING) for place in computing]
+        for microbatch in microbatches:
+            keys = [(place, microbatch.number % _COPYING) for place in computing]
             for key in keys:
                 if key not in self._copying:
                     self._copying[key] = torch.Stream(key[0])
             copying = {key[0]: self._copying[key] for key in keys}
-            flight.queues = CardQueues(places, computing, copying, random, self._shared)
+            microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
 
     @contextlib.contextmanager
-    def _told(self, flight: Flight, what: str = ""):  # type: ignore[no-untyped-def]
+    def _told(self, microbatch: MicroBatch, what: str = ""):  # type: ignore[no-untyped-def]
         """Errors get a note that says where they came from."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, Aborted | InputError):
-                stage = flight.stage or 0
-                way = "forward" if flight.kind == "F" else "backward"
-                what = what or f"{way} of micro-batch {flight.number}"
+                stage = microbatch.stage or 0
+                way = "forward" if microbatch.kind == "F" else "backward"
+                what = what or f"{way} of micro-batch {microbatch.number}"
                 error.add_note(
                     f"raised in stage {stage} ({self._devices[stage]}), {what}, at step "
                     f"{self._world.step}"
                 )
             raise
 
-    def _note(self, flights: Sequence[Flight]) -> None:
+    def _note(self, microbatches: Sequence[MicroBatch]) -> None:
         """An update is over: keep when its stages computed."""
         if self.timelines is None or not self._slots:  # (threads of accelerators only queue work)
             return
         spans: list[list[Span]] = [[] for _ in self._world.devices]
-        for flight in flights:
-            for visit, start, end in flight.stays:
+        for microbatch in microbatches:
+            for visit, start, end in microbatch.stays:
                 spans[self._places[visit.stage]].append(
-                    Span(Action(*visit, flight.number), start, end)
+                    Span(Action(*visit, microbatch.number), start, end)
                 )
         self.timelines.append(
             Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans))

@@ -1,9 +1,9 @@
-"""Layers: a model's modules, told by hooks which stage they are on; on accelerators they are there,
-and inputs follow.
+"""A staged model: hooks say which stage each of its modules is on; on accelerators the modules are
+there, and inputs follow.
 
-On slots of the CPU nothing moves: a hook only tells the flight of this thread whose turn it needs.
-On accelerators parameters are moved once; a hook moves what a module is given, and a mode (see
-``transfer``) what meets between modules.
+On slots of the CPU nothing moves: a hook only tells the micro-batch of this thread whose turn it
+needs. On accelerators parameters are moved once; a hook moves what a module is given, and a mode
+(see ``transfer``) what meets between modules.
 """
 
 from __future__ import annotations
@@ -18,21 +18,20 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
-from lockstep.model.inspection import is_made_by_compile
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
-from lockstep.pipelining.transfer import Moving
+from lockstep.pipelining.transfer import TransferMode
 from lockstep.tensors.common_memory import common_memory_kept, tensors_of
 from lockstep.tensors.placing import place_tensor
 from lockstep.threads import recompute
 
 
-class Layers:
+class StagedModel:
     """A model with hooks, which is changed in place.
 
     Args:
-        model: whose layers they are.
+        model: whose modules get hooks.
         stage_of: the stage of each name, as ``device_map.stage_of`` gives it.
         devices: of each stage.
 
@@ -46,76 +45,80 @@ class Layers:
     def __init__(
         self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]
     ) -> None:
-        self.moves = len({device.torch for device in devices}) > 1
-        self._places = places = [device.torch for device in devices]
-        # What holds something of another stage only hands on: its own code runs on whichever stage
-        # it comes to.
-        mixed = {
-            around
-            for name, stage in stage_of.items()
-            for around in modules_around(name)
-            if stage_of.get(around, stage) != stage
-        }
-        stage_of = {**stage_of, **_wholes(model, stage_of)}
+        self._places = [device.torch for device in devices]
+        self.moves = len(set(self._places)) > 1
+        mixed = _mixed(stage_of)
+        stage_of = {**stage_of, **_compiled(model, stage_of)}
         modules = dict(model.named_modules())
         for name, module in modules.items():
-            in_compiled = any(
-                is_made_by_compile(modules[around]) for around in modules_around(name)
-            )
-            if name in stage_of and name not in mixed and not in_compiled:
-                stage = stage_of[name]
-                place = places[stage] if self.moves else None
-                arriving = _Hook(functools.partial(_arriving, stage, place))
-                module.register_forward_pre_hook(arriving, with_kwargs=True, prepend=True)
-                module.register_forward_hook(_Hook(_leaving))
+            around = [modules[outer] for outer in modules_around(name)]
+            if name in stage_of and name not in mixed and not any(map(_is_compiled, around)):
+                self._hook(module, stage_of[name])
         if self.moves:
             recompute.install(transfer.later)
             transfer.install()
-            model.register_forward_pre_hook(
-                _Hook(functools.partial(_entering, places)), prepend=True
-            )
+            entering = _Hook(functools.partial(_entering, self._places))
+            model.register_forward_pre_hook(entering, prepend=True)
             model.register_forward_hook(_Hook(_exiting), always_call=True)
         if not devices[0].is_slot:
-            place_tensors(
-                model, {name: places[stage] for name, stage in stage_of.items()}, places[0]
-            )
+            places = {name: self._places[stage] for name, stage in stage_of.items()}
+            place_tensors(model, places, self._places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
         """What a forward and its loss run in."""
         if not self.moves:
             return contextlib.nullcontext()
-        flight = current()
-        return Moving(self._places, queues=None if flight is None else flight.queues)
+        microbatch = current()
+        return TransferMode(self._places, queues=None if microbatch is None else microbatch.queues)
+
+    def _hook(self, module: nn.Module, stage: int) -> None:
+        place = self._places[stage] if self.moves else None
+        arriving = _Hook(functools.partial(_arriving, stage, place))
+        module.register_forward_pre_hook(arriving, with_kwargs=True, prepend=True)
+        module.register_forward_hook(_Hook(_leaving))
 
 
-def _wholes(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
+def _mixed(stage_of: Mapping[str, int]) -> set[str]:
+    """The names of modules that hold something of another stage.
+
+    They only hand on: their own code runs on whichever stage it comes to.
+    """
+    found = set()
+    for name, stage in stage_of.items():
+        for outer in modules_around(name):
+            if stage_of.get(outer, stage) != stage:
+                found.add(outer)
+    return found
+
+
+def _compiled(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of each compiled module, by that of what is in it."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise StrategyError(
-                f'"{name}" is scripted (torch.jit), so it can\'t be told when it is called: give '
-                "the module as it was "
-                "before, or take single"
+                f'"{name}" is scripted (torch.jit), so its calls can\'t be followed: give the '
+                "module as it was before, or take single"
             )
-        if is_made_by_compile(module):
-            stages = sorted(
-                {
-                    stage
-                    for inner, stage in stage_of.items()
-                    if inner.startswith(f"{name}.".lstrip("."))
-                }
+        if not _is_compiled(module):
+            continue
+        prefix = f"{name}." if name else ""
+        stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(prefix)})
+        if len(stages) > 1:
+            which = f'"{name}"' if name else "the model"
+            raise StrategyError(
+                f"{which} is compiled in one, and its layers are on stages "
+                f"{', '.join(map(str, stages))}: "
+                "give it one stage, or compile its layers each by itself"
             )
-            if len(stages) > 1:
-                which = f'"{name}"' if name else "the model"
-                raise StrategyError(
-                    f"{which} is compiled in one, and its layers are on stages "
-                    f"{', '.join(map(str, stages))}: "
-                    "give it one stage, or compile its layers each by itself"
-                )
-            if stages:
-                found[name] = stages[0]
+        if stages:
+            found[name] = stages[0]
     return found
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` gave it: the module inside runs without its hooks."""
+    return type(module).__name__ == "OptimizedModule"
 
 
 @torch.no_grad()
@@ -162,34 +165,32 @@ def _arriving(
     """Before the forward of a module on a stage, where its inputs must be; None where all stages
     are on one device.
     """
-    flight = current()
+    microbatch = current()
     sent = None
     # (A checkpoint that computes again over several accelerators does so in the one turn that it
     # has.)
-    if flight is not None and (place is None or flight.kind == "F"):
-        if flight.outer is not None and stage == flight.stage:
+    if microbatch is not None and (place is None or microbatch.kind == "F"):
+        if microbatch.outer is not None and stage == microbatch.stage:
             return None
-        if (
-            flight.queues is not None
-            and place is not None
-            and flight.stage is not None
-            and stage != flight.stage
-        ):
-            with flight.queues.sending(flight.stage, flight.come_back):
+        queues = microbatch.queues
+        before = microbatch.stage
+        if queues is not None and place is not None and before is not None and before != stage:
+            with queues.sending(before, microbatch.come_back):
                 sent = _moved(place, args, kwargs)
-        flight.enter(stage)
-        if flight.kind == "F":  # else it is computed again, by a checkpoint
-            if flight.marks:
-                flight.mark(args)
-                flight.mark(kwargs)
-            if flight.outer is None:
-                flight.outer = module
-    return sent if sent is not None or place is None else _moved(place, args, kwargs)
+        microbatch.enter(stage)
+        if microbatch.kind == "F":  # else it is computed again, by a checkpoint
+            microbatch.mark(args)
+            microbatch.mark(kwargs)
+            if microbatch.outer is None:
+                microbatch.outer = module
+    if sent is not None or place is None:
+        return sent
+    return _moved(place, args, kwargs)
 
 
 def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # (There is no mode where a layer is called by itself.)
-    mode = transfer.current() or Moving([place])
+    mode = transfer.current() or TransferMode([place])
     mode.place = place
     return tuple(map(mode.nest_moved, args)), {
         name: mode.nest_moved(value) for name, value in kwargs.items()
@@ -198,11 +199,10 @@ def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """After a module's forward, on whose stage all was that is in it."""
-    flight = current()
-    if flight is not None and flight.outer is module:
-        flight.outer = None
-        if flight.marks:
-            flight.mark(output)
+    microbatch = current()
+    if microbatch is not None and microbatch.outer is module:
+        microbatch.outer = None
+        microbatch.mark(output)
 
 
 def _entering(places: list[torch.device], module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -210,7 +210,7 @@ def _entering(places: list[torch.device], module: nn.Module, args: tuple[Any, ..
     moved too.
     """
     if transfer.current() is None:
-        Moving(places, owner=module).__enter__()
+        TransferMode(places, owner=module).__enter__()
 
 
 def _exiting(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

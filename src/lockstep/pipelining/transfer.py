@@ -38,12 +38,12 @@ from lockstep.tensors.seeding import kept_state_on, put_state_on, state_on
 _here = threading.local()
 
 
-def current() -> Moving | None:
+def current() -> TransferMode | None:
     """The mode that this thread is in, or None."""
     return getattr(_here, "mode", None)
 
 
-class Moving(TorchFunctionMode):
+class TransferMode(TorchFunctionMode):
     """What a forward and its loss run in.
 
     Args:
@@ -69,7 +69,7 @@ class Moving(TorchFunctionMode):
             tuple[int, torch.device, bool], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]
         ] = {}
 
-    def __enter__(self) -> Moving:
+    def __enter__(self) -> TransferMode:
         self._before = current()
         _here.mode = self
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -238,7 +238,7 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
             for p, state in zip(drawing, states, strict=True):
                 stack.enter_context(kept_state_on(p))
                 put_state_on(p, state)
-            with Moving(places, place):
+            with TransferMode(places, place):
                 yield
 
     return again

@@ -47,7 +47,7 @@ class Turns:
         places: for each stage the device that holds it.
         beckon: called with the system's number of a thread that waits, and the device on which it
             goes on now.
-        flights: how many micro-batches there are, each in a thread; None is not to look whether all
+        microbatches: how many micro-batches there are, each in a thread; None is not to look whether all
             of them wait.
     """
 
@@ -56,12 +56,12 @@ class Turns:
         orders: Sequence[Sequence[Key]],
         places: Sequence[int],
         beckon: Callable[[int, int], None] = lambda thread, device: None,
-        flights: int | None = None,
+        microbatches: int | None = None,
     ) -> None:
         self._orders = orders
         self._places = places
         self._beckon = beckon
-        self._under_way = flights
+        self._under_way = microbatches
         self._lock = threading.Lock()
         self._heads = [0] * len(orders)
         self._busy: list[Key | bool | None] = [False] * len(orders)

@@ -39,7 +39,7 @@ from lockstep.pipelining.planner.partition import Partition, capacities, even_sp
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.pipelining.stage_layers import Layers
+from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
@@ -266,10 +266,10 @@ class PP(Strategy):
         stages = len(world.devices) * each
         found = stage_of(model, self.device_map or even_split(model, stages, each), stages)
         places = [stage % len(world.devices) for stage in range(stages)]
-        layers = Layers(model, found, [world.devices[place] for place in places])
+        staged = StagedModel(model, found, [world.devices[place] for place in places])
         runner = Runner(model, world, _order_of(self, len(world.devices)), places)
         cut = job.replace(accumulate=self.num_microbatches(job))
-        return self.step_of(model, build_optimizer(job, model), cut, world, layers, runner)
+        return self.step_of(model, build_optimizer(job, model), cut, world, staged, runner)
 
     def step_of(
         self,
@@ -277,11 +277,11 @@ class PP(Strategy):
         optimizer: Optimizer,
         job: Job,
         world: World,
-        layers: Layers,
+        staged: StagedModel,
         runner: Runner,
     ) -> Step:
         """What trains a model that is laid out; the job's ``accumulate`` are all micro-batches."""
-        return StagedStep(model, optimizer, job, world, layers, runner)
+        return StagedStep(model, optimizer, job, world, staged, runner)
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""

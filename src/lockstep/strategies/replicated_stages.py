@@ -20,8 +20,9 @@ from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
+from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.stage_layers import Layers
+from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
@@ -75,13 +76,13 @@ class ReplicatedPP(Product, PP):
         optimizer: Optimizer,
         job: Job,
         world: World,
-        layers: Layers,
+        staged: StagedModel,
         runner: Runner,
     ) -> Step:
         """A replica, which the others are summed with."""
         self.refuse(model, world.size)
         exchange = synchronised(model, job, world)
-        return ReplicaOfStages(model, optimizer, job, world, exchange, DDP("flat"), layers, runner)
+        return ReplicaOfStages(model, optimizer, job, world, exchange, DDP("flat"), staged, runner)
 
     def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
         """As both."""
@@ -113,3 +114,14 @@ class ReplicaOfStages(DDPStep, StagedStep):
     def may_synchronise(self) -> bool:
         """As every step's; micro-batches that are overlapped can't."""
         return super().may_synchronise and self._accumulate == 1
+
+    def gradients(self, batch: Batch) -> Loss:
+        """Gradients of total / size, summed over micro-batches and ranks."""
+        self._buffers.follow()
+        if self._exchange is not None:  # there is one micro-batch
+            self._exchange.begin(min(batch.parts[0].of, self.world.size))
+        loss = StagedStep.gradients(self, batch)
+        if self.world.size > 1:
+            loss = self._summed_flat(loss)
+        self._end_parts(batch)
+        return loss

@@ -18,7 +18,7 @@ from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.stage_layers import Layers
+from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
 from lockstep.tensors.seeding import seed_on
@@ -45,11 +45,11 @@ class StagedStep(Step):
         optimizer: torch.optim.Optimizer,
         job: Job,
         world: World,
-        layers: Layers,
+        staged: StagedModel,
         runner: Runner,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._layers = layers
+        self._staged = staged
         self.runner = runner
         self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
         # (On accelerators a device's time is not its thread's, which only queues work.)
@@ -75,7 +75,7 @@ class StagedStep(Step):
                 if self._stream is None
                 else mixed(*self._stream, *([number] if number else []))
             )
-            with self._drawing(number, streams, key), self._layers.moving():
+            with self._drawing(number, streams, key), self._staged.moving():
                 return self.forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
@@ -94,7 +94,7 @@ class StagedStep(Step):
         """
         on: dict[torch.device | None, list[Number]] = {}
         for value in values:
-            place = value.device if isinstance(value, torch.Tensor) and self._layers.moves else None
+            place = value.device if isinstance(value, torch.Tensor) and self._staged.moves else None
             on.setdefault(place, []).append(value)
         home = self.world.device.torch
         sums = [(place, summed(some)) for place, some in on.items()]
@@ -151,5 +151,5 @@ class StagedStep(Step):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every step's; what meets on different devices is moved."""
-        with super().evaluating(), self._layers.moving():
+        with super().evaluating(), self._staged.moving():
             yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import functools
 import statistics
 import time
@@ -19,29 +19,36 @@ from lockstep.launch.devices import Device, occupied
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.inspection import OutsideVariables
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
-from lockstep.pipelining.planner.blocks import Block, Look, blocks_of
-from lockstep.pipelining.planner.trace import as_before, trace, watched
+from lockstep.pipelining.planner.blocks import Block, ModelBlocks, blocks_of
+from lockstep.pipelining.planner.trace import model_kept, trace, watched
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, clones, tensors, to_device
 from lockstep.tensors.rows import cut
 
 
-class Bench:
-    """A model on one device with all that a step of it needs, and the job's first micro-batch."""
+class ModelBenchmark:
+    """A model on one device with all that a step of it needs, and the job's first micro-batch.
+
+    Attributes:
+        model: the job's, on the device, or on the CPU where it doesn't fit there.
+        device: as given by the world.
+        first: the first micro-batch of the job's training data.
+    """
 
     def __init__(self, job: Job, world: World) -> None:
         job = job.replace(loader_workers=0)
         self.model = build_model(job, world, place=False)
         self.device = world.device
-        self._home, self._fits = self.device.torch, True
+        self._place = self.device.torch
+        self._fits = True
         try:
-            place_module(self.model, self._home)
+            place_module(self.model, self._place)
         except torch.OutOfMemoryError:
-            self._home, self._fits = torch.device("cpu"), False
-            place_module(self.model, self._home)
+            self._place = torch.device("cpu")
+            self._fits = False
+            place_module(self.model, self._place)
         loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
         try:
             self.first: Part = next(iter(loader.epoch(0))).parts[0]
@@ -50,9 +57,7 @@ class Bench:
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
-        self._loss = Totalled(
-            job.loss, self._precision.whole
-        ).copied()  # its state is the training's
+        self._loss = Totalled(copy.deepcopy(job.loss), self._precision.whole)
 
     def fixed(self, block: Block) -> float:
         """Bytes that a block takes besides activations: parameters, their gradients, the
@@ -64,53 +69,50 @@ class Bench:
         """The first samples of the first micro-batch, on the device, in the job's format and
         layout.
         """
-        device, dtype, whole = self._home, self._precision.whole, self.first.size
-        inputs, targets = (
-            nest if size == whole else cut(nest, start=0, size=size, whole=whole)
-            for nest in (self.first.inputs, self.first.targets)
-        )
-        inputs = to_device(inputs, device, dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(targets, device, dtype), size, self.first.of)
+        first = self.first
+        inputs = first.inputs
+        targets = first.targets
+        if size != first.size:
+            inputs = cut(inputs, start=0, size=size, whole=first.size)
+            targets = cut(targets, start=0, size=size, whole=first.size)
+        dtype = self._precision.whole
+        inputs = to_device(inputs, self._place, dtype, channels_last=self._channels_last)
+        return Part(inputs, to_device(targets, self._place, dtype), size, first.of)
 
-    def look(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> Look:
-        """The blocks with their costs for a part; estimated where the model and the part don't
+    def blocks(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> ModelBlocks:
+        """The blocks with their costs for a part, estimated where the model and the part don't
         fit on the device.
         """
+        if measure and self._fits:
+            try:
+                return self._measured(part, seconds)
+            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+        return self._traced(part, fake=True)
 
+    def _measured(self, part: Part, seconds: float) -> ModelBlocks:
+        # A forward on fake tensors might leave one of them where the training finds it.
+        found = self._traced(part, fake=False)
+        adds = part.size < self.first.size  # it is one of several of a batch
+        total = functools.partial(self._total, part)
+        blocks = measured(self.model, found.blocks, total, self.device, adds=adds, seconds=seconds)
+        return replace(found, blocks=blocks, measured=True)
+
+    def _traced(self, part: Part, *, fake: bool) -> ModelBlocks:
         def forward(inputs: Any) -> Any:
             with self._precision.autocast():
                 return call(self.model, inputs)
 
-        seen = blocks_of(self.model, trace(self.model, part.inputs, forward, self.device.type))
-        if not measure or not self._fits:
-            return seen
-        adds = part.size < self.first.size  # it is one of several of a batch
-        total = functools.partial(self.total, part)
-        try:
-            with self._kept():
-                blocks = measured(
-                    self.model, seen.blocks, total, self.device, adds=adds, seconds=seconds
-                )
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return seen
-        return replace(seen, blocks=blocks, measured=True)
+        seen = trace(self.model, part.inputs, forward, self.device.type, fake=fake)
+        return blocks_of(self.model, seen)
 
-    def _kept(self) -> contextlib.ExitStack:
-        """In which forwards are only tried: what they and the loss change outside of the model
-        comes back.
-        """
-        stack = contextlib.ExitStack()
-        for outside in (OutsideVariables.of_model(self.model), self._loss.outside):
-            stack.enter_context(outside.kept())
-        return stack
-
-    def total(self, part: Part) -> torch.Tensor:
+    def _total(self, part: Part) -> torch.Tensor:
         """One forward of a part and its loss."""
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
-            total: torch.Tensor = self._loss(call(self.model, inputs), targets, part.size).total
+            outputs = call(self.model, inputs)
+            total: torch.Tensor = self._loss(outputs, targets, part.size).total
         return total
 
 
@@ -125,13 +127,11 @@ def state_copies(job: Job) -> float:
         optimizer = job.optimizer([("weight", probe)])  # type: ignore[operator]  # a dict is no optimizer either
         probe.grad = torch.ones(8)
         optimizer.step()
-        kept = optimizer.state.get(probe, {}).values()
-        return (
-            sum(t.numel() for t in kept if isinstance(t, torch.Tensor) and t.numel() > 1)
-            / probe.numel()
-        )
     except Exception:  # groups by name, say, which this parameter isn't in
         return 2.0
+    kept = optimizer.state.get(probe, {}).values()
+    sizes = [value.numel() for value in kept if isinstance(value, torch.Tensor)]
+    return sum(size for size in sizes if size > 1) / probe.numel()
 
 
 def measured(
@@ -165,7 +165,7 @@ def measured(
     """
     names = [block.name for block in blocks]
     taken: list[dict[tuple[str, str], float]] = []
-    with as_before(model), occupied(device):
+    with model_kept(model), occupied(device):
         model.zero_grad()
         _round(model, names, total, device)
         end = time.perf_counter() + seconds
@@ -175,7 +175,8 @@ def measured(
             taken.append(_round(model, names, total, device))
     usual = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
     return tuple(
-        replace(one, forward=usual["F", one.name], backward=usual["B", one.name]) for one in blocks
+        replace(block, forward=usual["F", block.name], backward=usual["B", block.name])
+        for block in blocks
     )
 
 
@@ -190,14 +191,16 @@ def _round(
             torch.accelerator.synchronize(device.index)
         return time.perf_counter()
 
-    here, since = ("F", names[0]), now()
+    here = "F", names[0]
+    since = now()
 
     def mark(kind: str, name: str) -> None:
         """The time until now was that of what began last; this begins."""
         nonlocal here, since
         moment = now()
         taken[here] += moment - since
-        here, since = (kind, name), moment
+        here = kind, name
+        since = moment
 
     def ended(name: str, outputs: object) -> None:
         for tensor in tensors(outputs):

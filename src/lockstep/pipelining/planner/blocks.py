@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.pipelining.planner.trace import Segment, Trace, bytes_of
+from lockstep.pipelining.planner.trace import Segment, Trace, bytes_of, named_state
 
 _LARGE = 0.125
 """The share above which a module with parameters of its own is taken apart too."""
@@ -31,16 +31,26 @@ _LARGE = 0.125
 class Block:
     """A part of a model that stays whole: a module. Activations and what crosses are those of a
     batch.
+
+    Attributes:
+        name: of the module.
+        forward: seconds, or what is estimated to be in proportion to them.
+        backward: the same.
+        parameters: bytes of its parameters and buffers.
+        trained: bytes of those that get a gradient.
+        activations: bytes that it keeps for backward.
+        crossing: bytes that go on to later blocks if the model is cut behind it.
+        calls: how often forward calls it.
     """
 
     name: str
-    forward: float = 0.0  # seconds, or what is estimated to be in proportion to them
+    forward: float = 0.0
     backward: float = 0.0
-    parameters: int = 0  # bytes of its parameters and buffers
-    trained: int = 0  # bytes of those that get a gradient
-    activations: int = 0  # bytes that it keeps for backward
-    crossing: int = 0  # bytes that go on to later blocks if the model is cut behind it
-    calls: int = 1  # how often forward calls it
+    parameters: int = 0
+    trained: int = 0
+    activations: int = 0
+    crossing: int = 0
+    calls: int = 1
 
     @property
     def time(self) -> float:
@@ -49,30 +59,25 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Look:
-    """The blocks of a model with their costs, in the order in which forward comes to them."""
+class ModelBlocks:
+    """The blocks of a model with their costs, in the order in which forward comes to them.
+
+    Attributes:
+        blocks: in that order.
+        loose: by parameter or buffer that belongs to no block, the place of the first block that
+            uses it.
+        measured: whether times were measured, or estimated.
+    """
 
     blocks: tuple[Block, ...]
-    loose: dict[
-        str, int
-    ]  # by parameter or buffer that belongs to no block, the place of the first block that uses it
-    fake: bool  # whether the forward was followed without running
-    measured: bool = False  # whether times were measured, or estimated
+    loose: dict[str, int]
+    measured: bool = False
 
 
-def blocks_of(model: nn.Module, seen: Trace) -> Look:
-    """Find a model's blocks in what was seen of its forward."""
-    whole = sum(segment.seconds for segment in seen.segments)
-    shares = {name: seconds / whole if whole else 0.0 for name, seconds in seen.seconds.items()}
-    names = block_names(model, shares, {name for name, times in seen.calls.items() if times > 1})
-    begun = [segment.name for segment in seen.segments]
-    names.sort(key=lambda name: begun.index(name) if name in begun else 0)
-    places = {name: place for place, name in enumerate(names)}
-    inside: list[list[Segment]] = [[] for _ in names]
-    here = 0
-    for segment in seen.segments:
-        here = places.get(segment.name, here)
-        inside[here].append(segment)
+def blocks_of(model: nn.Module, seen: Trace) -> ModelBlocks:
+    """Find a model's blocks in a trace of its forward."""
+    names = _names_in_order(model, seen)
+    inside = _segments_of(names, seen.segments)
     used: dict[int, list[int]] = {}  # by storage the places where it is used, in order
     for place, segments in enumerate(inside):
         for storage in set().union(*(segment.storages for segment in segments)):
@@ -81,30 +86,57 @@ def blocks_of(model: nn.Module, seen: Trace) -> Look:
     for storage in used.keys() - seen.state.keys():
         for place in range(used[storage][0], used[storage][-1]):
             crossing[place] += seen.sizes.get(storage, 0)
+    blocks = [
+        _block(model, name, segments, size, seen.calls[name])
+        for name, segments, size in zip(names, inside, crossing, strict=True)
+    ]
+    first_use = {}
+    for storage, names_of_state in seen.state.items():
+        if storage in used:
+            first_use.update(dict.fromkeys(names_of_state, used[storage][0]))
+    return ModelBlocks(tuple(blocks), loose_of(model, names, first_use))
 
-    def block(name: str, segments: list[Segment], crossing: int) -> Block:
-        module = model.get_submodule(name)
-        trained = [p for p in module.parameters() if p.requires_grad]
-        forward = sum(segment.seconds for segment in segments)
-        # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
-        kinds = any(segment.has_gradient for segment in segments if segment.name == name) + bool(
-            trained
-        )
-        parameters = bytes_of([*module.parameters(), *module.buffers()])
-        kept = sum(segment.kept for segment in segments)
-        calls = max(seen.calls[name], 1)
-        return Block(
-            name, forward, kinds * forward, parameters, bytes_of(trained), kept, crossing, calls
-        )
 
-    blocks = tuple(map(block, names, inside, crossing))
-    first_use = {
-        name: used[storage][0]
-        for storage, names in seen.state.items()
-        if storage in used
-        for name in names
-    }
-    return Look(blocks, loose_of(model, names, first_use), seen.fake)
+def _names_in_order(model: nn.Module, seen: Trace) -> list[str]:
+    """The names of a model's blocks, in the order in which forward comes to them."""
+    whole = sum(segment.seconds for segment in seen.segments)
+    shares = {name: seconds / whole if whole else 0.0 for name, seconds in seen.seconds.items()}
+    repeated = {name for name, times in seen.calls.items() if times > 1}
+    begun = [segment.name for segment in seen.segments]
+    names = block_names(model, shares, repeated)
+    return sorted(names, key=lambda name: begun.index(name) if name in begun else 0)
+
+
+def _segments_of(names: Sequence[str], segments: Sequence[Segment]) -> list[list[Segment]]:
+    """The segments of each block: those of a module that is none belong to the block before."""
+    places = {name: place for place, name in enumerate(names)}
+    inside: list[list[Segment]] = [[] for _ in names]
+    here = 0
+    for segment in segments:
+        here = places.get(segment.name, here)
+        inside[here].append(segment)
+    return inside
+
+
+def _block(
+    model: nn.Module, name: str, segments: Sequence[Segment], crossing: int, calls: int
+) -> Block:
+    module = model.get_submodule(name)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    forward = sum(segment.seconds for segment in segments)
+    has_gradient = any(segment.has_gradient for segment in segments if segment.name == name)
+    # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
+    gradients = has_gradient + bool(trained)
+    return Block(
+        name,
+        forward=forward,
+        backward=gradients * forward,
+        parameters=bytes_of([*module.parameters(), *module.buffers()]),
+        trained=bytes_of(trained),
+        activations=sum(segment.kept for segment in segments),
+        crossing=crossing,
+        calls=max(calls, 1),
+    )
 
 
 def loose_of(
@@ -113,16 +145,14 @@ def loose_of(
     """The parameters and buffers outside of all blocks; one that forward doesn't use goes with
     what is named before.
     """
-    of_block = {
-        id(m): place
-        for place, name in enumerate(names)
-        for m in model.get_submodule(name).modules()
-    }
+    of_block: dict[nn.Module, int] = {}
+    for place, name in enumerate(names):
+        of_block.update(dict.fromkeys(model.get_submodule(name).modules(), place))
     found: dict[str, int] = {}
     latest = 0
     for prefix, module in model.named_modules():
-        latest = of_block.get(id(module), latest)
-        if id(module) not in of_block:
+        latest = of_block.get(module, latest)
+        if module not in of_block:
             for key, _ in _own_state(module):
                 name = f"{prefix}.{key}".lstrip(".")
                 found[name] = first_use.get(name, latest)
@@ -131,9 +161,8 @@ def loose_of(
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The parameters and buffers that a module holds itself."""
-    for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield key, tensor
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def block_names(
@@ -152,65 +181,61 @@ def block_names(
         repeated: those that it calls more than once. They stay whole: cut inside, each call would
             go to and fro.
     """
-    names = {id(module): name for name, module in model.named_modules()}
+    names = {module: name for name, module in model.named_modules()}
 
     def inside(module: nn.Module) -> tuple[list[str], bool]:
         """The blocks in a module, and whether anything in it that has state belongs to none of
         them.
         """
+        name = names[module]
         found: list[str] = []
-        left = any(True for _ in _own_state(module))
-        for child in module._modules.values():
-            if child is not None and names.get(id(child), "").startswith(names[id(module)]):
-                blocks, open_end = inside(child)
-                found += [name for name in blocks if name not in found]
-                left = left or open_end
-        name = names[id(module)]
+        is_left = any(True for _ in _own_state(module))
+        for child in module.children():
+            if not names[child].startswith(name):
+                continue
+            blocks, leaves_some = inside(child)
+            found += [block for block in blocks if block not in found]
+            is_left = is_left or leaves_some
         if name not in called or module is model:
-            return found, left
-        if len(found) > 1 and name not in repeated and (not left or called[name] > _LARGE):
+            return found, is_left
+        may_be_cut = len(found) > 1 and name not in repeated
+        if may_be_cut and (not is_left or called[name] > _LARGE):
             return found, False
-        return ([name], False) if left or found else ([], False)
+        return ([name], False) if is_left or found else ([], False)
 
     return inside(model)[0] or [""]
 
 
-def map_of(model: nn.Module, look: Look, bounds: Sequence[int]) -> dict[str, int]:
+def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[str, int]:
     """The device map of a split: as few names as say it, each with everything below it on one
     stage.
 
     A container whose layers are on several stages is not in it, but its parts are.
     """
-    places = {**{block.name: place for place, block in enumerate(look.blocks)}, **look.loose}
+    places = {block.name: place for place, block in enumerate(found.blocks)} | found.loose
     stages = {name: bisect.bisect_right(bounds, place) - 1 for name, place in places.items()}
-    of_module = {
-        id(module): stages[name] for name, module in model.named_modules() if name in stages
-    }
-    every = (
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    )
-    loose = {id(tensor): stages[name] for name, tensor in every if name in stages}
-    found: dict[str, int] = {}
+    of_module = {module: stages[name] for name, module in model.named_modules() if name in stages}
+    of_tensor = {id(tensor): stages[name] for name, tensor in named_state(model) if name in stages}
+    device_map: dict[str, int] = {}
 
-    def held(module: nn.Module) -> set[int]:
+    def stages_in(module: nn.Module) -> set[int]:
         """The stages of what is in a module."""
-        if id(module) in of_module:
-            return {of_module[id(module)]}
-        own = {loose[id(tensor)] for _, tensor in _own_state(module) if id(tensor) in loose}
-        return own.union(*map(held, module.children()))
+        if module in of_module:
+            return {of_module[module]}
+        own = {of_tensor[id(tensor)] for _, tensor in _own_state(module) if id(tensor) in of_tensor}
+        return own.union(*map(stages_in, module.children()))
 
     def write(module: nn.Module, name: str) -> None:
-        all_here = held(module)
+        all_here = stages_in(module)
         if len(all_here) == 1:
-            found[name] = all_here.pop()
+            device_map[name] = all_here.pop()
             return
         for key, tensor in _own_state(module):
-            if id(tensor) in loose:
-                found[f"{name}.{key}".lstrip(".")] = loose[id(tensor)]
+            if id(tensor) in of_tensor:
+                device_map[f"{name}.{key}".lstrip(".")] = of_tensor[id(tensor)]
         for key, child in module._modules.items():
             if child is not None:
                 write(child, f"{name}.{key}".lstrip("."))
 
     write(model, "")
-    return found
+    return device_map

@@ -31,13 +31,14 @@ from lockstep.launch.placement import alone
 from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import split
-from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.blocks import Block, Look, block_names, loose_of, map_of
+from lockstep.pipelining.planner.benchmark import ModelBenchmark
+from lockstep.pipelining.planner.blocks import Block, ModelBlocks, block_names, loose_of, map_of
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 from lockstep.tensors.byte_size import size
 
-_SUMMED = ("forward", "backward", "parameters", "trained", "activations")
+_INDENT = "      "
+
 SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next:
 less than noise.
@@ -46,14 +47,20 @@ less than noise.
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Block):
-    """A run of blocks on a device, and what they cost together."""
+    """A run of blocks on a device, and what they cost together.
+
+    Attributes:
+        device: that holds it.
+        blocks: in the order of execution.
+        need: bytes of weights, their gradients, the optimizer's state, and activations of the
+            micro-batches that it holds.
+        capacity: bytes of the device; None where that isn't known.
+    """
 
     device: Device
     blocks: tuple[Block, ...]
-    # bytes: weights, their gradients, the optimizer's state, activations of the micro-batches it
-    # holds
     need: float
-    capacity: float | None  # bytes of the device; None where that isn't known
+    capacity: float | None
 
 
 @dataclass(frozen=True)
@@ -94,42 +101,21 @@ class Partition:
         """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width``
         columns wide.
         """
-
-        def wrapped(text: str, indent: str = "") -> list[str]:
-            return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent)
-
         how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
-        stages, blocks = counted(len(self.stages), "stage"), counted(len(self.blocks), "block")
-        lines = wrapped(
-            f"{stages} of {blocks}; {how}, a micro-batch of {counted(self.samples, 'sample')}"
-        )
+        stages = counted(len(self.stages), "stage")
+        blocks = counted(len(self.blocks), "block")
+        samples = counted(self.samples, "sample")
+        lines = textwrap.wrap(f"{stages} of {blocks}; {how}, a micro-batch of {samples}", width)
         slowest = max(stage.time for stage in self.stages) or 1.0
         for number, stage in enumerate(self.stages):
-            first = f"stage {number}, {stage.device}  "
-            lines.append(
-                (first + _bar(stage.time / slowest, max(4, min(24, width - len(first))))).rstrip()
-            )
-            lines += wrapped(
-                f"forward {_milliseconds(stage.forward)}, backward "
-                f"{_milliseconds(stage.backward)}, "
-                f"weights {size(stage.parameters)}, activations {size(stage.activations)}",
-                "      ",
-            )
-            several = f", {len(stage.blocks)} blocks" if len(stage.blocks) > 1 else ""
-            fits = (
-                f"; {size(stage.need)} of {size(stage.capacity)}"
-                if stage.capacity is not None
-                else ""
-            )
-            lines += wrapped(f"{stage.name}{several}{fits}", "      ")
+            lines += _stage_lines(number, stage, stage.time / slowest, width)
         if len(self.stages) > 1:
-            lines += wrapped(f"at most {self.speed_up:.3g} times as fast as one device")
+            speed_up = f"at most {self.speed_up:.3g} times as fast as one device"
+            lines += textwrap.wrap(speed_up, width)
         for note in self.notes:
-            lines += wrapped(f"note: {note}")
-        lines += [
-            *wrapped("below, for MP and PP; --map takes what is in braces, or a file of it"),
-            "",
-        ]
+            lines += textwrap.wrap(f"note: {note}", width)
+        pasting = "below, for MP and PP; --map takes what is in braces, or a file of it"
+        lines += [*textwrap.wrap(pasting, width), ""]
         pasted = f"device_map={json.dumps(self.device_map)}"
         return lines + textwrap.wrap(
             pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
@@ -137,6 +123,25 @@ class Partition:
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
+
+
+def _stage_lines(number: int, stage: Stage, share: float, width: int) -> list[str]:
+    """A bar as long as the stage's share of the slowest one's time, its costs and its blocks."""
+    head = f"stage {number}, {stage.device}  "
+    bar = _bar(share, max(4, min(24, width - len(head))))
+    costs = (
+        f"forward {_milliseconds(stage.forward)}, backward {_milliseconds(stage.backward)}, "
+        f"weights {size(stage.parameters)}, activations {size(stage.activations)}"
+    )
+    blocks = stage.name
+    if len(stage.blocks) > 1:
+        blocks += f", {len(stage.blocks)} blocks"
+    if stage.capacity is not None:
+        blocks += f"; {size(stage.need)} of {size(stage.capacity)}"
+    lines = [(head + bar).rstrip()]
+    for text in (costs, blocks):
+        lines += textwrap.wrap(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return lines
 
 
 def _bar(share: float, width: int) -> str:
@@ -214,23 +219,22 @@ def found_for(
     at.
     """
     with alone(tuple(devices[:1])) as world:
-        bench = Bench(job, world)
-        look = bench.look(bench.part(bench.first.size), measure=measure, seconds=seconds)
+        bench = ModelBenchmark(job, world)
+        samples = bench.first.size
+        blocks = bench.blocks(bench.part(samples), measure=measure, seconds=seconds)
     notes = []
-    if measure and not look.measured:
+    if measure and not blocks.measured:
         notes.append(
-            f"the model with a micro-batch of {bench.first.size} doesn't fit on {bench.device}: "
+            f"the model with a micro-batch of {samples} doesn't fit on {bench.device}: "
             "times are estimated"
         )
     held = simulate(schedule).held_by_stage()
-    return divided(
-        bench, look, bench.first.size, devices, capacity=capacity, held=held, notes=notes
-    )
+    return divided(bench, blocks, samples, devices, capacity=capacity, held=held, notes=notes)
 
 
 def divided(
-    bench: Bench,
-    look: Look,
+    bench: ModelBenchmark,
+    measured: ModelBlocks,
     samples: int,
     devices: Sequence[Device],
     *,
@@ -244,56 +248,61 @@ def divided(
 
     Args:
         bench: whose blocks they are.
-        look: the blocks, with their costs for a micro-batch of so many samples.
+        measured: the blocks, with their costs for a micro-batch of so many samples.
         samples: of it.
         devices: of each stage.
         given: the stage of each layer, where that is known.
         capacity: bytes that each stage may take; None doesn't look at memory.
         held: by stage, how many micro-batches it holds; None is one.
-        notes: what a person should know of the look.
+        notes: what a person should know of the measurement.
     """
-    blocks = look.blocks
-    held = held or dict.fromkeys(range(len(devices)), 1.0)
+    blocks = measured.blocks
 
     def need(stage: int, run: Sequence[Block]) -> float:
-        return sum(bench.fixed(block) + held[stage] * block.activations for block in run)
+        number = 1 if held is None else held[stage]
+        return sum(bench.fixed(block) + number * block.activations for block in run)
 
     if given is None:
+        names = list(map(str, devices))
         bounds = split(
-            blocks,
-            len(devices),
-            need=need,
-            capacity=capacity,
-            devices=list(map(str, devices)),
-            slack=SLACK,
+            blocks, len(devices), need=need, capacity=capacity, devices=names, slack=SLACK
         )
         runs = [blocks[i:j] for i, j in itertools.pairwise(bounds)]
-        found = map_of(bench.model, look, bounds)
+        device_map = map_of(bench.model, measured, bounds)
     else:
+        device_map = dict(given)
+        stages = [longest(block.name, given) or 0 for block in blocks]
         runs = [
-            tuple(b for b in blocks if (longest(b.name, given) or 0) == stage)
+            tuple(block for block, its in zip(blocks, stages, strict=True) if its == stage)
             for stage in range(len(devices))
         ]
-        found = dict(given)
-    stages = []
+    found = []
     for number, (device, run) in enumerate(zip(devices, runs, strict=True)):
-        names = [block.name or "the model" for block in run] or ["nothing"]
-        sums: dict[str, Any] = {
-            what: sum(getattr(block, what) for block in run) for what in _SUMMED
-        }
         room = None if capacity is None else capacity[number]
-        name = " to ".join(dict.fromkeys((names[0], names[-1])))
-        stages.append(
-            Stage(
-                name=name, device=device, blocks=run, need=need(number, run), capacity=room, **sums
-            )
-        )
+        found.append(_stage(device, run, need(number, run), room))
     again = [
         f'"{block.name}" is called {block.calls} times, and counted where it is called first'
         for block in blocks
         if block.calls > 1 and len(devices) > 1
     ]
-    return Partition(found, tuple(stages), samples, look.measured, (*notes, *again))
+    return Partition(device_map, tuple(found), samples, measured.measured, (*notes, *again))
+
+
+def _stage(device: Device, run: Sequence[Block], need: float, capacity: float | None) -> Stage:
+    """A run of blocks on a device."""
+    names = [block.name or "the model" for block in run] or ["nothing"]
+    return Stage(
+        name=" to ".join(dict.fromkeys((names[0], names[-1]))),
+        device=device,
+        blocks=tuple(run),
+        need=need,
+        capacity=capacity,
+        forward=sum(block.forward for block in run),
+        backward=sum(block.backward for block in run),
+        parameters=sum(block.parameters for block in run),
+        trained=sum(block.trained for block in run),
+        activations=sum(block.activations for block in run),
+    )
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
@@ -341,7 +350,7 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
         blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
     bounds = split(blocks, stages)
     if pieces is names:
-        return map_of(model, Look(tuple(blocks), loose, fake=True), bounds)
+        return map_of(model, ModelBlocks(tuple(blocks), loose), bounds)
     return {name: bisect.bisect_right(bounds, place) - 1 for place, name in enumerate(pieces)}
 
 

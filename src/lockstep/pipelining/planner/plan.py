@@ -23,8 +23,8 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
-from lockstep.pipelining.planner.benchmark import Bench
-from lockstep.pipelining.planner.blocks import Look
+from lockstep.pipelining.planner.benchmark import ModelBenchmark
+from lockstep.pipelining.planner.blocks import ModelBlocks
 from lockstep.pipelining.planner.partition import Partition, divided
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
@@ -33,14 +33,15 @@ from lockstep.tensors.byte_size import size as said
 from lockstep.tensors.rows import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-"""The micro-batches that are tried."""
+"""The numbers of micro-batches that are simulated."""
 
 _NEAR = 1.01
 """What is slower than the fastest by no more than that is as good, and then the one that holds
 less is taken.
 """
 
-_CUTS = (8, 32)
+_NEAR_CUT = 8
+_SMALL_CUT = 32
 """Beside the whole batch it is measured cut in as many: near to what will be chosen (so the blocks
 are divided by these times), and in the smallest that may be.
 """
@@ -48,19 +49,26 @@ are divided by these times), and in the smallest that may be.
 
 @dataclass(frozen=True)
 class Costs:
-    """What one stage costs."""
+    """What one stage costs.
 
-    forward: Mapping[int, float]  # seconds by the samples of a micro-batch, for two sizes or more
+    Attributes:
+        forward: seconds by the samples of a micro-batch, for two sizes or more.
+        backward: the same.
+        kept: bytes that a sample leaves for backward.
+        fixed: bytes that are there always: parameters, gradients, the optimizer's state.
+    """
+
+    forward: Mapping[int, float]
     backward: Mapping[int, float]
-    kept: float = 0.0  # bytes that a sample leaves for backward
-    fixed: float = 0.0  # bytes that are there always: parameters, gradients, the optimizer's state
+    kept: float = 0.0
+    fixed: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to lay the model over the devices."""
+    """A way to lay the model over the devices: for each stage its device, and what it costs."""
 
-    places: tuple[int, ...]  # for each stage the device that holds it
+    places: tuple[int, ...]
     costs: tuple[Costs, ...]
 
     @property
@@ -81,19 +89,24 @@ class Plan:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One schedule with one number of micro-batches, simulated."""
+    """One schedule with one number of micro-batches, simulated.
+
+    Attributes:
+        plan: whose schedule it is.
+        schedule: its name.
+        microbatches: how many.
+        timeline: as simulated.
+        peak: bytes that each device holds at most.
+        filled: those, as shares of what each device has; 0 where memory isn't looked at.
+        cutting: how many times the work of the whole batch its micro-batches take together.
+    """
 
     plan: Plan
     schedule: str
     microbatches: int
-    order: Schedule
     timeline: Timeline
-    peak: tuple[float, ...]  # bytes that each device holds at most
-    filled: tuple[
-        float, ...
-    ]  # those, as shares of what each device has; 0 where memory isn't looked at
-    # how many times the work of the whole batch its micro-batches take together, with what turns
-    # cost
+    peak: tuple[float, ...]
+    filled: tuple[float, ...]
     cutting: float
 
     @property
@@ -129,8 +142,7 @@ class Choice:
             f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for "
             f"{counted(self.samples, 'sample')}, "
             f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs "
-            f"{best.cutting:.2f})"
+            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs {best.cutting:.2f})"
         )
         if whole < best.seconds and best.plan.devices > 1:
             why += (
@@ -154,14 +166,15 @@ def choose_schedule(
     ``planned``.
 
     Raises:
-        StrategyError: nothing fits (both sizes are said), or there is nothing to choose from.
+        StrategyError: nothing fits (the message has both sizes), or there is nothing to choose
+            from.
     """
-    numbers = [m for m in microbatches if 1 <= m <= batch]
     found = [
         candidate
         for plan in plans
-        for m in numbers
-        for candidate in _candidates(batch, plan, m, capacity)
+        for number in microbatches
+        if 1 <= number <= batch
+        for candidate in _candidates(batch, plan, number, capacity)
         if schedules is None or candidate.schedule in schedules
     ]
     if not found:
@@ -170,6 +183,7 @@ def choose_schedule(
             f"{schedules or 'all'}, "
             f"micro-batches {list(microbatches)} of a batch of {batch}"
         )
+    found.sort(key=lambda candidate: candidate.seconds)
     fitting = [candidate for candidate in found if candidate.fits]
     if not fitting and capacity is not None:
         nearest = min(found, key=lambda candidate: max(candidate.filled))
@@ -180,17 +194,9 @@ def choose_schedule(
             f"{said(capacity[device])}: use more devices, a smaller batch_size, or "
             "activation_checkpointing"
         )
-    fastest = min(candidate.seconds for candidate in fitting)
-    best = min(
-        (candidate for candidate in fitting if candidate.seconds <= _NEAR * fastest),
-        key=lambda c: (
-            len(c.plan.places),
-            max(c.peak),
-            c.microbatches,
-            c.seconds,
-        ),
-    )
-    return Choice(best, batch, tuple(sorted(found, key=lambda c: c.seconds)))
+    as_fast = [one for one in fitting if one.seconds <= _NEAR * fitting[0].seconds]
+    best = min(as_fast, key=lambda one: (len(one.plan.places), max(one.peak), one.microbatches))
+    return Choice(best, batch, tuple(found))
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
@@ -202,14 +208,16 @@ def at(points: Mapping[int, float], samples: int) -> float:
     sizes = sorted(points)
     if samples in points:
         return points[samples]
+    smallest = points[sizes[0]] * samples / sizes[0]
     if len(sizes) == 1:
-        return points[sizes[0]] * samples / sizes[0]
+        return smallest
     right = min(max(bisect.bisect(sizes, samples), 1), len(sizes) - 1)
-    low, high = sizes[right - 1], sizes[right]
+    low = sizes[right - 1]
+    high = sizes[right]
     slope = (points[high] - points[low]) / (high - low)
     # A line that would fall, by noise, is taken as level.
     value = points[low] + max(slope, 0.0) * (samples - low)
-    return max(value, points[sizes[0]] * samples / sizes[0]) if samples < sizes[0] else value
+    return max(value, smallest) if samples < sizes[0] else value
 
 
 def _candidates(
@@ -223,13 +231,13 @@ def _candidates(
     cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
     kept = {stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}
     room = capacity or [math.inf] * plan.devices
-    for name, order in plan.schedules(microbatches).items():
-        timeline = simulate(order, forward, backward)
+    for name, schedule in plan.schedules(microbatches).items():
+        timeline = simulate(schedule, forward, backward)
         peak = list(timeline.held(kept))
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
         filled = tuple(need / max(there, 1.0) for need, there in zip(peak, room, strict=True))
-        yield Candidate(plan, name, microbatches, order, timeline, tuple(peak), filled, cutting)
+        yield Candidate(plan, name, microbatches, timeline, tuple(peak), filled, cutting)
 
 
 def planned(
@@ -266,68 +274,69 @@ def planned(
         StrategyError: nothing fits.
     """
     with alone(tuple(devices[:1])) as world:
-        bench = Bench(job, world)
-        looks, too_small = _looks(bench, seconds)
+        bench = ModelBenchmark(job, world)
+        by_size, too_small = _measured_at_sizes(bench, seconds)
     batch = bench.first.size
-    near = next((size for size in looks if size == max(1, batch // _CUTS[0])), min(looks))
+    near = max(1, batch // _NEAR_CUT)
+    near = near if near in by_size else min(by_size)
+    blocks = by_size[near]
     plans: list[Plan] = []
     partitions: dict[tuple[int, ...], Partition] = {}  # by the places of a plan's stages
     for each in chunks:
         stages = each * len(devices)
-        if plans and device_map is None and (stages > len(looks[near].blocks) or len(devices) == 1):
+        is_further = bool(plans) and device_map is None
+        if is_further and (stages > len(blocks.blocks) or len(devices) == 1):
             continue
         places = tuple(stage % len(devices) for stage in range(stages))
         # What is held is looked at by the simulation, which knows the schedule.
-        found = divided(
-            bench, looks[near], near, [devices[place] for place in places], given=device_map
-        )
+        of_stages = [devices[place] for place in places]
+        found = divided(bench, blocks, near, of_stages, given=device_map)
         partitions[places] = found
-        plans.append(Plan(places, _costs(bench, looks, found)))
+        plans.append(Plan(places, _costs(bench, by_size, found)))
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, batch) for number in microbatches})
     # (Where none is left they were asked for, and the first update says what is wrong with them.)
     numbers = [number for number in numbers if batch // number > too_small] or numbers
-
     choice = choose_schedule(
         batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers
     )
     return partitions[choice.best.plan.places], choice
 
 
-def _looks(bench: Bench, seconds: float) -> tuple[dict[int, Look], int]:
+def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int, ModelBlocks], int]:
     """The costs of the blocks by the samples of a micro-batch, and the first size that the model
     can't take (0: none).
-
-    A size with which forward goes another way tells nothing of the blocks, and is left out.
     """
     whole = bench.first.size
-    looks: dict[int, Look] = {}
-    for size in sorted({whole, *(max(1, whole // cut) for cut in _CUTS)}, reverse=True):
+    sizes = {whole, max(1, whole // _NEAR_CUT), max(1, whole // _SMALL_CUT)}
+    by_size: dict[int, ModelBlocks] = {}
+    for size in sorted(sizes, reverse=True):
         try:
-            looks[size] = bench.look(bench.part(size), seconds=seconds)
+            by_size[size] = bench.blocks(bench.part(size), seconds=seconds)
         except Exception:
             if size == whole:
                 raise
-            return looks, size  # BatchNorm, say, has nothing to normalise over in one sample
-    return looks, 0
+            return by_size, size  # BatchNorm, say, has nothing to normalise over in one sample
+    return by_size, 0
 
 
-def _costs(bench: Bench, looks: Mapping[int, Look], found: Partition) -> tuple[Costs, ...]:
+def _costs(
+    bench: ModelBenchmark, by_size: Mapping[int, ModelBlocks], found: Partition
+) -> tuple[Costs, ...]:
     """What each stage of a partition costs, at each size with which forward goes the same way."""
-    names = [block.name for block in found.blocks]
-    by_name = {size: {block.name: block for block in look.blocks} for size, look in looks.items()}
-    same = {size: blocks for size, blocks in by_name.items() if set(blocks) == set(names)}
-    return tuple(
-        Costs(
-            forward={
-                size: sum(same[size][block.name].forward for block in stage.blocks) for size in same
-            },
-            backward={
-                size: sum(same[size][block.name].backward for block in stage.blocks)
-                for size in same
-            },
-            kept=stage.activations / found.samples,
-            fixed=sum(map(bench.fixed, stage.blocks)),
-        )
-        for stage in found.stages
-    )
+    names = {block.name for block in found.blocks}
+    blocks = {
+        size: {block.name: block for block in of_size.blocks} for size, of_size in by_size.items()
+    }
+    same = {size: by_name for size, by_name in blocks.items() if set(by_name) == names}
+    costs = []
+    for stage in found.stages:
+        forward = {}
+        backward = {}
+        for size, by_name in same.items():
+            own = [by_name[block.name] for block in stage.blocks]
+            forward[size] = sum(block.forward for block in own)
+            backward[size] = sum(block.backward for block in own)
+        kept = stage.activations / found.samples
+        costs.append(Costs(forward, backward, kept, sum(map(bench.fixed, stage.blocks))))
+    return tuple(costs)

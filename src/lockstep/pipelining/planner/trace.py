@@ -1,12 +1,12 @@
-"""A look at one forward, without running it: which modules it calls in which order, what they cost,
-what they keep.
+"""A look at one forward: which modules it calls in which order, what they cost, what they keep.
 
-The model's tensors are replaced by fake ones (PyTorch's FakeTensorMode), which have shapes and no
-values, so a model of any size is looked at in a moment and without memory. A forward that asks for
-values (``if h.sum() > 0``) can't be followed so; it is run.
+The forward is run, or followed without running: then the model's tensors are replaced by fake ones
+(PyTorch's FakeTensorMode), which have shapes and no values, so a model of any size is looked at in
+a moment and without memory. A forward that asks for values (``if h.sum() > 0``) can't be followed
+so; it is run.
 
-What is seen is a list of segments, one from each module's begin to the next one's, in which nothing
-is decided yet. Which of them make a block is found afterwards.
+What is found is a list of segments, one from each module's begin to the next one's, in which
+nothing is decided yet. Which of them make a block is found afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from lockstep.model.inspection import HOOKS, OutsideVariables
 from lockstep.tensors.pytree import call, each, tensors
 from lockstep.tensors.seeding import kept_states
 
@@ -36,19 +35,30 @@ _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 
 @dataclass
 class Segment:
-    """What forward does from the begin of a module to the begin of the next."""
+    """What forward does from the begin of a module to the begin of the next.
 
-    name: str  # of the module; "" before the first
-    has_gradient: bool = False  # whether anything that the module takes depends on a parameter
-    seconds: float = 0.0  # an estimate: what is slower, computing or moving bytes
-    kept: int = 0  # bytes that are kept for backward, and were not before
-    storages: set[int] = field(
-        default_factory=set
-    )  # those that are read or written, each under a number of its own
+    Attributes:
+        name: of the module; "" before the first.
+        has_gradient: whether anything that the module takes depends on a parameter.
+        seconds: an estimate: what is slower, computing or moving bytes.
+        kept: bytes that are kept for backward, and were not before.
+        storages: those that are read or written, each under a number of its own.
+    """
+
+    name: str
+    has_gradient: bool = False
+    seconds: float = 0.0
+    kept: int = 0
+    storages: set[int] = field(default_factory=set)
 
 
 def trace(
-    model: nn.Module, inputs: Any, forward: Callable[[Any], Any] | None = None, kind: str = "cpu"
+    model: nn.Module,
+    inputs: Any,
+    forward: Callable[[Any], Any] | None = None,
+    kind: str = "cpu",
+    *,
+    fake: bool = True,
 ) -> Trace:
     """Look at one forward of a model. The model is left as it is.
 
@@ -58,44 +68,47 @@ def trace(
         forward: called with the inputs instead of ``call(model, inputs)``; what it does beside the
             model (autocast, the loss) is looked at too.
         kind: the type of device that estimates are for.
+        fake: follow the forward without running it, where that can be.
     """
     forward = forward or functools.partial(call, model)
+    if fake:
+        try:
+            with model_kept(model), _faked(model) as mode:
+                return _traced(model, each(mode.from_tensor, inputs), forward, kind)
+        except Exception:
+            pass  # it asks for values, or an operator has no fake; a real run says what is wrong
+    with model_kept(model):
+        return _traced(model, inputs, forward, kind)
+
+
+@contextmanager
+def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
+    """A model with fake tensors in the place of its own."""
+    # What the person's model raises is raised again where it is run; PyTorch logs it too.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled = log.disabled
+    log.disabled = True
     try:
-        return _traced(model, inputs, forward, kind, fake=True)
-    # it asks for values, or has an operator without a fake; what is wrong with it a real run says
-    except Exception:
-        return _traced(model, inputs, forward, kind, fake=False)
-
-
-def _traced(
-    model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str, *, fake: bool
-) -> Trace:
-    with ExitStack() as stack:
-        stack.enter_context(as_before(model))
-        stack.enter_context(
-            OutsideVariables.of_model(model).kept()
-        )  # which a fake tensor must not get into
-        if fake:
-            # What the person's model raises is raised again where it is run; PyTorch's fake tensors
-            # log it too.
-            log = logging.getLogger("torch._subclasses.fake_tensor")
-            stack.callback(setattr, log, "disabled", log.disabled)
-            log.disabled = True
-            mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             state = dict((*model.named_parameters(), *model.named_buffers()))
             fakes: dict[str, torch.Tensor] = {
                 name: mode.from_tensor(tensor) for name, tensor in state.items()
             }
-            stack.enter_context(_reparametrize_module(model, fakes, tie_weights=True))
-            inputs = each(mode.from_tensor, inputs)
-        found = Trace(model, inputs, kind, fake)
-        names = [name for name, _ in model.named_modules()]
-        stack.enter_context(watched(model, names, found.begin, found.end))
-        stack.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor)
-        )
-        stack.enter_context(found)
-        stack.enter_context(torch.enable_grad())
+            with _reparametrize_module(model, fakes, tie_weights=True):
+                yield mode
+    finally:
+        log.disabled = was_disabled
+
+
+def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str) -> Trace:
+    found = Trace(model, inputs, kind)
+    names = [name for name, _ in model.named_modules()]
+    with (
+        watched(model, names, found.begin, found.end),
+        torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor),
+        found,
+        torch.enable_grad(),
+    ):
         forward(inputs)
     return found
 
@@ -126,28 +139,28 @@ def watched(
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """One forward: adds what every operator does to the segment in which it comes."""
+    """One forward: adds what every operator does to the segment in which it comes.
 
-    def __init__(self, model: nn.Module, inputs: Any, kind: str, fake: bool) -> None:
+    Attributes:
+        segments: in the order of forward.
+        seconds: by module what it takes, with all that it calls.
+        calls: by module how often it is called.
+        sizes: bytes of the storages of the inputs, and of those that are written.
+        state: by storage the names of the parameters and buffers in it.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Any, kind: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = _RATES.get(kind, _RATES["cuda"])
         self._held: dict[int, Any] = {}
         self._open: list[str] = []
-        self.fake = fake  # whether it was followed without running
-        self.seconds: dict[str, float] = {}  # by module what it takes, with all that it calls
-        self.calls: Counter[str] = Counter()  # by module how often it is called
-        # Bytes of the storages of the inputs, and of those that are written.
-        self.sizes = {self._number(t): bytes_of([t]) for t in tensors(inputs)}
+        self.seconds: dict[str, float] = {}
+        self.calls: Counter[str] = Counter()
+        self.sizes = {self._number(tensor): bytes_of([tensor]) for tensor in tensors(inputs)}
         self.segments = [Segment("", storages=set(self.sizes))]
-        self.state: dict[
-            int, list[str]
-        ] = {}  # by storage the names of the parameters and buffers in it
-        for named in (
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        ):
-            for name, tensor in named:
-                self.state.setdefault(self._number(tensor), []).append(name)
+        self.state: dict[int, list[str]] = {}
+        for name, tensor in named_state(model):
+            self.state.setdefault(self._number(tensor), []).append(name)
         self._kept = set(self.state)
 
     def begin(self, name: str, inputs: Any) -> None:
@@ -155,7 +168,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open.append(name)
         self.calls[name] += 1
         self.seconds.setdefault(name, 0.0)
-        self.segments.append(Segment(name, any(t.requires_grad for t in tensors(inputs))))
+        has_gradient = any(tensor.requires_grad for tensor in tensors(inputs))
+        self.segments.append(Segment(name, has_gradient))
 
     def end(self, name: str, outputs: Any) -> None:
         """A module ends, and those inside of it that raised what somebody caught."""
@@ -165,15 +179,18 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor is kept for backward; what is the model's own is there anyway."""
-        if tensor.layout == torch.strided and (number := self._number(tensor)) not in self._kept:
-            self._kept.add(number)
-            self.segments[-1].kept += bytes_of([tensor])
+        if tensor.layout == torch.strided:
+            number = self._number(tensor)
+            if number not in self._kept:
+                self._kept.add(number)
+                self.segments[-1].kept += bytes_of([tensor])
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        read, written = self._sizes([args, kwargs]), self._sizes(out)
+        read = self._sizes([args, kwargs])
+        written = self._sizes(out)
         is_view = bool(written) and set(written) <= set(read) and not func._schema.is_mutable
         moved = 0 if is_view else sum(read.values()) + sum(written.values())
         flops_rate, bytes_rate = self._rates
@@ -189,7 +206,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _sizes(self, nest: Any) -> dict[int, int]:
         """The bytes of an operator's arguments or results, by their storages."""
-        return {self._number(t): bytes_of([t]) for t in tensors(nest) if t.layout == torch.strided}
+        strided = [tensor for tensor in tensors(nest) if tensor.layout == torch.strided]
+        return {self._number(tensor): bytes_of([tensor]) for tensor in strided}
 
     def _number(self, tensor: torch.Tensor) -> int:
         """Of the tensor's storage, which is held, so that none is used again under the same
@@ -204,9 +222,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Multiplications and additions of matrix products and convolutions."""
     if func._overloadpacket in flop_registry:
         return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in str(
-        func
-    ):  # that of the CPU, which PyTorch doesn't count (torch 2.13)
+    if "scaled_dot_product" in str(func):  # that of the CPU isn't counted (torch 2.13)
         query, key, value = args[:3]
         pairs = query[..., 0].numel() * key.shape[-2]
         return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
@@ -215,26 +231,33 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 def bytes_of(held: Iterable[torch.Tensor]) -> int:
     """The bytes of some tensors together."""
-    return sum(t.numel() * t.element_size() for t in held)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each parameter and buffer of a model, under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 @contextmanager
-def as_before(model: nn.Module) -> Iterator[None]:
-    """Put attributes, hooks, values of buffers, gradients and the states of generators back to
-    what they are now.
-    """
-    held = [(vars(m), m._buffers, *(getattr(m, kind) for kind in HOOKS)) for m in model.modules()]
-    tables = [(table, dict(table)) for of in held for table in of]
-    values = [(b, b.clone()) for b in model.buffers()]
-    gradients = [(p, p.grad) for p in model.parameters()]
+def model_kept(model: nn.Module) -> Iterator[None]:
+    """Put attributes, values of buffers, gradients and the states of generators back afterwards."""
+    tables: list[dict[Any, Any]] = []
+    for module in model.modules():
+        held = vars(module)
+        tables += [held, *(value for value in held.values() if isinstance(value, dict))]
+    contents = [dict(table) for table in tables]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     with kept_states():
         try:
             yield
         finally:
+            for table, content in zip(tables, contents, strict=True):
+                table.clear()
+                table.update(content)
             with torch.no_grad():
-                for table, before in tables:
-                    table.clear()
-                    table.update(before)
                 for buffer, value in values:
                     buffer.copy_(value)
             for parameter, gradient in gradients:
