@@ -29,7 +29,7 @@ from lockstep.tensors.seeding import States, put_states, states
 
 
 class CardQueues:
-    """Those of one micro-batch.
+    """What one micro-batch gives to the queues.
 
     Args:
         places: of each stage the accelerator that holds it.
@@ -40,7 +40,7 @@ class CardQueues:
         shared: parameters that micro-batches have sent, by their ids; it adds those that it sends.
 
     Attributes:
-        draws: whether they are.
+        draws: whether its random numbers are its own.
         leaves: whether it sends what the next stage is given, in the turn of the one before.
     """
 
@@ -53,36 +53,33 @@ class CardQueues:
         shared: dict[int, torch.Tensor] | None = None,
     ) -> None:
         self.places = places
-        self.draws, self.leaves = random is not None, False
+        self.draws = random is not None
+        self.leaves = False
         self._computing = computing
         self._copying = copying
-        self._left: dict[
-            torch.device, torch.Event
-        ] = {}  # where it is not: what it has computed there is done
-        self._copied: dict[
-            torch.device, list[torch.Event]
-        ] = {}  # from there or to there, and not waited for there
-        self._held: list[
-            torch.Tensor
-        ] = []  # gradients on their way, which autograd would add others to
-        self._backs: dict[
-            torch.device, Callable[[], None]
-        ] = {}  # from there, how backward takes that turn again
         self._random = random
         self._shared = {} if shared is None else shared
         self._views: dict[int, torch.Tensor] = {}  # of those
+        # Where it is not: what it has computed there is done.
+        self._left: dict[torch.device, torch.Event] = {}
+        # From there or to there, and not waited for there.
+        self._copied: dict[torch.device, list[torch.Event]] = {}
+        # Gradients on their way, which autograd would add others to.
+        self._held: list[torch.Tensor] = []
+        # From there, how backward takes that turn again.
+        self._backs: dict[torch.device, Callable[[], None]] = {}
 
     @contextlib.contextmanager
     def streams(self) -> Iterator[None]:
         """The computing streams are current in this thread."""
         with contextlib.ExitStack() as stack:
             for one in self._computing.values():  # whose object only one thread can enter
-                ids = {
-                    "stream_id": one.stream_id,
-                    "device_index": one.device_index,
-                    "device_type": one.device_type,
-                }
-                stack.enter_context(torch.Stream(**ids))
+                stream = torch.Stream(
+                    stream_id=one.stream_id,
+                    device_index=one.device_index,
+                    device_type=one.device_type,
+                )
+                stack.enter_context(stream)
             yield
 
     def begin(self) -> None:
@@ -119,7 +116,7 @@ class CardQueues:
         self._left.pop(place, None)
 
     def wait_all(self) -> None:
-        """As ``wait``, on each."""
+        """Compute on every accelerator behind the copies that it has made there."""
         for place in self._computing:
             self.wait(place)
 
@@ -134,29 +131,29 @@ class CardQueues:
         """What the next stage is given is sent from this one, and ``come_back(stage)`` is called
         in backward.
         """
-        self.leaves, self._backs = True, {self.places[stage]: functools.partial(come_back, stage)}
+        self.leaves = True
+        self._backs = {self.places[stage]: functools.partial(come_back, stage)}
         try:
             yield
         finally:
-            self.leaves, self._backs = False, {}
+            self.leaves = False
+            self._backs = {}
 
     def sent(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
         """A copy of an accelerator's tensor on another one, which may be used after ``wait``."""
         source = tensor.device
-        out, into = self._copying[source], self._copying[place]
+        out = self._copying[source]
+        into = self._copying[place]
         out.wait_event(self._left.get(source) or self._computing[source].record_event())
         for copied in self._copied.get(source, ()):  # it may have come from elsewhere itself
             out.wait_event(copied)
         is_graph = tensor.requires_grad and torch.is_grad_enabled()
-        if is_graph and tensor.is_leaf:  # its gradient is to be accumulated on the computing stream
-            if isinstance(tensor, nn.Parameter):
-                self._shared[id(tensor)] = tensor
-            tensor = (
-                self._views[id(tensor)] if id(tensor) in self._views else tensor.view_as(tensor)
-            )
+        if is_graph and tensor.is_leaf:
+            tensor = self._view_of(tensor)
         with out, into:
             if is_graph:
-                copy: torch.Tensor = _Sent.apply(tensor, place, self, self._backs.get(source))  # type: ignore[no-untyped-call]
+                back = self._backs.get(source)
+                copy: torch.Tensor = _Sent.apply(tensor, place, self, back)  # type: ignore[no-untyped-call]
             else:
                 copy = tensor.to(place, non_blocking=True)
             copied = into.record_event()
@@ -165,6 +162,12 @@ class CardQueues:
         for one in (source, place):
             self._copied.setdefault(one, []).append(copied)
         return copy
+
+    def _view_of(self, leaf: torch.Tensor) -> torch.Tensor:
+        """A view of a leaf, whose gradient is to be accumulated on the computing stream."""
+        if isinstance(leaf, nn.Parameter):
+            self._shared[id(leaf)] = leaf
+        return self._views[id(leaf)] if id(leaf) in self._views else leaf.view_as(leaf)
 
     def sent_back(self, gradient: torch.Tensor, place: torch.device) -> torch.Tensor:
         """A copy of a gradient, for which autograd waits, and which it has waited for."""

@@ -59,7 +59,7 @@ class Overlap:
         accelerators: Iterable[torch.device] = (),
     ) -> None:
         recompute.install()
-        self.accelerators = tuple(accelerators)
+        self.accelerators = tuple(dict.fromkeys(accelerators))
         self.route: Route = ()
         self.in_turn: str | None = None
         self.draws = False

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -37,7 +37,7 @@ from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.report.timeline import Action, Span, Timeline
-from lockstep.tensors.seeding import States, states
+from lockstep.tensors.seeding import states
 from lockstep.threads.thread_pool import Team
 
 T = TypeVar("T")
@@ -51,8 +51,16 @@ again and again.
 
 
 @dataclass(frozen=True)
-class _Work:
-    """As ``Runner.run`` was given it."""
+class Work:
+    """What is to be computed of the micro-batches of an update.
+
+    Attributes:
+        begin: called before the forward of a micro-batch that draws from the generators
+            themselves: on slots one that others don't overlap, on accelerators any that draws.
+        forward: of the micro-batch of that number: model and loss.
+        backward: of the same, given what forward gave.
+        count: how many there are.
+    """
 
     begin: Callable[[int], None]
     forward: Callable[[int], Any]
@@ -84,64 +92,157 @@ class Runner:
         schedule: Callable[[int], Schedule],
         places: Sequence[int],
     ) -> None:
-        self._world = world
-        self._places = tuple(places)
-        self._devices = tuple(world.devices[place] for place in places)  # of each stage
         self.schedule = schedule
-        self._slots = world.device.is_slot
-        accelerators = [] if self._slots else [device.torch for device in self._devices]
-        self._overlap = Overlap(model, world, len(places), dict.fromkeys(accelerators))
-        self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
-        self._team: Team | None = None
-        self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
-        self._shared: dict[int, torch.Tensor] = {}
         self.overlaps = False
         self.streamed = False
         self.timelines: list[Timeline] | None = None
+        self._world = world
+        self._places = tuple(places)
+        self._devices = [world.devices[place] for place in places]  # of each stage
+        self._is_on_slots = world.device.is_slot
+        accelerators = [device.torch for device in self._devices if not device.is_slot]
+        self._overlap = Overlap(model, world, len(places), accelerators)
+        self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
+        self._threads: Team | None = None
+        self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
+        self._shared: dict[int, torch.Tensor] = {}
 
-    def run(
-        self,
-        begin: Callable[[int], None],
-        forward: Callable[[int], Any],
-        backward: Callable[[int, Any], Any],
-        count: int,
-    ) -> list[Any]:
+    def run(self, work: Work) -> list[Any]:
         """Forward and backward of each micro-batch; what each gave.
 
         Errors get a note that names the micro-batch and the stage.
-
-        Args:
-            begin: called before the forward of a micro-batch that draws from the generators
-                themselves: on slots one that others don't overlap, on accelerators any that draws.
-            forward: of the micro-batch of that number: model and loss.
-            backward: of the same, given what forward gave.
-            count: how many there are.
         """
-        work = _Work(begin, forward, backward, count)
-        self.overlaps = count > 1 and self._overlap.allowed
-        self.streamed = self.overlaps and self._slots and self._overlap.draws
-        microbatches: list[MicroBatch] = []
-        found = (self._overlapped if self.overlaps else self._in_turn)(work, microbatches)
-        self._note(microbatches)
-        return found
+        self.overlaps = work.count > 1 and self._overlap.allowed
+        self.streamed = self.overlaps and self._is_on_slots and self._overlap.draws
+        if self.overlaps:
+            return self._overlapped(work)
+        if self._is_on_slots:
+            return self._in_threads([lambda: self._in_turn(work)], work.count)[0]
+        try:
+            return self._in_turn(work)
+        finally:
+            self._occupy(0)
 
     def evaluate(self, compute: Callable[[], T]) -> T:
         """What this gives, where it calls the model, each layer on the device of its stage;
         without backward.
         """
-        if (
-            not self._slots
-        ):  # (forwards that follow one another overlap in the queues of the devices)
+        if not self._is_on_slots:  # forwards overlap in the queues of the devices
             return compute()
 
         def go() -> T:
-            with (
-                MicroBatch(0, self._occupy) as microbatch,
-                self._told(microbatch, "evaluation"),
-            ):
+            with MicroBatch(0, self._occupy) as microbatch, self._noted(microbatch, "evaluation"):
                 return compute()
 
         return self._in_threads([go], 1)[0]
+
+    # ---- the micro-batches of an update ----------------------------------------------------------
+
+    def _in_turn(self, work: Work) -> list[Any]:
+        """One micro-batch after the other, in one thread."""
+        results = []
+        microbatches = []
+        for number in range(work.count):
+            work.begin(number)
+            microbatch = MicroBatch(number, self._occupy)
+            microbatches.append(microbatch)
+            with self._overlap.observing(microbatch, work.count):
+                results.append(self._compute(microbatch, work))
+        self._note_timeline(microbatches)
+        return results
+
+    def _overlapped(self, work: Work) -> list[Any]:
+        """Each micro-batch in a thread of its own; they wait for their turns."""
+        route = self._overlap.route
+        orders = self._orders_for(route, work.count)
+        # (On accelerators there is one turn for all devices.)
+        places = self._places if self._is_on_slots else [0] * len(self._places)
+        turns = Turns(orders, places, self._beckon, work.count)
+        numbers = range(work.count)
+        microbatches = [MicroBatch(number, self._occupy, route, turns) for number in numbers]
+        if not self._is_on_slots:
+            self._give_queues(microbatches)
+        functions = [functools.partial(self._in_own_thread, one, work) for one in microbatches]
+        with self._overlap.following(microbatches):
+            results = self._in_threads(functions, work.count, [turns.abort])
+        self._note_timeline(microbatches)
+        return results
+
+    def _orders_for(self, route: Route, count: int) -> list[list[Key]]:
+        key = route, count
+        if key not in self._orders:
+            orders = orders_of(route, self.schedule(count), count)
+            self._orders[key] = orders if self._is_on_slots else [merged(route, orders)]
+        return self._orders[key]
+
+    def _in_own_thread(self, microbatch: MicroBatch, work: Work) -> Any:
+        # Else a weight's copy would belong to one micro-batch's graph.
+        torch.set_autocast_cache_enabled(False)
+        if microbatch.queues is None:
+            return self._compute(microbatch, work)
+        with microbatch.queues.streams():
+            return self._compute(microbatch, work)
+
+    def _compute(self, microbatch: MicroBatch, work: Work) -> Any:
+        # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
+        in_threads = torch.autograd.set_multithreading_enabled(self._is_on_slots)
+        with in_threads, microbatch, self._noted(microbatch):
+            if microbatch.queues is not None:
+                microbatch.queues.begin()
+                if microbatch.queues.draws:
+                    work.begin(microbatch.number)
+            made = work.forward(microbatch.number)
+            microbatch.turn_back()
+            return work.backward(microbatch.number, made)
+
+    def _give_queues(self, microbatches: Sequence[MicroBatch]) -> None:
+        """To micro-batches that overlap on accelerators; with random numbers of their own, if
+        they draw any.
+        """
+        random = states(self._overlap.accelerators) if self._overlap.draws else None
+        places = [device.torch for device in self._devices]
+        computing = {place: torch.accelerator.current_stream(place) for place in places}
+        for microbatch in microbatches:
+            number = microbatch.number % _COPYING
+            copying = {place: self._copying_stream(place, number) for place in computing}
+            microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
+
+    def _copying_stream(self, place: torch.device, number: int) -> torch.Stream:
+        key = place, number
+        if key not in self._copying:
+            self._copying[key] = torch.Stream(place)
+        return self._copying[key]
+
+    @contextlib.contextmanager
+    def _noted(self, microbatch: MicroBatch, what: str = "") -> Iterator[None]:
+        """Errors get a note that says where they came from."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, Aborted | InputError):
+                stage = microbatch.stage or 0
+                what = what or f"{microbatch.direction} of micro-batch {microbatch.number}"
+                error.add_note(
+                    f"raised in stage {stage} ({self._devices[stage]}), {what}, at step "
+                    f"{self._world.step}"
+                )
+            raise
+
+    def _note_timeline(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Keep when the stages computed in an update that is over."""
+        # (Threads of accelerators only queue work.)
+        if self.timelines is None or not self._is_on_slots:
+            return
+        spans: list[list[Span]] = [[] for _ in self._world.devices]
+        for microbatch in microbatches:
+            for visit, start, end in microbatch.stays:
+                span = Span(Action(*visit, microbatch.number), start, end)
+                spans[self._places[visit.stage]].append(span)
+        for of_device in spans:
+            of_device.sort(key=lambda span: span.start)
+        self.timelines.append(Timeline(tuple(map(tuple, spans))))
+
+    # ---- threads and cores -----------------------------------------------------------------------
 
     def _in_threads(
         self,
@@ -152,25 +253,28 @@ class Runner:
         """Call these at the same time, in the first of ``count`` threads; ``on_abort`` frees
         those that wait.
         """
-        if self._team is None or len(self._team.devices) < count:
-            if self._team is not None:
-                self._team.close()
-            # Bound to no core yet: each goes to those of its stage.
-            home = self._world.device
-            self._team = Team(
-                [Device("cpu", i) if self._slots else home for i in range(count)], role=""
-            )
-        self._team.on_abort[:] = on_abort
+        threads = self._enough_threads(count)
+        threads.on_abort[:] = on_abort
+        idle = [None] * (len(threads.devices) - len(functions))
         try:
-            found = self._team.run(
-                [*functions, *[None] * (len(self._team.devices) - len(functions))]
-            )
-            return found[: len(functions)]  # type: ignore[return-value]  # each has run
+            found = threads.run([*functions, *idle])
         finally:
             if any(device.threads > 1 for device in self._devices):
-                torch.set_num_threads(
-                    torch.get_num_threads()
-                )  # a thread's limit is also that of all new ones
+                # A thread's limit is also that of all new ones.
+                torch.set_num_threads(torch.get_num_threads())
+        return found[: len(functions)]  # type: ignore[return-value]  # each has run
+
+    def _enough_threads(self, count: int) -> Team:
+        if self._threads is None or len(self._threads.devices) < count:
+            if self._threads is not None:
+                self._threads.close()
+            # Bound to no core yet: each goes to those of its stage.
+            home = self._world.device
+            slots = [
+                Device("cpu", number) if self._is_on_slots else home for number in range(count)
+            ]
+            self._threads = Team(slots, role="")
+        return self._threads
 
     def _occupy(self, stage: int) -> None:
         """This thread computes on the stage's device from now on."""
@@ -178,17 +282,16 @@ class Runner:
         if not device.is_slot:
             torch.accelerator.set_device_index(device.index)
             return
-        now: tuple[int, ...] = getattr(_cores, "now", ())
-        if device.cores == now:
+        before: tuple[int, ...] = getattr(_cores, "now", ())
+        if device.cores == before:
             return
         _cores.now = device.cores
-        if max(1, len(now)) != device.threads:
+        if max(1, len(before)) != device.threads:
             _devices.limit_threads(device)
         if len(device.cores) == 1:
             _devices.pin(device)
-        elif len(now) == 1 and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(0, _devices.usable_cores())
+        elif len(before) == 1:
+            _set_cores(0, _devices.usable_cores())
 
     def _beckon(self, thread: int, place: int) -> None:
         """Let a thread that sleeps wake up on the core where it will compute.
@@ -197,117 +300,11 @@ class Runner:
         waited for.
         """
         device = self._world.devices[place]
-        if len(device.cores) == 1 and hasattr(os, "sched_setaffinity"):
-            with contextlib.suppress(OSError):
-                os.sched_setaffinity(thread, device.cores)
+        if len(device.cores) == 1:
+            _set_cores(thread, device.cores)
 
-    # ---- training --------------------------------------------------------------------------------
 
-    def _in_turn(self, work: _Work, microbatches: list[MicroBatch]) -> list[Any]:
-        """One micro-batch after the other, in one thread."""
-
-        def go() -> list[Any]:
-            results = []
-            for number in range(work.count):
-                work.begin(number)
-                microbatch = MicroBatch(number, self._occupy)
-                microbatches.append(microbatch)
-                with self._overlap.observing(microbatch, work.count):
-                    results.append(self._compute(microbatch, work))
-            return results
-
-        if self._slots:
-            return self._in_threads([go], work.count)[0]
-        try:
-            return go()
-        finally:
-            self._occupy(0)
-
-    def _overlapped(self, work: _Work, microbatches: list[MicroBatch]) -> list[Any]:
-        """Each micro-batch in a thread of its own; they wait for their turns."""
-        overlap = self._overlap
-        key = overlap.route, work.count
-        if key not in self._orders:
-            orders = orders_of(overlap.route, self.schedule(work.count), work.count)
-            self._orders[key] = orders if self._slots else [merged(overlap.route, orders)]
-        places = self._places if self._slots else [0] * len(self._places)
-        turns = Turns(self._orders[key], places, self._beckon, work.count)
-        microbatches += [
-            MicroBatch(number, self._occupy, overlap.route, turns) for number in range(work.count)
-        ]
-        if not self._slots:
-            self._give_queues(microbatches, states(overlap.accelerators) if overlap.draws else None)
-
-        def go(microbatch: MicroBatch) -> Any:
-            torch.set_autocast_cache_enabled(
-                False
-            )  # a weight's copy would belong to one micro-batch's graph
-            with (
-                contextlib.nullcontext()
-                if microbatch.queues is None
-                else microbatch.queues.streams()
-            ):
-                return self._compute(microbatch, work)
-
-        functions = [functools.partial(go, microbatch) for microbatch in microbatches]
-        with overlap.following(microbatches):
-            return self._in_threads(functions, work.count, [turns.abort])
-
-    def _compute(self, microbatch: MicroBatch, work: _Work) -> Any:
-        # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
-        with (
-            torch.autograd.set_multithreading_enabled(self._slots),
-            microbatch,
-            self._told(microbatch),
-        ):
-            if microbatch.queues is not None:
-                microbatch.queues.begin()
-                if microbatch.queues.draws:
-                    work.begin(microbatch.number)
-            made = work.forward(microbatch.number)
-            microbatch.turn_back()
-            return work.backward(microbatch.number, made)
-
-    def _give_queues(self, microbatches: Sequence[MicroBatch], random: States | None) -> None:
-        """To micro-batches that overlap on accelerators; with random numbers of their own, if
-        they draw any.
-        """
-        places = [device.torch for device in self._devices]
-        computing = {place: torch.accelerator.current_stream(place) for place in places}
-        for microbatch in microbatches:
-            keys = [(place, microbatch.number % _COPYING) for place in computing]
-            for key in keys:
-                if key not in self._copying:
-                    self._copying[key] = torch.Stream(key[0])
-            copying = {key[0]: self._copying[key] for key in keys}
-            microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
-
-    @contextlib.contextmanager
-    def _told(self, microbatch: MicroBatch, what: str = ""):  # type: ignore[no-untyped-def]
-        """Errors get a note that says where they came from."""
-        try:
-            yield
-        except Exception as error:
-            if not isinstance(error, Aborted | InputError):
-                stage = microbatch.stage or 0
-                way = "forward" if microbatch.kind == "F" else "backward"
-                what = what or f"{way} of micro-batch {microbatch.number}"
-                error.add_note(
-                    f"raised in stage {stage} ({self._devices[stage]}), {what}, at step "
-                    f"{self._world.step}"
-                )
-            raise
-
-    def _note(self, microbatches: Sequence[MicroBatch]) -> None:
-        """An update is over: keep when its stages computed."""
-        if self.timelines is None or not self._slots:  # (threads of accelerators only queue work)
-            return
-        spans: list[list[Span]] = [[] for _ in self._world.devices]
-        for microbatch in microbatches:
-            for visit, start, end in microbatch.stays:
-                spans[self._places[visit.stage]].append(
-                    Span(Action(*visit, microbatch.number), start, end)
-                )
-        self.timelines.append(
-            Timeline(tuple(tuple(sorted(mine, key=lambda span: span.start)) for mine in spans))
-        )
+def _set_cores(thread: int, cores: Sequence[int]) -> None:
+    if hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cores)

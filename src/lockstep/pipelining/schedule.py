@@ -16,7 +16,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
@@ -111,24 +112,20 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
     _checked(devices, microbatches)
     if chunks < 1:
         raise StrategyError(f"schedule: {chunks} chunks on each device; there is at least one")
-    groups = [range(i, i + devices) for i in range(0, microbatches, devices)]
+    groups = [range(first, first + devices) for first in range(0, microbatches, devices)]
     schedule: Schedule = []
     for device in range(devices):
-        mine = [chunk * devices + device for chunk in range(chunks)]
-        forwards = [Action(s, "F", m) for group in groups for s in mine for m in group]
-        backwards = [Action(s, "B", m) for group in groups for s in reversed(mine) for m in group]
+        stages = range(device, devices * chunks, devices)
+        forwards = [Action(s, "F", m) for group in groups for s in stages for m in group]
+        backwards = [Action(s, "B", m) for group in groups for s in stages[::-1] for m in group]
         # So many forwards ahead, then a forward and a backward in turns while there are forwards,
         # then what is left.
-        ahead = (
-            2 * (devices - device - 1) + (chunks - 1) * devices
-            if chunks > 1
-            else devices - device - 1
-        )
+        ahead = devices - device - 1
+        if chunks > 1:
+            ahead = 2 * ahead + (chunks - 1) * devices
         pairs = itertools.zip_longest(forwards[ahead:], backwards)
-        order = [*forwards[:ahead], *itertools.chain.from_iterable(pairs)]
-        schedule.append(
-            [action for action in order if action is not None and action.microbatch < microbatches]
-        )
+        order = filter(None, [*forwards[:ahead], *itertools.chain(*pairs)])
+        schedule.append([action for action in order if action.microbatch < microbatches])
     return schedule
 
 
@@ -174,12 +171,8 @@ def _checked(stages: int, microbatches: int) -> None:
 
 def whole(route: Route, stages: int) -> Route:
     """A straight route with the visits that it leaves out; another one as it is."""
-    numbers = [visit.stage if visit.kind == "F" else -visit.stage for visit in route]
-    turn = sum(visit.kind == "F" for visit in route)
-    rises = all(
-        a < b for way in (numbers[:turn], numbers[turn:]) for a, b in itertools.pairwise(way)
-    )
-    return straight(stages) if rises else route
+    way = straight(stages)
+    return way if has_way(way, route) else route
 
 
 def has_way(route: Route, other: Route) -> bool:
@@ -195,14 +188,18 @@ def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
     """
     began: dict[Key, float] = {}
     ended: dict[Key, float] = {}
-    rest = [list(reversed(order)) for order in orders]
+    rest = list(map(deque, orders))
     free = [0.0] * len(orders)
     while any(rest):
         for device, order in enumerate(rest):
-            while order and (not order[-1][0] or (order[-1][0] - 1, order[-1][1]) in ended):
-                i, m = key = order.pop()
-                began[key] = max(free[device], ended.get((i - 1, m), 0.0))
-                free[device] = ended[key] = began[key] + _TICKS[route[i].kind]
+            while order:
+                place, number = key = order[0]
+                before = place - 1, number
+                if place and before not in ended:
+                    break
+                order.popleft()
+                began[key] = max(free[device], ended.get(before, 0.0))
+                free[device] = ended[key] = began[key] + _TICKS[route[place].kind]
     return sorted(began, key=lambda key: began[key])
 
 
@@ -213,16 +210,16 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
     micro-batches go through stages that take equally long: a forward one tick, a backward two.
     """
     places = devices_of(schedule)
-    if route == straight(len(places)):  # another one may be as long: 1F 0F 0B 1B
-        at = {visit: i for i, visit in enumerate(route)}
-        return [
-            [(at[Visit(a.stage, a.kind)], a.microbatch) for a in actions] for actions in schedule
-        ]
-    return _greedy(route, [places[stage] for stage in range(len(places))], schedule, microbatches)
+    if route != straight(len(places)):  # one may be as long: 1F 0F 0B 1B
+        return _greedy(route, places, schedule, microbatches)
+    return [
+        [(route.index((stage, kind)), number) for stage, kind, number in actions]
+        for actions in schedule
+    ]
 
 
 def _greedy(
-    route: Route, places: Sequence[int], schedule: Schedule, microbatches: int
+    route: Route, places: Mapping[int, int], schedule: Schedule, microbatches: int
 ) -> list[list[Key]]:
     """For each device an order of visits: whenever it is free, it takes what it can at that moment.
 
@@ -256,7 +253,7 @@ def _greedy(
             return False
         return ended.get((i - 1, m), math.inf) <= now
 
-    orders: list[list[Key]] = [[] for _ in range(max(places) + 1)]
+    orders: list[list[Key]] = [[] for _ in schedule]
     free = [0.0] * len(orders)
     wanted = sorted(range(len(route)), key=lambda i: (route[i].kind == "B", i), reverse=True)
     moments = [0.0]  # when something ends: only then can a device that waits find something to do

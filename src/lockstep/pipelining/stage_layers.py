@@ -39,7 +39,7 @@ class StagedModel:
         moves: whether stages are on accelerators that differ.
 
     Raises:
-        StrategyError: a compiled module is on several stages, or a scripted one on any.
+        StrategyError: a module is compiled by ``torch.compile``, or scripted.
     """
 
     def __init__(
@@ -47,12 +47,10 @@ class StagedModel:
     ) -> None:
         self._places = [device.torch for device in devices]
         self.moves = len(set(self._places)) > 1
+        _refuse_without_hooks(model)
         mixed = _mixed(stage_of)
-        stage_of = {**stage_of, **_compiled(model, stage_of)}
-        modules = dict(model.named_modules())
-        for name, module in modules.items():
-            around = [modules[outer] for outer in modules_around(name)]
-            if name in stage_of and name not in mixed and not any(map(_is_compiled, around)):
+        for name, module in model.named_modules():
+            if name in stage_of and name not in mixed:
                 self._hook(module, stage_of[name])
         if self.moves:
             recompute.install(transfer.later)
@@ -91,34 +89,20 @@ def _mixed(stage_of: Mapping[str, int]) -> set[str]:
     return found
 
 
-def _compiled(model: nn.Module, stage_of: Mapping[str, int]) -> dict[str, int]:
-    """The stage of each compiled module, by that of what is in it."""
-    found: dict[str, int] = {}
+def _refuse_without_hooks(model: nn.Module) -> None:
+    """Refuse modules whose hooks nobody calls, or whose calls can't be followed."""
     for name, module in model.named_modules():
+        which = f'"{name}"' if name else "the model"
+        if type(module).__name__ == "OptimizedModule":
+            raise StrategyError(
+                f"{which} was given to torch.compile, which runs a module without its hooks: call "
+                "compile() of the layers in it instead, or take single"
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise StrategyError(
-                f'"{name}" is scripted (torch.jit), so its calls can\'t be followed: give the '
-                "module as it was before, or take single"
+                f"{which} is scripted (torch.jit), so its calls can't be followed: give the module "
+                "as it was before, or take single"
             )
-        if not _is_compiled(module):
-            continue
-        prefix = f"{name}." if name else ""
-        stages = sorted({stage for inner, stage in stage_of.items() if inner.startswith(prefix)})
-        if len(stages) > 1:
-            which = f'"{name}"' if name else "the model"
-            raise StrategyError(
-                f"{which} is compiled in one, and its layers are on stages "
-                f"{', '.join(map(str, stages))}: "
-                "give it one stage, or compile its layers each by itself"
-            )
-        if stages:
-            found[name] = stages[0]
-    return found
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` gave it: the module inside runs without its hooks."""
-    return type(module).__name__ == "OptimizedModule"
 
 
 @torch.no_grad()

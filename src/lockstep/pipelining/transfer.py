@@ -88,26 +88,29 @@ class TransferMode(TorchFunctionMode):
         else. One that was made without gradients is another one.
         """
         place = self.place
-        if tensor.device == place or (tensor.is_cpu and not tensor.dim()):
+        if tensor.device == place or _is_number(tensor):
             return tensor
         with torch._C.DisableTorchFunction():
             if tensor.is_inference():
                 return self._copied(tensor)
-            key = (id(tensor), place, tensor.requires_grad and torch.is_grad_enabled())
+            key = id(tensor), place, tensor.requires_grad and torch.is_grad_enabled()
             kept = self._copies.get(key)
-            if kept is None or kept[0]() is not tensor or kept[1] != tensor._version:
-                source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
-                kept = source, tensor._version, self._copied(tensor)
-                self._copies[key] = kept
-            return kept[2]
+            if kept is not None:
+                source, version, copy = kept
+                if source() is tensor and version == tensor._version:
+                    return copy
+            copy = self._copied(tensor)
+            source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
+            self._copies[key] = source, tensor._version, copy
+            return copy
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
-        queues, place = self._queues, self.place
+        queues = self._queues
         if queues is None or tensor.device not in queues.places:
-            return tensor.to(place, non_blocking=True)
-        copy = queues.sent(tensor, place)
+            return tensor.to(self.place, non_blocking=True)
+        copy = queues.sent(tensor, self.place)
         if not queues.leaves:  # it is used at once
-            queues.wait(place)
+            queues.wait(self.place)
         return copy
 
     def nest_moved(self, nest: Any) -> Any:
@@ -128,13 +131,11 @@ class TransferMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SETS_DATA:  # PyTorch's count of writes doesn't tell
             self._copies.clear()
-        if func not in _LEFT and _meet((*args, *kwargs.values())):
+        if func not in _ANYWHERE and _meet((*args, *kwargs.values())):
             args, kwargs = self._together(func, args, kwargs)
-        return (
-            func(*args, **kwargs)
-            if self._queues is None
-            else self._queued(self._queues, func, args, kwargs)
-        )
+        if self._queues is None or func.__name__ == "__get__":
+            return func(*args, **kwargs)
+        return self._queued(self._queues, func, args, kwargs)
 
     def _queued(
         self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -142,23 +143,20 @@ class TransferMode(TorchFunctionMode):
         """What a function gives; where it computes on another stage's device, that is behind the
         copies made there.
         """
-        if func.__name__ == "__get__":
-            return func(*args, **kwargs)
-        if func in _LEFT:
+        if func in _ANYWHERE:
             queues.wait_all()
             found = func(*args, **kwargs)
             queues.wait_all()
             return found
-        self._compute_on(queues, (*args, *kwargs.values()))
+        self._wait_elsewhere(queues, (*args, *kwargs.values()))
         found = func(*args, **kwargs)
-        self._compute_on(queues, (found,))
+        self._wait_elsewhere(queues, (found,))
         return found
 
-    def _compute_on(self, queues: CardQueues, nests: tuple[Any, ...]) -> None:
-        for nest in nests:
-            for tensor in _operands(nest):
-                if tensor.device != self.place and not tensor.is_cpu:
-                    queues.wait(tensor.device)
+    def _wait_elsewhere(self, queues: CardQueues, nests: tuple[Any, ...]) -> None:
+        for tensor in _operands(nests):
+            if tensor.device != self.place and not tensor.is_cpu:
+                queues.wait(tensor.device)
 
     def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
         """What an autograd function of a person's own gives; ``function`` applies it.
@@ -169,29 +167,32 @@ class TransferMode(TorchFunctionMode):
         """
         if not _meet(args):
             return function(*args)
-        moved = tuple(self.moved(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
-        copies = [(b, _version(b)) for a, b in zip(args, moved, strict=True) if a is not b]
+        moved = [self.moved(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        copies = [copy for copy, arg in zip(moved, args, strict=True) if copy is not arg]
+        versions = list(map(_version, copies))
         found = function(*moved)
-        if any(_version(copy) != version for copy, version in copies):
+        if list(map(_version, copies)) != versions:
             raise StrategyError(
                 f"{name} writes to a tensor of another stage's device: give it a clone(), or put "
-                "what is around it on "
-                "one stage"
+                "what is around it on one stage"
             )
         return found
 
     def _together(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """The arguments on one device: of what is written to, else of the stage that computes."""
+        stage = self.place
         written = _written(func, args, kwargs)
-        stage, self.place = self.place, self.place if written is None else written.device
+        if written is not None:
+            self.place = written.device
         try:
             moved, named = each(self.moved, (args, dict(kwargs)), on_packed=lambda packed: packed)
-            if func in _SECOND_ON_CPU and isinstance(args[1], torch.Tensor):
-                moved = (moved[0], args[1], *moved[2:])
-            return moved, named
         finally:
             self.place = stage
+        if func in _SECOND_ON_CPU and isinstance(args[1], torch.Tensor):
+            moved = (moved[0], args[1], *moved[2:])
+        return moved, named
 
 
 @functools.cache
@@ -207,11 +208,9 @@ def install() -> None:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = current()
         plain = super(base, cls).apply
-        return (
-            plain(*args, **kwargs)
-            if mode is None or kwargs
-            else mode.applied(plain, cls.__name__, args)
-        )
+        if mode is None or kwargs:
+            return plain(*args, **kwargs)
+        return mode.applied(plain, cls.__name__, args)
 
     base.apply = classmethod(apply)
 
@@ -226,18 +225,17 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
     mode = current()
     if mode is None:
         return None
-    places, place = mode._places, mode.place
-    drawing = [
-        p for p in dict.fromkeys(places) if hasattr(getattr(torch, p.type, None), "get_rng_state")
-    ]
-    states = [state_on(p) for p in drawing]
+    places = mode._places
+    place = mode.place
+    drawing = [one for one in dict.fromkeys(places) if _has_generator(one)]
+    states = [state_on(one) for one in drawing]
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with _one_at_a_time, contextlib.ExitStack() as stack:
-            for p, state in zip(drawing, states, strict=True):
-                stack.enter_context(kept_state_on(p))
-                put_state_on(p, state)
+            for one, state in zip(drawing, states, strict=True):
+                stack.enter_context(kept_state_on(one))
+                put_state_on(one, state)
             with TransferMode(places, place):
                 yield
 
@@ -247,71 +245,86 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
 _one_at_a_time = threading.RLock()
 
 
+def _has_generator(place: torch.device) -> bool:
+    return hasattr(getattr(torch, place.type, None), "get_rng_state")
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The tensor that a function writes to, where all else has to come to."""
-    if (out := kwargs.get("out")) is not None:
+    out = kwargs.get("out")
+    if out is not None:
         return next(tensors(out), None)
     second = args[1] if len(args) > 1 else None
     written: Any = None
     if func in _WRITES_STATISTICS:
         written = kwargs.get("running_mean", second)
     elif func in _WRITES_WEIGHT:
-        if kwargs.get("max_norm", args[3] if len(args) > 3 else None) is not None:
+        max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
+        if max_norm is not None:
             written = kwargs.get("weight", second)
-    else:
-        name = getattr(func, "__name__", "")
-        if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
-            written = next((t for arg in args for t in _operands(arg)), None)
+    elif _is_in_place(getattr(func, "__name__", "")):
+        written = next(_operands(args), None)
     return written if isinstance(written, torch.Tensor) else None
 
 
-_WRITING = {
-    *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "div", "floordiv", "mod", "pow")),
-    *(f"__i{name}__" for name in ("and", "or", "xor", "lshift", "rshift", "matmul")),
-    *("__setitem__", "__set__"),
-}
+def _is_in_place(name: str) -> bool:
+    """Whether a function of that name writes to its first operand: ``add_``, ``__iadd__``."""
+    is_operator = name.startswith("__i") or name in ("__setitem__", "__set__")
+    return is_operator or (name.endswith("_") and not name.endswith("__"))
+
+
 _WRITES_STATISTICS = {F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm}
 _WRITES_WEIGHT = {F.embedding, F.embedding_bag}
 """With ``max_norm``."""
 _SECOND_ON_CPU = {
-    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
-    *(
-        torch._pack_padded_sequence,
-        torch._pad_packed_sequence,
-        torch.tensor_split,
-        torch.Tensor.tensor_split,
-    ),
+    torch.lstm,
+    torch.gru,
+    torch.rnn_tanh,
+    torch.rnn_relu,
+    torch._pack_padded_sequence,
+    torch._pad_packed_sequence,
+    torch.tensor_split,
+    torch.Tensor.tensor_split,
 }
 """Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch
 wants on the CPU.
 """
 _SETS_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
-_LEFT = {
-    *(torch.Tensor.to, torch.Tensor.copy_, torch.Tensor.type_as, torch.Tensor.to_dense),
-    *(
-        torch.Tensor.view_as,
-        torch.Tensor.expand_as,
-        torch.Tensor.reshape_as,
-        torch.Tensor.is_set_to,
-    ),
-    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+_ANYWHERE = {
+    torch.Tensor.to,
+    torch.Tensor.copy_,
+    torch.Tensor.type_as,
+    torch.Tensor.to_dense,
+    torch.Tensor.view_as,
+    torch.Tensor.expand_as,
+    torch.Tensor.reshape_as,
+    torch.Tensor.is_set_to,
+    torch.autograd.grad,
+    torch.autograd.backward,
+    torch.Tensor.backward,
 }
 """Functions that may have operands on two devices."""
 
 
 def _meet(nests: tuple[Any, ...]) -> bool:
     """Whether operands are on several devices; a number on the CPU may be anywhere."""
-    found = [t for nest in nests for t in _operands(nest)]
-    return len(found) > 1 and any(
-        t.device != found[0].device and (t.dim() or not t.is_cpu) for t in found[1:]
-    )
+    found = list(_operands(nests))
+    return any(t.device != found[0].device and not _is_number(t) for t in found[1:])
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Whether it is a number on the CPU, which may be used on any device."""
+    return tensor.is_cpu and not tensor.dim()
 
 
 def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _operands(nest: Any) -> list[torch.Tensor]:
-    if isinstance(nest, torch.Tensor):
-        return [nest]
-    return list(tensors(nest)) if isinstance(nest, (list, tuple)) else []
+def _operands(nests: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in lists and tuples of these."""
+    for nest in nests:
+        if isinstance(nest, torch.Tensor):
+            yield nest
+        elif isinstance(nest, list | tuple):
+            yield from tensors(nest)

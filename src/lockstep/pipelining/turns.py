@@ -82,21 +82,23 @@ class Turns:
         with self._lock:
             if not self._aborted:
                 mine.lock.acquire()
-                if key is None:
-                    self._others[device].append(mine)
-                else:
-                    if (
-                        other := self._waiting.get(key)
-                    ) is not None:  # it came by what that one had computed
-                        self._others[device].append(other)
-                    self._waiting[key] = mine
+                self._add(mine, device, key)
                 self._wake(device)
-                self._look()
+                self._free_if_stuck()
         mine.lock.acquire()
         if mine.stuck:
             raise Stuck("all micro-batches wait")
         if self._aborted:
             raise Aborted("stopped, because another micro-batch failed")
+
+    def _add(self, mine: _Waiting, device: int, key: Key | None) -> None:
+        if key is None:
+            self._others[device].append(mine)
+            return
+        other = self._waiting.get(key)
+        if other is not None:  # it came by what that one had computed
+            self._others[device].append(other)
+        self._waiting[key] = mine
 
     def leave(self, stage: int) -> None:
         """This visit is over."""
@@ -106,7 +108,7 @@ class Turns:
                 self._heads[device] += 1
             self._busy[device] = False
             self._wake(device)
-            self._look()
+            self._free_if_stuck()
 
     def skip(self, stage: int, keys: Iterable[Key]) -> None:
         """These visits will not come."""
@@ -119,30 +121,27 @@ class Turns:
         with self._lock:
             if self._under_way is not None:
                 self._under_way -= 1
-                self._look()
+                self._free_if_stuck()
 
     def abort(self) -> None:
         """Free all that wait, now and later."""
         with self._lock:
             self._aborted = True
-            for mine in (*self._waiting.values(), *itertools.chain.from_iterable(self._others)):
+            for mine in itertools.chain(self._waiting.values(), *self._others):
                 mine.lock.release()
             self._waiting.clear()
             self._others = [deque() for _ in self._orders]
 
-    def _look(self) -> None:
+    def _free_if_stuck(self) -> None:
         """Free one of those that wait, if nobody is left who could: it fails, and that frees the
         others.
         """
-        waiting = sum(map(len, (self._waiting, *self._others)))
+        waiting = len(self._waiting) + sum(map(len, self._others))
         if self._aborted or not waiting or waiting != self._under_way:
             return
         key = min(self._waiting, default=None)
-        one = (
-            self._waiting.pop(key)
-            if key is not None
-            else next(filter(None, self._others)).popleft()
-        )
+        others = next(filter(None, self._others), deque[_Waiting]())
+        one = others.popleft() if key is None else self._waiting.pop(key)
         one.stuck = True
         one.lock.release()
 
@@ -150,17 +149,25 @@ class Turns:
         """Give the free device to who is next, if it is here."""
         if self._busy[device] is not False:
             return
-        order = self._orders[device]
-        while self._heads[device] < len(order) and order[self._heads[device]] in self._skipped:
-            self._heads[device] += 1
-        head = order[self._heads[device]] if self._heads[device] < len(order) else None
-        if head is not None and (mine := self._waiting.pop(head, None)) is not None:
+        head = self._head_of(device)
+        if head in self._waiting:
+            mine = self._waiting.pop(head)
             self._busy[device] = head
         elif self._others[device]:
-            self._busy[device] = None
             mine = self._others[device].popleft()
+            self._busy[device] = None
         else:
             return
         if mine.thread != threading.get_native_id():
             self._beckon(mine.thread, device)
         mine.lock.release()
+
+    def _head_of(self, device: int) -> Key | None:
+        """The next visit of a device's list that is to come."""
+        order = self._orders[device]
+        while self._heads[device] < len(order):
+            key = order[self._heads[device]]
+            if key not in self._skipped:
+                return key
+            self._heads[device] += 1
+        return None

@@ -246,8 +246,8 @@ class PP(Strategy):
             )
         if job.compile:
             raise StrategyError(
-                f"{self.name}: compile, and layers that take turns: leave it out, or compile "
-                "layers in the model itself"
+                f"{self.name}: compile=True compiles the whole model, and its layers take turns: "
+                "leave it out, or call compile() of layers in the model itself"
             )
         given = next(
             (f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"),

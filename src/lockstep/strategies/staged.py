@@ -17,7 +17,7 @@ from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.runner import Runner, Work
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
@@ -82,7 +82,7 @@ class StagedStep(Step):
             self.run_backward(made.total, self.divisor(made.count, batch.size))
             return made.detached()
 
-        found = self._stages(begin, forward, backward, len(parts))
+        found = self._stages(Work(begin, forward, backward, len(parts)))
         return added(found, self._sum_at_home)
 
     def _sum_at_home(self, values: Iterable[Number]) -> Number:
@@ -108,9 +108,9 @@ class StagedStep(Step):
         )
 
     @observed(lambda observer, *args: observer.stages())
-    def _stages(self, *go: Any) -> Any:
+    def _stages(self, work: Work) -> list[Loss]:
         """All stages' turns."""
-        return self.runner.run(*go)
+        return self.runner.run(work)
 
     def _drawing(
         self, number: int, streams: Streams, key: int | None

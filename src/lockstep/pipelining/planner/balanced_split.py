@@ -53,54 +53,56 @@ def split(
         StrategyError: a device is too small for its stage.
     """
     if stages > len(blocks):
-        names = ", ".join(block.name or "the model" for block in blocks[:4]) + (
-            ", ..." if len(blocks) > 4 else ""
-        )
+        shown = [block.name or "the model" for block in blocks[:4]]
+        more = ["..."] if len(blocks) > 4 else []
         raise TooFewLayers(
             f"partition: {stages} stages, but the model has {counted(len(blocks), 'block')} that "
-            "can be "
-            f"placed ({names}): use {counted(max(len(blocks), 1), 'device')}"
+            f"can be placed ({', '.join(shown + more)}): "
+            f"use {counted(max(len(blocks), 1), 'device')}"
         )
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
 
     def cost(stage: int, first: int, last: int) -> Cost:
         """How many times too large a stage is for its device, and its time."""
-        share = (
-            0.0 if capacity is None else need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
-        )
-        return share if share > 1 else 0.0, before[last] - before[first]
+        time = before[last] - before[first]
+        if capacity is None:
+            return 0.0, time
+        share = need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
+        return share if share > 1 else 0.0, time
 
-    def slower(one: Cost, other: Cost) -> Cost:
-        return max(one[0], other[0]), max(one[1], other[1])
-
-    (over, fastest), bounds = _best(len(blocks), stages, cost, slower)
+    (over, fastest), bounds = _best(len(blocks), stages, cost, _slower)
     if over and capacity is not None:
         stage = max(range(stages), key=lambda s: cost(s, bounds[s], bounds[s + 1]))
         run = blocks[bounds[stage] : bounds[stage + 1]]
+        device = devices[stage] if devices else f"device {stage}"
         raise StrategyError(
             f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs "
-            f"{size(need(stage, run))}, and {devices[stage] if devices else f'device {stage}'} has "
-            f"{size(capacity[stage])}: use more devices, "
-            "a smaller batch_size, more micro-batches, or activation_checkpointing"
+            f"{size(need(stage, run))}, and {device} has {size(capacity[stage])}: use more "
+            "devices, a smaller batch_size, more micro-batches, or activation_checkpointing"
         )
-    limit = 0.0, fastest * (1 + slack) + 1e-12
+    limit = fastest * (1 + slack) + 1e-12
 
     def sent(stage: int, first: int, last: int) -> Cost:
         """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of
         modules.
         """
-        if any(
-            of_stage > most for of_stage, most in zip(cost(stage, first, last), limit, strict=True)
-        ):
+        too_large, time = cost(stage, first, last)
+        if too_large or time > limit:
             return math.inf, 0.0
-        return (
-            (0.0, 0.0) if last == len(blocks) else (blocks[last - 1].crossing, _depth(blocks, last))
-        )
+        if last == len(blocks):
+            return 0.0, 0.0
+        return blocks[last - 1].crossing, _depth(blocks, last)
 
-    (least, _), bounds_of_least = _best(
-        len(blocks), stages, sent, lambda a, b: (a[0] + b[0], a[1] + b[1])
-    )
+    (least, _), bounds_of_least = _best(len(blocks), stages, sent, _sum)
     return bounds if math.isinf(least) else bounds_of_least
+
+
+def _slower(one: Cost, other: Cost) -> Cost:
+    return max(one[0], other[0]), max(one[1], other[1])
+
+
+def _sum(one: Cost, other: Cost) -> Cost:
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _best(
@@ -110,19 +112,20 @@ def _best(
     together: Callable[[Cost, Cost], Cost],
 ) -> tuple[Cost, list[int]]:
     """The least cost of a split, and its bounds."""
-    best: dict[int, tuple[Cost, list[int]]] = {
-        0: ((0.0, 0.0), [0])
-    }  # by the number of blocks before, the best split of them
+    # By the number of blocks before, the best split of them.
+    best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [0])}
     for stage in range(stages):
         found: dict[int, tuple[Cost, list[int]]] = {}
         # Each stage before and behind this one has a block at least.
-        for last in range(stage + 1, blocks - (stages - stage - 1) + 1):
+        most = blocks - (stages - stage - 1)
+        for last in range(stage + 1, most + 1):
             found[last] = (math.inf, 0.0), []
             for first, (so_far, bounds) in best.items():
-                if first < last and so_far < found[last][0]:
-                    value = together(so_far, cost(stage, first, last))
-                    if value < found[last][0]:
-                        found[last] = value, [*bounds, last]
+                if first >= last or so_far >= found[last][0]:
+                    continue
+                value = together(so_far, cost(stage, first, last))
+                if value < found[last][0]:
+                    found[last] = value, [*bounds, last]
         best = found
     return best[blocks]
 
@@ -131,5 +134,11 @@ def _depth(blocks: Sequence[Block], place: int) -> int:
     """How deep inside of modules a cut before a block lies: the length of both names' common
     beginning.
     """
-    both = zip(blocks[place - 1].name.split("."), blocks[place].name.split("."), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+    above = blocks[place - 1].name.split(".")
+    below = blocks[place].name.split(".")
+    depth = 0
+    for one, other in zip(above, below, strict=False):
+        if one != other:
+            break
+        depth += 1
+    return depth

@@ -9,7 +9,6 @@ a map to paste.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import json
 import os
@@ -315,59 +314,48 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
         StrategyError: there are fewer layers than stages.
     """
     numbers = {
-        name: sum(p.numel() for p in module.parameters()) for name, module in model.named_modules()
+        name: sum(parameter.numel() for parameter in module.parameters())
+        for name, module in model.named_modules()
     }
-    whole = tuple(f"{name}." for name in found_blocks(model))
-    coarse = {
+    within_blocks = tuple(f"{name}." for name in found_blocks(model))
+    shares = {
         name: number / max(numbers[""], 1)
         for name, number in numbers.items()
-        if not name.startswith(whole)
+        if not name.startswith(within_blocks)
     }
-    names = block_names(model, coarse)
+    names = block_names(model, shares)
     if len(names) < stages:
         names = block_names(model, dict.fromkeys(numbers, 1.0))
-    loose = loose_of(model, names, {})
-    pieces = names if len(names) >= stages else [*loose, *names]
-    if len(pieces) < stages:
-        many = f"{stages} stages, {each} on each device" if each > 1 else counted(stages, "device")
-        raise StrategyError(
-            f"{many}, but the model has layers for {len(pieces)} only: use fewer devices"
-            + (", or fewer stages on each" if each > 1 else "")
-        )
-    seen: set[nn.Parameter] = set()
+    if len(names) < stages:
+        many = counted(stages, "device")
+        fix = "use fewer devices"
+        if each > 1:
+            many = f"{stages} stages, {each} on each device"
+            fix = "use fewer devices, or fewer stages on each"
+        raise StrategyError(f"{many}, but the model has layers for {len(names)} only: {fix}")
+    counted_once: set[nn.Parameter] = set()  # tied ones
     blocks = []
-    own = dict(model.named_parameters())
-    for name in pieces:
-        its = (
-            {own[name]}
-            if name in own
-            else set()
-            if name in loose
-            else set(model.get_submodule(name).parameters())
-        )
-        parameters = its - seen  # tied ones count once
-        seen |= parameters
-        blocks.append(Block(name, forward=sum(p.numel() for p in parameters)))
-    bounds = split(blocks, stages)
-    if pieces is names:
-        return map_of(model, ModelBlocks(tuple(blocks), loose), bounds)
-    return {name: bisect.bisect_right(bounds, place) - 1 for place, name in enumerate(pieces)}
+    for name in names:
+        own = set(model.get_submodule(name).parameters()) - counted_once
+        counted_once |= own
+        blocks.append(Block(name, forward=sum(parameter.numel() for parameter in own)))
+    found = ModelBlocks(tuple(blocks), loose_of(model, names, {}))
+    return map_of(model, found, split(blocks, stages))
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
     """The bytes of each stage's device; None where PyTorch doesn't tell."""
+    number = len(devices)
     if memory is not None:
-        sizes = [memory] * len(devices) if isinstance(memory, int) else list(memory)
-        if len(sizes) != len(devices):
+        sizes = [memory] * number if isinstance(memory, int) else memory
+        if len(sizes) != number:
             raise StrategyError(
-                f"partition: {len(sizes)} sizes of memory for {len(devices)} devices: give one "
-                "for each"
+                f"partition: {len(sizes)} sizes of memory for {number} devices: give one for each"
             )
-        return [float(byte) for byte in sizes]
+        return list(map(float, sizes))
     if devices[0].is_slot:
-        return [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)] * len(
-            devices
-        )
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return [whole / number] * number
     try:
         return [float(free_memory(device)) for device in devices]
     except RuntimeError:  # its allocator doesn't count

@@ -8,6 +8,7 @@ measured alike.
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import textwrap
@@ -40,33 +41,36 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
     The scale is one for all: an action of the usual length is as wide as its name. Where the whole
     is wider than the terminal, its middle, in which the same goes on and on, is left out.
     """
-    spans = [span for mine in timeline.devices for span in mine]
+    spans = list(itertools.chain(*timeline.devices))
     if not spans:
         return []
-    several = len({span.action.stage for span in spans}) > len(timeline.devices)
-    names = {
-        span.action: str(span.action) if several else str(span.action).lstrip("0123456789")
-        for span in spans
-    }
+    names = {span.action: str(span.action) for span in spans}
+    stages = {span.action.stage for span in spans}
+    if len(stages) == len(timeline.devices):
+        names = {action: name.lstrip("0123456789") for action, name in names.items()}
     longest = max(map(len, names.values()))
-    head = f"{{:>{len(str(len(timeline.devices) - 1))}}}  "
-    room = max(width - len(head.format(0)), 2 * longest + len(CUT))
+    digits = len(str(len(timeline.devices) - 1))
+    room = max(width - digits - 2, 2 * longest + len(CUT))
     scale = _scale(timeline, longest + 1)
-    if (wide := round(timeline.makespan * scale)) > room and wide <= 1.15 * room:
+    wide = round(timeline.makespan * scale)
+    if room < wide <= 1.15 * room:
         scale *= room / wide  # a little narrower is better than cut
     rows = [_row(mine, timeline, scale, names) for mine in timeline.devices]
     length = max(map(len, rows))
     if length > room:
-        left = (room - len(CUT) + 1) // 2
-        right = room - len(CUT) - left
-        # What was cut through is left out: half a name would be another one.
-        rows = [
-            re.sub(r"[\dFB]+$", _spaces, row[:left])
-            + CUT
-            + re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
-            for row in rows
-        ]
-    return [(head.format(device) + row).rstrip() for device, row in enumerate(rows)]
+        rows = [_without_middle(row, length, room) for row in rows]
+    return [f"{device:>{digits}}  {row}".rstrip() for device, row in enumerate(rows)]
+
+
+def _without_middle(row: str, length: int, room: int) -> str:
+    """A row with its two ends only. What was cut through is left out: half a name would be another
+    one.
+    """
+    left = (room - len(CUT) + 1) // 2
+    right = room - len(CUT) - left
+    begin = re.sub(r"[\dFB]+$", _spaces, row[:left])
+    end = re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
+    return begin + CUT + end
 
 
 def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
@@ -82,7 +86,8 @@ def _scale(timeline: Timeline, cell: int) -> float:
     """Columns for each unit of time: a short action has room for its name, unless it is much
     shorter than most.
     """
-    lengths = sorted(span.end - span.start for mine in timeline.devices for span in mine)
+    spans = itertools.chain(*timeline.devices)
+    lengths = sorted(span.end - span.start for span in spans)
     usual = statistics.median(lengths)
     short = lengths[len(lengths) // 4]
     return cell / max(short, usual / 3) if usual else 1.0
@@ -99,8 +104,9 @@ def _row(
         name = names[action]
         if len(name) > columns:  # too short for its name: its kind, if that
             name = action.kind
-        # The last column stays empty, so that neighbours are told apart.
-        body = name + LONG * (columns - 1 - len(name)) + " " if columns > len(name) else name
+        body = name
+        if columns > len(name):  # the last column stays empty, so that neighbours are told apart
+            body = name + LONG * (columns - 1 - len(name)) + " "
         row[first : first + columns] = body
     return "".join(row)
 
@@ -121,10 +127,12 @@ def summary(timeline: Timeline) -> str:
 
     Of a device with two stages, what one of them holds of a micro-batch counts as half of one.
     """
-    stages = {span.action.stage for spans in timeline.devices for span in spans}
+    stages = {span.action.stage for span in itertools.chain(*timeline.devices)}
     parts = dict.fromkeys(stages, len(timeline.devices) / max(len(stages), 1))
     held = timeline.held(parts)
-    shown = " ".join(f"{peak:.3g}" for peak in held[:8]) + (" ..." if len(held) > 8 else "")
+    shown = " ".join(f"{peak:.3g}" for peak in held[:8])
+    if len(held) > 8:
+        shown += " ..."
     return (
         f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; "
         f"micro-batches held at most: {shown}"

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import deque
 from collections.abc import Sequence
-from typing import Literal
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.schedule import Schedule, devices_of
@@ -47,38 +47,34 @@ def simulate(
     last = len(place) - 1
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule]
-
-    def ready(action: Action) -> float | None:
-        """When what the action needs is on its device; None while that isn't known."""
-        need = _before(action, last)
-        if need is None or need not in ended:
-            return 0.0 if need is None else None
-        return ended[need] + (transfer if place[need.stage] != place[action.stage] else 0.0)
-
-    left = sum(map(len, schedule))
-    while left:
-        before = left
-        for device, order in enumerate(schedule):
-            mine = spans[device]
-            while (
-                len(mine) < len(order) and (moment := ready(action := order[len(mine)])) is not None
-            ):
-                start = max(moment, mine[-1].end if mine else 0.0)
-                ended[action] = start + _time_of(
-                    action, forward if action.kind == "F" else backward
-                )
-                mine.append(Span(action, start, ended[action]))
-                left -= 1
-        if left == before:
-            waits = [
-                f"device {device} waits with {order[len(mine)]} for "
-                f"{_before(order[len(mine)], last)}"
-                for device, (order, mine) in enumerate(zip(schedule, spans, strict=True))
-                if len(mine) < len(order)
-            ]
-            raise StrategyError(
-                f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
-            )
+    waiting = [deque(order) for order in schedule]
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for device, order in enumerate(waiting):
+            while order:
+                action = order[0]
+                need = _before(action, last)
+                if need is not None and need not in ended:
+                    break
+                start = spans[device][-1].end if spans[device] else 0.0
+                if need is not None:
+                    moving = transfer if place[need.stage] != device else 0.0
+                    start = max(start, ended[need] + moving)
+                times = forward if action.kind == "F" else backward
+                ended[action] = start + _time_of(action, times)
+                spans[device].append(Span(action, start, ended[action]))
+                order.popleft()
+                goes_on = True
+    waits = [
+        f"device {device} waits with {order[0]} for {_before(order[0], last)}"
+        for device, order in enumerate(waiting)
+        if order
+    ]
+    if waits:
+        raise StrategyError(
+            f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
+        )
     return Timeline(tuple(map(tuple, spans)))
 
 
@@ -91,21 +87,16 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
         measured: timelines of it, of equal updates. Several visits of a stage count as one; an
             action that is in none (the backward of a frozen stage) takes no time.
     """
-    taken: list[dict[Action, float]] = []
-    for timeline in measured:
-        taken.append({action: 0.0 for order in schedule for action in order})
-        for action, start, end in itertools.chain.from_iterable(timeline.devices):
-            taken[-1][action] += end - start
+    taken = [dict.fromkeys(itertools.chain(*schedule), 0.0) for _ in measured]
+    for seconds, timeline in zip(taken, measured, strict=True):
+        for action, start, end in itertools.chain(*timeline.devices):
+            seconds[action] += end - start
+    usual = {action: statistics.median(one[action] for one in taken) for action in taken[0]}
     stages = range(len(devices_of(schedule)))
-    microbatches = range(1 + max(action.microbatch for action in taken[0]))
-
-    def times(kind: Literal["F", "B"]) -> list[list[float]]:
-        return [
-            [statistics.median(one[Action(s, kind, m)] for one in taken) for m in microbatches]
-            for s in stages
-        ]
-
-    return simulate(schedule, times("F"), times("B"))
+    microbatches = range(1 + max(action.microbatch for action in usual))
+    forward = [[usual[Action(stage, "F", m)] for m in microbatches] for stage in stages]
+    backward = [[usual[Action(stage, "B", m)] for m in microbatches] for stage in stages]
+    return simulate(schedule, forward, backward)
 
 
 def _before(action: Action, last: int) -> Action | None:
@@ -131,21 +122,18 @@ def _check_actions(schedule: Schedule) -> None:
     stages = devices_of(schedule)
     if not stages:
         raise StrategyError("schedule: there is no action in it")
-    if missing := [s for s in range(max(stages)) if s not in stages]:
-        raise StrategyError(f"schedule: there is a stage {max(stages)}, and no stage {missing[0]}")
     seen: set[Action] = set()
-    for action in itertools.chain.from_iterable(schedule):
+    for action in itertools.chain(*schedule):
+        forward = Action(action.stage, "F", action.microbatch)
         if action in seen:
             raise StrategyError(f"schedule: {action} is there twice")
-        if (
-            action.kind == "B"
-            and (forward := Action(action.stage, "F", action.microbatch)) not in seen
-        ):
+        if action.kind == "B" and forward not in seen:
             raise StrategyError(f"schedule: {action} comes before {forward}")
         seen.add(action)
-    microbatches = 1 + max(action.microbatch for action in seen)
-    for action in itertools.starmap(
-        Action, itertools.product(sorted(stages), "FB", range(microbatches))
-    ):
-        if action not in seen:
-            raise StrategyError(f"schedule: {action} is missing")
+    numbers = range(1 + max(action.microbatch for action in seen))
+    for stage in range(max(stages)):
+        if stage not in stages:
+            raise StrategyError(f"schedule: there is a stage {max(stages)}, and no stage {stage}")
+    for key in itertools.product(sorted(stages), "FB", numbers):
+        if key not in seen:
+            raise StrategyError(f"schedule: {''.join(map(str, key))} is missing")

@@ -220,13 +220,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Multiplications and additions of matrix products and convolutions."""
-    if func._overloadpacket in flop_registry:
-        return int(flop_registry[func._overloadpacket](*args, **kwargs, out_val=out))
-    if "scaled_dot_product" in str(func):  # that of the CPU isn't counted (torch 2.13)
-        query, key, value = args[:3]
-        pairs = query[..., 0].numel() * key.shape[-2]
-        return int(2 * pairs * (query.shape[-1] + value.shape[-1]))
-    return 0
+    count = flop_registry.get(func._overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
 def bytes_of(held: Iterable[torch.Tensor]) -> int:
