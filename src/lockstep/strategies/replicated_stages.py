@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from torch import nn
 from torch.optim import Optimizer
 
+from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout

@@ -148,6 +148,11 @@ class StagedStep(Step):
             batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed
         )
 
+    def check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts; what meets on different devices is moved."""
+        with self._staged.moving():
+            super().check_sums(batch)
+
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """As every step's; what meets on different devices is moved."""
