@@ -63,7 +63,7 @@ class Snapshot:
         held = _reachable([*model.modules(), *beside])
         if not parameters:
             held = (one for one in held if not isinstance(one, nn.Parameter))
-        self._copies = [(one, _copied(one)) for one in held]
+        self._kept = [(one, *_copied_with_restore(one)) for one in held]
         self._before = {name: _copied(value) for name, value in self._named().items()}
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._random: States = states(accelerators)
@@ -71,8 +71,8 @@ class Snapshot:
     def put_back(self) -> None:
         """Put all of it back."""
         with torch.no_grad():
-            for one, copied in self._copies:
-                _restore(one, copied)
+            for one, copied, restore in self._kept:
+                restore(one, copied)
         put_states(self._random, self._accelerators)
 
     def drew_elsewhere(self) -> bool:
@@ -166,12 +166,12 @@ def _copied(one: Any) -> Any:
     return one
 
 
-def _restore(one: Any, copied: Any) -> None:
-    """Give an object what it held."""
-    for kinds, _, restore in _KINDS:
+def _copied_with_restore(one: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+    """A copy of what an object holds itself, and what puts it back."""
+    for kinds, copied, restore in _KINDS:
         if isinstance(one, kinds):
-            restore(one, copied)
-            return
+            return copied(one), restore
+    raise TypeError(type(one))
 
 
 def _restore_tensor(one: Tensor, copied: Tensor) -> None:
@@ -180,7 +180,7 @@ def _restore_tensor(one: Tensor, copied: Tensor) -> None:
 
 
 def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
-    if one.keys() != copied.keys() or any(one[key] is not its for key, its in copied.items()):
+    if list(one) != list(copied) or [*map(id, one.values())] != [*map(id, copied.values())]:
         one.clear()
         one.update(copied)
 

@@ -119,6 +119,7 @@ class DPStep(Step):
             self._replicas.append(replica_of(model, device, shares=self._on_slots))
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
+        self._every_parameter = [list(replica.parameters()) for replica in self._replicas]
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         self._team = Team(world.devices)
         if exchange is not None:
@@ -337,11 +338,9 @@ class DPStep(Step):
         ]
         self._copy_buffers(acting)
 
-    def _share_parameters(self, which: Iterable[int] | None = None) -> None:
-        every = [list(replica.parameters()) for replica in self._replicas]
-        mine, *others = (
-            every if which is None else [[trained[k] for k in which] for trained in self._trained]
-        )
+    def _share_parameters(self) -> None:
+        """Give every replica the first one's parameters."""
+        mine, *others = self._every_parameter
         for device, theirs in zip(self._devices[1:], others, strict=True):
             if not self.shares_parameters:
                 for some, copies in moved_in_buckets(mine, device.torch):

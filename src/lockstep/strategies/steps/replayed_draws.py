@@ -38,6 +38,8 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._records = True
         self._at = 0
         self._start, self._stop = 0, samples
+        self._kinds: dict[int, _Kind] = {}  # by the id of an operator
+        self._formats: set[torch.dtype] = set()
         self.is_lost = False
         self.coarsest = torch.float64
         self.communicates = False
@@ -66,24 +68,32 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Call an operator, and replace what it draws."""
         del types
-        self.communicates |= func.namespace in ("c10d", "_c10d_functional")
-        made = func(*_without_dropout(func, args), **(kwargs or {}))
+        kind = self._kinds.get(id(func))
+        if kind is None:
+            kind = self._kinds[id(func)] = _Kind(func)
+            self.communicates |= kind.communicates
+        if kind.dropout_at is not None and kind.dropout_at < len(args):
+            args = (*args[: kind.dropout_at], 0.0, *args[kind.dropout_at + 1 :])
+        made = func(*args, **(kwargs or {}))
         self._note_formats(made)
-        name = func.overloadpacket.__name__
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not kind.draws:
             return made
-        if name == "randperm" and not self._records and self._shape_of_next() != made.shape:
+        if kind.name == "randperm" and not self._records and self._shape_of_next() != made.shape:
             self._at += 1  # one over samples, whose rows mean nothing
             return made
-        if name == "native_dropout":
+        if kind.name == "native_dropout":
             mask = self._replaced(made[1])
             return args[0] * mask / (1 - args[1]), mask
         return self._replaced(made) if isinstance(made, Tensor) else made
 
     def _note_formats(self, made: Any) -> None:
-        for tensor in tensors(made):
-            if tensor.is_floating_point() or tensor.is_complex():
-                of = tensor.dtype.to_real()
+        for tensor in (made,) if type(made) is Tensor else tensors(made):
+            dtype = tensor.dtype
+            if dtype in self._formats:
+                continue
+            self._formats.add(dtype)
+            if dtype.is_floating_point or dtype.is_complex:
+                of = dtype.to_real()
                 if of in COARSER:
                     self.coarsest = max(self.coarsest, of, key=COARSER.index)
 
@@ -120,10 +130,19 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return views.narrow(dim + 1, self._start, size).flatten(dim, dim + 1)
 
 
-def _without_dropout(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments of an operator without the dropout that attention draws within its kernel."""
-    names = [declared.name for declared in func._schema.arguments[: len(args)]]
-    if "dropout_p" not in names:
-        return args
-    at = names.index("dropout_p")
-    return (*args[:at], 0.0, *args[at + 1 :])
+class _Kind:
+    """What is known of an operator.
+
+    Attributes:
+        name: its name.
+        draws: whether it draws random numbers.
+        communicates: whether it sends something to other ranks.
+        dropout_at: the place of an argument ``dropout_p``, of attention that draws in its kernel.
+    """
+
+    def __init__(self, func: Any) -> None:
+        self.name = func.overloadpacket.__name__
+        self.draws = torch.Tag.nondeterministic_seeded in func.tags
+        self.communicates = func.namespace in ("c10d", "_c10d_functional")
+        names = [argument.name for argument in func._schema.arguments]
+        self.dropout_at = names.index("dropout_p") if "dropout_p" in names else None

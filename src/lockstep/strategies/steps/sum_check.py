@@ -365,10 +365,11 @@ class _Comparison:
             if is_whole:
                 self._negate(float(sums.count) / whole.size)
             self._ends.append(self._snapshot.values())
+            if piece is pieces[-1]:
+                break
             if is_whole or not self._in_turn:
                 self._snapshot.put_back()
-            if piece is not pieces[-1]:
-                self._note_sizes()
+            self._note_sizes()
 
     def _negate(self, by: float) -> None:
         """Make gradients of total / count those of -total / samples."""
