@@ -19,9 +19,7 @@ def right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, i
 
 def job(width: int = 8) -> lockstep.Job:
     return lockstep.Job(
-        model=lambda: nn.Sequential(
-            nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3)
-        ),
+        model=lambda: nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 3)),
         loss=nn.CrossEntropyLoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
         train_data=data(53, seed=1),

@@ -111,7 +111,7 @@ class DDPStep(Step):
         self._overlaps = world.size > 1 and (
             strategy.reduce == "overlapped" or (strategy.reduce == "auto" and large)
         )
-        self.waits_in_backward = self._overlaps or exchange is not None
+        self._waits_in_backward = self._overlaps or exchange is not None
         self._bucket_mb = strategy.bucket_mb
         self._ddp: DistributedDataParallel | None = None
         self._noticed = False
@@ -182,11 +182,11 @@ class DDPStep(Step):
             )
         return self._ddp
 
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, outside of PyTorch's reducer."""
         if self.sums.is_due(self._updates):
             self._ddp = None  # it is made anew
-        super().check_sums(batch)
+        super()._check_sums(batch)
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""
@@ -202,15 +202,15 @@ class DDPStep(Step):
             is_last = i == len(batch.parts) - 1
             if not part.size:
                 continue
-            self.begin_part(i)
+            self._begin_part(i)
             part = self.placed(part)
-            self.reduces = ddp is not None and is_last
+            self._reduces = ddp is not None and is_last
             with nullcontext() if ddp is None or is_last else ddp.no_sync():
                 loss = self._forward(ddp, part, sums=is_last)
                 losses.append(loss.detached())
                 if self._exchange is not None and self.is_checked:
                     end_forward(self._exchange)
-                self.run_backward(loss.total, self.divisor(loss.count, batch.size))
+                self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
         loss = added(losses)
         if ddp is not None:
             loss = self._summed(loss)
@@ -224,7 +224,7 @@ class DDPStep(Step):
         read; look for more.
         """
         if any(0 < part.of < self.world.size for part in batch.parts):
-            self.share_buffers()
+            self._share_buffers()
         elif self.is_checked:
             self._buffers.look()
 
@@ -248,14 +248,14 @@ class DDPStep(Step):
         """What is summed beside the gradients: who was asked to stop, total and count, those of
         each part.
         """
-        parts = {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)}
+        parts = {name: loss.parts.get(name, (0.0, 0)) for name in self._names_of_parts(loss)}
         return [self.world.asked_to_stop(), *flattened([Loss(*loss, parts)])]
 
     def _taken(self, sums: Iterable[Number]) -> Loss:
         """What ``_beside`` gave, summed."""
         asked, *numbers = sums
-        self.agree_to_stop(asked)
-        return nested(iter(numbers), self.part_names(Loss(0.0, 0)))
+        self._agree_to_stop(asked)
+        return nested(iter(numbers), self._names_of_parts(Loss(0.0, 0)))
 
     @phase("communicating", "reduce")
     def _summed_flat(self, loss: Loss) -> Loss:
@@ -266,7 +266,7 @@ class DDPStep(Step):
 
     def _forward(self, ddp: DistributedDataParallel | None, part: Part, *, sums: bool) -> Loss:
         if ddp is None:
-            return self.forward_loss(self.model, part)
+            return self._forward_loss(self.model, part)
         # The reducer says it once, in the first forward whose backward is summed.
         with (
             nullcontext()
@@ -277,7 +277,7 @@ class DDPStep(Step):
             total, count = ddp(part)
             return Loss(total, count, ddp.module.parts)
 
-    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
+    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
 
         Raises:
@@ -285,7 +285,7 @@ class DDPStep(Step):
                 reducer can't follow.
         """
         try:
-            super().run_backward(total, divisor)
+            super()._add_gradient(total, divisor)
         except RuntimeError as error:
             if "Expected sparse gradient to be defined" in str(error):
                 raise StrategyError(
@@ -303,7 +303,7 @@ class DDPStep(Step):
                 "DDP(reduce='flat')"
             ) from error
 
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Give every rank rank 0's buffers."""
         if self.world.size == 1:
             return
@@ -388,7 +388,7 @@ class _WithLoss(nn.Module):
         self._step = step
 
     def forward(self, part: Part) -> tuple[torch.Tensor, Number]:
-        loss = self._step.forward_loss(self.model, part)
+        loss = self._step._forward_loss(self.model, part)
         self.parts = loss.parts
         return loss.total, loss.count
 

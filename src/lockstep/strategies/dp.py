@@ -110,10 +110,10 @@ class DPStep(Step):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._exchange = exchange
-        self.waits_in_backward = exchange is not None
+        self._waits_in_backward = exchange is not None
         self._devices = world.devices
         self._on_slots = all(device.is_slot for device in world.devices)
-        self.shares_parameters = self._on_slots
+        self._shares_parameters = self._on_slots
         self._replicas = [model]
         for device in world.devices[1:]:
             self._replicas.append(replica_of(model, device, shares=self._on_slots))
@@ -169,9 +169,9 @@ class DPStep(Step):
         elif not device.is_slot:
             seed_on(device.torch, key)
 
-    def follow_modes(self) -> None:
+    def _follow_modes(self) -> None:
         """Give replicas that share the first one's parameters its mode."""
-        if self.shares_parameters:
+        if self._shares_parameters:
             self._follow_settings()
 
     def gradients(self, batch: Batch) -> Loss:
@@ -200,13 +200,13 @@ class DPStep(Step):
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
         return added(results, self._summed)
 
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, in updates that are checked.
 
         Raises:
             StrategyError: it isn't, or checkpointed blocks draw random numbers that threads share.
         """
-        super().check_sums(batch)
+        super()._check_sums(batch)
         if self._recomputes and self.sums.draws_elsewhere:
             raise StrategyError(
                 "dp: activation_checkpointing, and the model draws from Python's or numpy's random "
@@ -274,12 +274,12 @@ class DPStep(Step):
                     self._exchange.enter(i, j)
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
-                loss = self.forward_loss(
+                loss = self._forward_loss(
                     self._replicas[i], part, f"replica {i} ({self._devices[i]})"
                 )
                 if i and self.is_checked:
                     refuse_other_parameters(loss.total, self.model)
-                self.run_backward(loss.total, self.divisor(loss.count, size))
+                self._add_gradient(loss.total, self._divisor(loss.count, size))
                 losses.append(loss.detached())
                 if self._exchange is not None:
                     self._exchange.leave(i, j)
@@ -342,7 +342,7 @@ class DPStep(Step):
         """Give every replica the first one's parameters."""
         mine, *others = self._every_parameter
         for device, theirs in zip(self._devices[1:], others, strict=True):
-            if not self.shares_parameters:
+            if not self._shares_parameters:
                 for some, copies in moved_in_buckets(mine, device.torch):
                     torch._foreach_copy_([theirs[k] for k in some], copies)
                 continue
@@ -351,7 +351,7 @@ class DPStep(Step):
                     q.data = p.data
 
     @torch.no_grad()
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Give every replica the first one's parameters, which a step or loaded weights have
         changed, and buffers.
         """

@@ -112,9 +112,9 @@ class ReplicaOfStages(DDPStep, StagedStep):
     """One rank's replica, on its devices."""
 
     @property
-    def may_synchronise(self) -> bool:
+    def _may_synchronise(self) -> bool:
         """As every step's; micro-batches that are overlapped can't."""
-        return super().may_synchronise and self._accumulate == 1
+        return super()._may_synchronise and self._accumulate == 1
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients of total / size, summed over micro-batches and ranks."""

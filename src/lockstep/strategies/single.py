@@ -55,10 +55,10 @@ class SingleStep(Step):
         for number, part in enumerate(batch.parts):
             if not part.size:
                 continue
-            self.begin_part(number)
+            self._begin_part(number)
             part = self.placed(part)
-            loss = self.forward_loss(self.model, part)
-            self.run_backward(loss.total, self.divisor(loss.count, batch.size))
+            loss = self._forward_loss(self.model, part)
+            self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
             losses.append(loss.detached())
         return added(losses)
 

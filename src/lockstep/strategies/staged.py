@@ -65,7 +65,7 @@ class StagedStep(Step):
             return added([])
 
         def begin(i: int) -> None:
-            self.begin_part(parts[i][0])
+            self._begin_part(parts[i][0])
 
         def forward(i: int) -> Loss:
             number, part = parts[i]
@@ -76,10 +76,10 @@ class StagedStep(Step):
                 else mixed(*self._stream, *([number] if number else []))
             )
             with self._drawing(number, streams, key), self._staged.moving():
-                return self.forward_loss(self.model, self.placed(part))
+                return self._forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
-            self.run_backward(made.total, self.divisor(made.count, batch.size))
+            self._add_gradient(made.total, self._divisor(made.count, batch.size))
             return made.detached()
 
         found = self._stages(Work(begin, forward, backward, len(parts)))
@@ -148,10 +148,10 @@ class StagedStep(Step):
             batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed
         )
 
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts; what meets on different devices is moved."""
         with self._staged.moving():
-            super().check_sums(batch)
+            super()._check_sums(batch)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

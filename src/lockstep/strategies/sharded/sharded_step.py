@@ -73,7 +73,7 @@ class ShardedStep(DDPStep):
         }
         self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
         self._find_trained()
-        self.waits_in_backward = True
+        self._waits_in_backward = True
         self._elementwise = elementwise
         self._evaluates, self._evaluations = (
             False,
@@ -126,15 +126,15 @@ class ShardedStep(DDPStep):
                     model.set_requires_gradient_sync(number == len(parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
-            self.begin_part(number)
+            self._begin_part(number)
             part, is_stand_in = self._or_first_sample(part)
             if is_stand_in:
                 self._compute_in_vain(part)
                 continue
             part = self.placed(part)
-            loss = self.forward_loss(self.model, part)
+            loss = self._forward_loss(self.model, part)
             losses.append(loss.detached())
-            self.run_backward(loss.total, self.divisor(loss.count, batch.size))
+            self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
         loss = self._summed_shards(added(losses))
         self._end_parts(batch)
         return loss
@@ -161,7 +161,7 @@ class ShardedStep(DDPStep):
         with self._standing_in():
             with self._precision.autocast():
                 loss = self.loss(self.forward(self.model, part), part.targets, part.size)
-            self.run_backward(loss.total, 0)
+            self._add_gradient(loss.total, 0)
 
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
@@ -263,15 +263,15 @@ class ShardedStep(DDPStep):
         )
 
     @contextlib.contextmanager
-    def explained(self, batch: Batch) -> Iterator[None]:
+    def _explained(self, batch: Batch) -> Iterator[None]:
         """As every step's."""
-        with super().explained(batch), shards_explained():
+        with super()._explained(batch), shards_explained():
             yield
 
-    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
+    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
         """As every step's; other backwards are refused."""
         with self._watch.during("backward"):
-            super().run_backward(total, divisor)
+            super()._add_gradient(total, divisor)
 
     def _compares_blocks(self) -> bool:
         return is_power_of_two(self._evaluations) if self._evaluates else self.is_checked
@@ -321,12 +321,12 @@ class ShardedStep(DDPStep):
         with self._watch.during("loss"), self._reads:
             yield
 
-    def begin_update(self, batch: Batch) -> None:
+    def _begin_update(self, batch: Batch) -> None:
         """Refuse shards that were replaced, then begin as every step does."""
         self._shards.refuse_assigned()
         self._shards.drop_hooks()
         refuse_other_shards(self.loss, self._shards.cut)
-        super().begin_update(batch)
+        super()._begin_update(batch)
 
     def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
         """The model and the optimizer have whole parameters in this context, which every rank

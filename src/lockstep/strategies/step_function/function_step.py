@@ -161,10 +161,10 @@ class FunctionStep(Step):
             self._refuse_gradients()
         self._look_at_flags()
         self._losses_of = {}
-        self.begin_update(batch)
+        self._begin_update(batch)
         for p in self._parameters:
             p.grad = None
-        with self.explained(batch):
+        with self._explained(batch):
             self.run_function(batch)
         parts = {name: added(losses) for name, losses in self._losses_of.items()}
         means = [
@@ -179,7 +179,7 @@ class FunctionStep(Step):
         """Run it on this process's share."""
         self._adds = bool(batch.parts[0].size)
         part = self._lent(batch.parts[0])
-        self.begin_part(0)
+        self._begin_part(0)
         self.call_function(self.model, self.placed(part), batch.size)
         self._agree(_END)
 
@@ -198,7 +198,7 @@ class FunctionStep(Step):
         mine = loss.detached() if self._adds else Loss(0.0, 0)
         self._move(name, self._over_ranks(name, mine), samples)
 
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold the losses of the function to being the sums of those of parts of a batch.
 
         Raises:
@@ -244,7 +244,7 @@ class FunctionStep(Step):
         if not total.requires_grad:
             refuse_counted(loss, f'update("{name}"): ')
             return
-        divisor = self.divisor(loss.count, samples)
+        divisor = self._divisor(loss.count, samples)
         factor = backward_factor(total, divisor, waits=not self._on_accelerator)
         self._run_backward_into(total, factor, inputs)
 
@@ -312,7 +312,7 @@ class FunctionStep(Step):
             asked, total, count = self.world.all_reduce(
                 torch.tensor(numbers, dtype=torch.float64, device=self.world.exchange_device)
             ).tolist()
-            self.agree_to_stop(asked)
+            self._agree_to_stop(asked)
             return Loss(total, count)
         if which not in self._sums:
             mine = [self._parameters[i] for i in which]
@@ -320,7 +320,7 @@ class FunctionStep(Step):
         asked, total, count = self._sums[which].sum_over(
             self.world, [self.world.asked_to_stop(), *loss]
         )
-        self.agree_to_stop(asked)
+        self._agree_to_stop(asked)
         return Loss(total, count)
 
     def _follow_flags(self, name: str) -> None:
@@ -346,7 +346,7 @@ class FunctionStep(Step):
     def prepare(self, batch: Batch) -> None:
         """Compile nothing: the function is Python code of a person's own."""
 
-    def part_names(self, loss: Loss) -> tuple[str, ...]:
+    def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
         """Those of the optimizers."""
         return tuple(self._order)
 

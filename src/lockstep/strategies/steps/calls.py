@@ -79,7 +79,7 @@ class Calls(StepState, ABC):
                 size of the global batch.
             targets: what the loss takes beside the outputs.
         """
-        self.refuse_waiting("step(...)")
+        self._refuse_waiting("step(...)")
         self._look_at_flags()
         self._look_at_hooks()
         self.world.announce(self.world.step + 1)
@@ -127,24 +127,24 @@ class Calls(StepState, ABC):
             self._own_streams_of_parts(len(batch.parts), number),
         ):
             if not self._is_begun:
-                self.begin_update(batch)
+                self._begin_update(batch)
                 self._is_begun = True
             elif number == 1:
                 self._look_at_parts(batch)
-            with self.explained(batch):
-                loss = self.checked_gradients(batch)
+            with self._explained(batch):
+                loss = self._checked_gradients(batch)
         self._losses.append(loss)
         self._samples_given = samples + batch.size
         for p, before in zip(self._parameters, sums, strict=True) if number else ():
             p.grad = _joined(before, p.grad, batch.size, self._samples_given)
         self._left = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
-        return self.result_of(loss, batch.size)
+        return self._result_of(loss, batch.size)
 
     def _look_at_parts(self, batch: Batch) -> None:
         """Log what differs where a batch is given in parts, as the second one comes."""
         if self.world.is_first:
             self.tell_once(self.caveats_in_parts())
-        self.check_sums(batch)
+        self._check_sums(batch)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
         """The sizes and the loss of all parts since the last update; the next part begins another
@@ -161,7 +161,7 @@ class Calls(StepState, ABC):
             )
         self._look_at_flags()
         self._agree(_UPDATE)
-        self.train_weights()  # (an evaluation may have come since the last part)
+        self._train_weights()  # (an evaluation may have come since the last part)
         loss, size = added(self._losses), self._samples_given
         self._losses, self._samples_given, self._is_begun, self._left = [], 0, False, []
         return Batch([Part(None, None, size, size)], size, 0, 0), loss
@@ -220,7 +220,7 @@ class Calls(StepState, ABC):
                 f"{self.world.step} {told}"
             )
 
-    def refuse_waiting(self, what: str) -> None:
+    def _refuse_waiting(self, what: str) -> None:
         """Refuse what would lose gradients that wait for the update.
 
         Raises:
@@ -240,7 +240,7 @@ class Calls(StepState, ABC):
         Raises:
             InputError: gradients wait for an update; they would be lost.
         """
-        self.refuse_waiting("step.state_dict()")
+        self._refuse_waiting("step.state_dict()")
         return super().state_dict(whole=whole)
 
     @property
@@ -249,7 +249,7 @@ class Calls(StepState, ABC):
         return self._by_hand or super().cuts_batch
 
     def _follow_flags(self, name: str) -> None:
-        self.refuse_waiting(f'parameter "{name}" was frozen, or is trained from now on')
+        self._refuse_waiting(f'parameter "{name}" was frozen, or is trained from now on')
         super()._follow_flags(name)
         self._followed = self._updates + 1
 
@@ -316,23 +316,23 @@ class Calls(StepState, ABC):
         """One update on a batch of the loader; without one, on what ``backward`` has been given."""
 
     @abstractmethod
-    def begin_update(self, batch: Batch) -> None:
+    def _begin_update(self, batch: Batch) -> None:
         """Before the first gradients of an update."""
 
     @abstractmethod
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, in updates that are checked."""
 
     @abstractmethod
-    def checked_gradients(self, batch: Batch) -> Loss:
+    def _checked_gradients(self, batch: Batch) -> Loss:
         """Leave the gradients of a part of an update in every ``parameter.grad``."""
 
     @abstractmethod
-    def explained(self, batch: Batch) -> AbstractContextManager[None]:
+    def _explained(self, batch: Batch) -> AbstractContextManager[None]:
         """In which an error says what to do."""
 
     @abstractmethod
-    def result_of(self, loss: Loss, size: int) -> Result:
+    def _result_of(self, loss: Loss, size: int) -> Result:
         """What a person is given."""
 
 

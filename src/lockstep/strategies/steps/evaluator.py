@@ -51,7 +51,7 @@ class Evaluator:
         loss: gives total and count.
     """
 
-    shares_parameters = False
+    _shares_parameters = False
     """Whether the replicas of this process have the same parameters."""
 
     has_own_callbacks = False
@@ -80,7 +80,7 @@ class Evaluator:
         return self.world.layout.local_batches
 
     @property
-    def cuts_each_batch(self) -> bool:
+    def _cuts_each_batch(self) -> bool:
         """Whether each global batch is cut, among replicas or in micro-batches."""
         return self.replicas * self._accumulate > 1
 
@@ -89,7 +89,7 @@ class Evaluator:
         """Whether a loss sees less than the global batch, so that it must be additive over
         samples.
         """
-        return self.cuts_each_batch
+        return self._cuts_each_batch
 
     def _new_loss_check(self) -> LossCheck:
         return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
@@ -116,12 +116,12 @@ class Evaluator:
         """
         return nullcontext()
 
-    def follow_modes(self) -> None:
+    def _follow_modes(self) -> None:
         """Give replicas that share the first one's parameters its mode: their own ``train``
         would write these again.
         """
 
-    def share_buffers(self) -> None:
+    def _share_buffers(self) -> None:
         """Give every replica the first one's buffers (running statistics), before an evaluation
         or a save.
         """
@@ -141,10 +141,10 @@ class Evaluator:
             for m in every
             if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)
         ]
-        own = self.models()[:1] if self.shares_parameters else self.models()
+        own = self.models()[:1] if self._shares_parameters else self.models()
         modes = [(module, module.training) for model in own for module in model.modules()]
         stream = self._stream
-        self.share_buffers()
+        self._share_buffers()
         self.loss.follow()
         writes = any(
             has_own_train(module) for module, _ in modes
@@ -153,7 +153,7 @@ class Evaluator:
         with around():
             for model in own:
                 model.eval()
-        self.follow_modes()
+        self._follow_modes()
         for encoder in nests:
             encoder.use_nested_tensor = False
         try:
@@ -165,7 +165,7 @@ class Evaluator:
                 encoder.use_nested_tensor = True
             with around(), torch.no_grad():
                 set_modes(modes)
-            self.follow_modes()
+            self._follow_modes()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
         """Outputs, total and count of this process's share, without an update; of None they are
@@ -264,10 +264,10 @@ class Evaluator:
         with self._precision.autocast():
             outputs = self.forward(model, part)
             checks = self.replicas > 1 and self.loss_check.wants(self._judged)
-            loss = self.loss_of(outputs, part, step=0, checks=checks)
+            loss = self._loss_of(outputs, part, step=0, checks=checks)
         return outputs, loss
 
-    def loss_of(self, outputs: Any, part: Part, *, step: int, checks: bool) -> Loss:
+    def _loss_of(self, outputs: Any, part: Part, *, step: int, checks: bool) -> Loss:
         """Total, count and parts of the loss, which is held to being additive where it is checked.
 
         A loss that writes to its arguments isn't checked.
@@ -366,7 +366,7 @@ class Evaluator:
                 self._stream = None
 
     @observed(lambda observer, step, number: observer.microbatch(number))
-    def begin_part(self, number: int) -> None:
+    def _begin_part(self, number: int) -> None:
         """Give micro-batch ``number`` a random stream of its own, so that it draws the same
         whenever it is computed.
         """

@@ -63,10 +63,10 @@ class Step(Calls):
         skips: counts the updates that were skipped.
     """
 
-    reduces = False
+    _reduces = False
     """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
 
-    waits_in_backward = False
+    _waits_in_backward = False
     """Whether replicas exchange something in backward, so that each has to run one."""
 
     timed: Literal["rank", "replica", "device"] = "rank"
@@ -110,29 +110,29 @@ class Step(Calls):
         batch, loss = self._given_parts() if batch is None else (batch, None)
         if loss is None:
             self._look_at_flags()
-            self.begin_update(batch)
-        with self.explained(batch):
-            loss = loss or self.checked_gradients(batch)
+            self._begin_update(batch)
+        with self._explained(batch):
+            loss = loss or self._checked_gradients(batch)
             skipped = self._is_skipped(loss)
             if not skipped:
                 self._move_parameters(batch.size, loss.count)
         return self._ended(loss, batch.size, skipped=skipped)
 
-    def begin_update(self, batch: Batch) -> None:
+    def _begin_update(self, batch: Batch) -> None:
         """Count the update, and hold its batch to being the sum of its parts, where it is due."""
         self.world.step += 1
         self._updates += 1
         self.loss.follow()
-        self.train_weights()
+        self._train_weights()
         if self._updates == 1:
-            self.begin_training()
-        if self.cuts_each_batch:
-            self.check_sums(batch)
+            self._begin_training()
+        if self._cuts_each_batch:
+            self._check_sums(batch)
         if self._updates == 1:
             self.prepare(batch)
         self._began = self._time() if self.loss_check.is_timed(self._updates) else None
 
-    def check_sums(self, batch: Batch) -> None:
+    def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, in updates that are checked.
 
         Raises:
@@ -142,19 +142,19 @@ class Step(Calls):
             self.sums.check(batch)
             reset_peak_memory(self.world)
 
-    def checked_gradients(self, batch: Batch) -> Loss:
+    def _checked_gradients(self, batch: Batch) -> Loss:
         """Compute gradients as ``gradients`` does, and agree on the parts of the loss."""
         loss = self.gradients(batch)
-        self.part_names(loss)
+        self._names_of_parts(loss)
         return loss
 
     @property
-    def may_synchronise(self) -> bool:
+    def _may_synchronise(self) -> bool:
         """Whether ``sync_batchnorm`` is left out, and could be set."""
         return self.replicas > 1 and self.together and not self._synchronises
 
     @contextmanager
-    def explained(self, batch: Batch) -> Iterator[None]:
+    def _explained(self, batch: Batch) -> Iterator[None]:
         """Say what an error means, and what to do."""
         try:
             yield
@@ -163,7 +163,7 @@ class Step(Calls):
                 raise why from None
             if self._checkpoints and (said := not_checkpointable(error)) is not None:
                 raise said from error
-            may = self.may_synchronise
+            may = self._may_synchronise
             known = update_checks.explained(
                 error, batch, self.world, accumulate=self._accumulate, may_synchronise=may
             )
@@ -183,7 +183,7 @@ class Step(Calls):
             self.tell_once(self.caveats())
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
-        result = self.result_of(loss, size)
+        result = self._result_of(loss, size)
         result._skipped = skipped
         if self._on_accelerator:
             if not (skipped or self.skips.nonfinite):  # else the host has read it
@@ -193,10 +193,12 @@ class Step(Calls):
                 self.stopping = self.stopping or self._on_devices.asked_to_stop()
         return result
 
-    def result_of(self, loss: Loss, size: int) -> Result:
+    def _result_of(self, loss: Loss, size: int) -> Result:
         """What a person is given for a loss of so many samples."""
         return Result(
-            *loss, size, {name: loss.parts.get(name, (0.0, 0)) for name in self.part_names(loss)}
+            *loss,
+            size,
+            {name: loss.parts.get(name, (0.0, 0)) for name in self._names_of_parts(loss)},
         )
 
     def prepare(self, batch: Batch) -> None:
@@ -330,19 +332,19 @@ class Step(Calls):
             self.grad_norm = clip_gradients(self._parameters, self._clip_norm)
 
     @phase("computing", "forward and loss")
-    def forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
+    def _forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Total and count of one micro-batch's share under ``model``."""
         checks = self.loss_check.wants(self._updates)
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            loss = self.loss_of(outputs, part, step=self.world.step, checks=checks)
+            loss = self._loss_of(outputs, part, step=self.world.step, checks=checks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self._waits:
             loss = self._finite(loss, model, part, outputs, where)
         if not loss.total.requires_grad and self._parameters:
             update_checks.refuse_counted(loss)
-            return update_checks.with_graph(loss, outputs) if self.waits_in_backward else loss
+            return update_checks.with_graph(loss, outputs) if self._waits_in_backward else loss
         return loss
 
     def _finite(self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str) -> Loss:
@@ -356,12 +358,12 @@ class Step(Calls):
             )
         return loss
 
-    def divisor(self, count: Number, size: int) -> Number:
+    def _divisor(self, count: Number, size: int) -> Number:
         """What the total of a part of a batch of so many samples is divided by for its backward."""
         return count if self._by_count else size
 
     @phase("computing", "backward")
-    def run_backward(self, total: torch.Tensor, divisor: Number) -> None:
+    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor`` to every ``parameter.grad``."""
         if not total.requires_grad:
             return
@@ -370,7 +372,7 @@ class Step(Calls):
             total = self._scaler.scale(total)
         self._run_backward(total, factor)
 
-    @observed(lambda observer, step, total, factor: observer.backward(total, sums=step.reduces))
+    @observed(lambda observer, step, total, factor: observer.backward(total, sums=step._reduces))
     def _run_backward(self, total: torch.Tensor, factor: torch.Tensor) -> None:
         torch.autograd.backward(total, factor)
 
@@ -390,7 +392,7 @@ class Step(Calls):
         if began is not None:
             self.loss_check.interval.spent(self._time() - began)
 
-    def agree_to_stop(self, asked: Number) -> None:
+    def _agree_to_stop(self, asked: Number) -> None:
         """Take note of how many ranks were asked to stop, by a number that is the same on all of
         them.
         """

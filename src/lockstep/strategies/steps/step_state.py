@@ -96,7 +96,7 @@ class StepState(Evaluator):
         """Whether the ranks meet in each update."""
         return self.world.layout.together
 
-    def part_names(self, loss: Loss) -> tuple[str, ...]:
+    def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
         """The names of the parts of an update's loss: those that any rank had in the first update.
 
         Raises:
@@ -191,7 +191,7 @@ class StepState(Evaluator):
         with self.evaluated_weights(), super().evaluating():
             yield
 
-    def train_weights(self) -> None:
+    def _train_weights(self) -> None:
         """Put an optimizer with ``train()`` and ``eval()`` in training mode."""
         for optimizer in self._with_modes:
             optimizer.train()
@@ -220,7 +220,7 @@ class StepState(Evaluator):
             self._evaluates_weights = False
             unwritten = [p for p, version in versions.items() if p._version == version]
             if versions:
-                self.train_weights()
+                self._train_weights()
             with torch.no_grad():
                 for p in unwritten:
                     p.copy_(before[p])
@@ -292,7 +292,7 @@ class StepState(Evaluator):
         if self.own_loop:
             self.meet("step.state_dict()")
             self.after_events()
-        self.share_buffers()
+        self._share_buffers()
         scaler = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
         self._check_left_out()
         optimizer = self.optimizer_state(whole=whole)
@@ -432,7 +432,7 @@ class StepState(Evaluator):
             now = getattr(module, own, None)
             setattr(module, own, buffer if now is None else buffer.to(now.device))
 
-    def begin_training(self) -> None:
+    def _begin_training(self) -> None:
         """Note the attributes before the first update; what was done to them until then is done
         again.
         """
@@ -459,7 +459,7 @@ class StepState(Evaluator):
 
     def write_weights(self, path: Path) -> None:
         """Write the model's state dict to a file of the first rank."""
-        self.share_buffers()
+        self._share_buffers()
         self._check_left_out()
         with self.evaluated_weights():
             weights = self.weights_for_file(whole=not self.keeps_shards)
