@@ -19,6 +19,8 @@ SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors"},
     {"tensors"},
+    {"settings"},
+    {"recipe"},
     {"job", "report"},
     {"jobfile", "launch"},
     {"threads"},

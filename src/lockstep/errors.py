@@ -46,7 +46,8 @@ class LockstepError(Exception):
 
     def __init__(self, text: str = "", *, kind: str = "", fix: str = "") -> None:
         super().__init__(f"{text}: {fix}" if fix else text)
-        self.text, self.fix = text, fix
+        self.text = text
+        self.fix = fix
         if kind:
             self.kind = kind
 
@@ -152,32 +153,31 @@ class SaveError(RunError):
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """``did you mean "x"?`` for a name that isn't among ``names`` (or two of them, equally
-    near), or what there is.
-    """
-    if not (near := near_names(name, names)):
-        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-        return f"there are: {', '.join(names[:20])}{more}"
-    either = '" or "'.join(near)
-    return f'did you mean "{either}"?'
+    """``did you mean "x"?`` for a name that isn't among ``names``, or else what there is."""
+    near = near_names(name, names)
+    if near:
+        either = '" or "'.join(near)
+        return f'did you mean "{either}"?'
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return f"there are: {', '.join(names[:20])}{more}"
 
 
 def near_names(name: str, names: list[str]) -> list[str]:
-    """The name that a person may have meant, or two that are equally near; none where none is
+    """The name that a person may have meant, or two that are equally near; none where no name is
     near.
     """
     import difflib
 
     def likeness(one: str) -> float:
-        a, b = one.strip("-"), name.strip("-")
-        if abs(len(a) - len(b)) > 1 + min(len(a), len(b)) // 3 and not (
-            a.startswith(b) or b.startswith(a)
-        ):
+        one, word = one.strip("-"), name.strip("-")
+        shorter, longer = sorted((one, word), key=len)
+        if not longer.startswith(shorter) and len(longer) - len(shorter) > 1 + len(shorter) // 3:
             return 0.0  # "dp" is not what is meant by "fsdp"
-        return difflib.SequenceMatcher(None, a, b).ratio()
+        return difflib.SequenceMatcher(None, one, word).ratio()
 
-    most = max(map(likeness, names), default=0.0)
-    return [one for one in names if likeness(one) == most][:2] if most >= 0.6 else []
+    near = {one: likeness(one) for one in names}
+    most = max(near.values(), default=0.0)
+    return [one for one in names if near[one] == most][:2] if most >= 0.6 else []
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:
@@ -196,43 +196,32 @@ def first_line(error: BaseException) -> str:
 def own_traceback(error: BaseException) -> str:
     """An exception's traceback as text, from the person's own code on where that is in it.
 
-    What called it (this package, PyTorch) tells them nothing. Where none of the frames is theirs,
-    only those of the launch are left out: then it may be a fault of ours, or of PyTorch's, to be
-    reported.
+    What called the person's code (this package, PyTorch) is of no use to them.
     """
     import traceback
-    from pathlib import Path
 
-    launch = str(Path(__file__).with_name("launch"))
-    first = trace = error.__traceback__
+    trace = error.__traceback__
     while trace is not None and not is_own_code(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
-    while trace is None and first is not None and first.tb_next is not None:
-        if not first.tb_frame.f_code.co_filename.startswith(launch):
-            break
-        first = first.tb_next
-    return "".join(traceback.format_exception(type(error), error, trace or first))
+    lines = traceback.format_exception(type(error), error, trace or error.__traceback__)
+    return "".join(lines)
 
 
 @functools.cache
 def is_own_code(file: str) -> bool:
-    """Whether a file is of the person's own code: neither installed (the command too is), nor of
-    this package.
-    """
+    """Whether a file is the person's own code: neither installed, nor of this package."""
     import sysconfig
     from pathlib import Path
 
-    if (
-        "site-packages" in file or "dist-packages" in file
-    ):  # of the system too, which a virtual environment may see
+    if "site-packages" in file or "dist-packages" in file:  # of the system's Python too
         return False
     installed = [sysconfig.get_path(kind) for kind in ("stdlib", "scripts")]
     return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
 def told(error: BaseException) -> str:
-    """``TypeError: what (file.py, line 12)``: an error in one line, with where the person's own
-    code raised it.
+    """An error in one line, with the line of the person's own code that raised it:
+    ``TypeError: what (file.py, line 12)``.
     """
     import traceback
     from pathlib import Path
@@ -245,14 +234,11 @@ def told(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do, where that is known."""
+    """What to do about an error, where that is known."""
     import os
 
-    if (
-        isinstance(error, FileNotFoundError)
-        and isinstance(error.filename, str)
-        and not os.path.isabs(error.filename)
-    ):
+    path = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(path, str) and not os.path.isabs(path):
         return f"; relative paths are taken from {os.getcwd()}, where the command was started"
     if "not compiled with CUDA" in str(error) or "No CUDA GPUs are available" in str(error):
         return (

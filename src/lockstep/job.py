@@ -6,28 +6,21 @@ The command line has the same names and wins; there is no third place where a se
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import math
 import re
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
-from torch import nn
 
-from lockstep.errors import JobError, nearest
-
-NamedParameters = list[tuple[str, nn.Parameter]]
+from lockstep.errors import JobError
+from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
+from lockstep.settings import checked, plain_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(Recipe):
     """What to train.
 
     Attributes:
@@ -133,42 +126,21 @@ class Job:
         JobError: a field is missing or wrong; the message begins with its name.
     """
 
-    model: Callable[[], Any]
     loss: Callable[..., Any] = None  # type: ignore[assignment]
-    optimizer: (
-        Callable[[NamedParameters], torch.optim.Optimizer]
-        | Mapping[str, Callable[..., torch.optim.Optimizer]]
-    )
+    optimizer: MakesOptimizer | Mapping[str, Callable[..., torch.optim.Optimizer]]
     train_data: Any
     batch_size: int
     eval_data: Any = None
     epochs: int | None = None
     steps: int | None = None
-    step: Callable[..., None] | None = None
     lr_scheduler: (
         Callable[[torch.optim.Optimizer], Any] | Mapping[str, Callable[..., Any]] | None
     ) = None
     lr_scheduler_every: Literal["epoch", "step"] = "epoch"
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
     shuffle: bool = True
     order: Callable[[int], Sequence[int] | torch.Tensor] | None = None
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
-    accumulate: int = 1
-    clip_norm: float | None = None
-    nonfinite: Literal["raise", "skip"] = "raise"
-    nonfinite_limit: int = 10
-    accept_differences: bool = False
-    check_every: int | None = None
-    init: str | None = None
-    init_strict: bool = True
-    sync_batchnorm: bool = False
-    channels_last: bool = False
-    precision: Literal["fp64", "fp32", "tf32", "bf16", "fp16"] | None = None
-    compile: bool | str = False
-    activation_checkpointing: str | None = None
-    fused: bool | None = None
-    keep_memory: bool = False
     eval_batch_size: int | None = None
     log_every: int | str | None = None
     eval_every: int | str | None = None
@@ -182,129 +154,64 @@ class Job:
     callbacks: Sequence[Any] = ()
 
     def __new__(cls, *values: Any, **fields: Any) -> Self:
-        """Say what is wrong with the names, in place of Python's own words."""
+        """Refuse missing and unknown names with what to give, in place of Python's own words."""
         if values:
             raise JobError(
                 "a Job takes its fields by name (model=..., loss=...), not a "
                 f"{type(values[0]).__name__}"
             )
-        for name in fields:
-            if name not in _FIELDS:
-                raise JobError(f"{name}: a job has no such field; {nearest(name, list(_FIELDS))}")
-        needed = [
-            n for n, f in _FIELDS.items() if f.default is f.default_factory is dataclasses.MISSING
-        ]
-        needed += ["loss"] if fields.get("step") is None else []
-        if fields and (missing := [name for name in needed if name not in fields]):
+        job = super().__new__(cls, **fields)
+        needed = ["model", "optimizer", "train_data", "batch_size"]
+        if fields.get("step") is None:
+            needed.append("loss")
+        missing = [name for name in needed if name not in fields]
+        if fields and missing:  # (pickle gives no fields)
             raise JobError(
                 f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, "
                 "batch_size=)"
             )
-        return super().__new__(cls)
+        return job
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            raise JobError(
-                "optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, "
-                "lr=0.1)"
-            )
-        for name in ("model", "loss", "optimizer", "lr_scheduler", "order", "collate", "step"):
-            value = getattr(self, name)
-            if name in ("optimizer", "lr_scheduler") and isinstance(value, Mapping):
-                value = next((each for each in value.values() if not callable(each)), len)
-            if not callable(value) and (value is not None or _FIELDS[name].default is not None):
-                raise JobError(f"{name}: {value!r} can't be called")
-        if isinstance(self.model, nn.Module):
-            raise JobError(
-                "model: give a function that builds it (lambda: Net()), it is built wherever it "
-                "is needed"
-            )
+        if self.optimizer is None:
+            raise JobError("optimizer: None can't be called")
+        for name in ("log_every", "eval_every", "save_every"):
+            Every.read(getattr(self, name), name)
+        super().__post_init__()
+        refuse_uncallable(self, "lr_scheduler", "order", "collate")
         if self.train_data is None:
             raise JobError(
                 "train_data: there is none; give a dataset of (inputs, targets), or a callable "
                 "that gives one"
             )
-        if not isinstance(self.metrics, Mapping):
-            raise JobError(
-                "metrics: a dict of functions by name is expected, not "
-                f"{type(self.metrics).__name__}"
-            )
-        for metric, function in self.metrics.items():
-            if not callable(function):
-                raise JobError(f'metrics: "{metric}" is {function!r}, which can\'t be called')
-        if not isinstance(self.on_event, Sequence):
-            raise JobError("on_event: a list of functions is expected")
-        if not isinstance(self.callbacks, Sequence):
-            raise JobError("callbacks: a list of lockstep.Callback objects is expected")
-        for name in ("log_every", "eval_every", "save_every"):
-            Every.read(getattr(self, name), name)
+        for name, kind, what in _CONTAINERS:
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise JobError(f"{name}: {what} is expected, not {type(value).__name__}")
+        refuse_uncallable(self, "metrics")
         best_of(self.best)
-        for name in SETTINGS:
-            object.__setattr__(self, name, checked_setting(name, getattr(self, name)))
         if self.init is not None and not self.save_frozen:
             raise JobError(
                 "save_frozen: false takes frozen weights from model alone: load them there, not "
                 "by init"
             )
-        self._check_step()
-
-    def _check_step(self) -> None:
-        """What a function of several updates needs, and what it can't have."""
-        for name in ("optimizer", "lr_scheduler"):
-            value = getattr(self, name)
-            if value is not None and isinstance(value, Mapping) != (self.step is not None):
-                raise JobError(
-                    f"{name}: a dict by the names of the model's parts goes with step=, and a "
-                    "function without it: "
-                    'optimizer={"generator": ..., "discriminator": ...}, step=function'
-                )
-        if self.step is None:
-            if self.loss is None:
-                raise JobError("loss: None can't be called")
-            return
-        assert isinstance(self.optimizer, Mapping)
-        if not self.optimizer:
-            raise JobError(
-                "optimizer: the dict is empty; give a function for each part of the model that is "
-                "trained"
-            )
-        if isinstance(self.lr_scheduler, Mapping) and (
-            others := self.lr_scheduler.keys() - self.optimizer.keys()
-        ):
-            raise JobError(
-                f"lr_scheduler: there is no optimizer {min(others)!r}, only "
-                f"{', '.join(self.optimizer)}"
-            )
-        refused = {
-            "accumulate": "a step function makes each update on a whole batch: take a batch_size "
-            "that fits",
-            "compile": "compile the parts where they are made: part.compile() in the function of "
-            "model=",
-            "nonfinite": "a step function makes several updates, of which one can't be skipped "
-            "alone",
-            "sync_batchnorm": "a step function calls the parts as it likes, so replicas can't "
-            "meet in them",
-        }
-        for name, why in refused.items():
-            if getattr(self, name) != _FIELDS[name].default:
-                raise JobError(f"{name}: {why}")
-        if self.precision == "fp16":
-            raise JobError(
-                "precision: fp16 scales one loss, and a step function has several: take bf16"
-            )
+        self._check_scheduler()
         if self.eval_data is not None and self.loss is None:
             raise JobError(
                 "eval_data: with step=, give a loss(outputs, targets) to evaluate too, and a "
                 "model with a forward"
             )
 
-    def replace(self, **settings: Any) -> Job:
-        """The same job with some settings changed.
-
-        Raises:
-            JobError: a setting doesn't exist (the nearest is offered), or its value is wrong.
-        """
-        return dataclasses.replace(self, **settings)
+    def _check_scheduler(self) -> None:
+        refuse_other_kind(self, "lr_scheduler")
+        if not isinstance(self.lr_scheduler, Mapping) or not isinstance(self.optimizer, Mapping):
+            return
+        for name in sorted(self.lr_scheduler):
+            if name not in self.optimizer:
+                raise JobError(
+                    f"lr_scheduler: there is no optimizer {name!r}, only "
+                    f"{', '.join(self.optimizer)}"
+                )
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -312,38 +219,32 @@ class Job:
         return {name: getattr(self, name) for name in SETTINGS}
 
 
-_FIELDS = {f.name: f for f in dataclasses.fields(Job)}
+_CONTAINERS = (
+    ("metrics", Mapping, "a dict of functions by name"),
+    ("on_event", Sequence, "a list of functions"),
+    ("callbacks", Sequence, "a list of lockstep.Callback objects"),
+)
 
-_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size", "keep"}
-"""Settings that are above zero; other numbers may be zero."""
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of anything else, itself."""
-    return (
-        typing.get_args(hint)
-        if typing.get_origin(hint) in (typing.Union, types.UnionType)
-        else (hint,)
-    )
-
-
-def _is_plain(option: Any) -> bool:
-    return option in (int, float, bool, str, type(None)) or typing.get_origin(option) is Literal
-
-
-SETTINGS: dict[str, Any] = {
-    name: hint
-    for name, hint in typing.get_type_hints(Job).items()
-    if all(map(_is_plain, _options(hint)))
-}
+SETTINGS: dict[str, Any] = plain_fields(Job)
 """The settings that a command line can give, with their types."""
+
+
+def checked_setting(name: str, value: Any) -> Any:
+    """The value of a plain setting of a job, converted to its type.
+
+    Raises:
+        JobError: it has another type, or is a number that the setting can't have.
+    """
+    return checked(name, value, SETTINGS[name])
+
+
+_EVERY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|steps?|epochs?|)")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often something is done: every so many steps or epochs, or after so many seconds; the
-    others are None.
-    """
+    """How often something is done: by steps, epochs or seconds; the other two are None."""
 
     steps: int | None = None
     epochs: Fraction | None = None
@@ -356,7 +257,7 @@ class Every:
 
     @classmethod
     def read(cls, value: int | str | None, name: str) -> Every:
-        """That of ``100``, ``"2 epochs"``, ``"0.5 epochs"``, ``"90 s"``, ``"10 min"``, ``"2 h"``;
+        """Read ``100``, ``"2 epochs"``, ``"0.5 epochs"``, ``"90 s"``, ``"10 min"`` or ``"2 h"``;
         None is each epoch.
 
         Raises:
@@ -364,19 +265,19 @@ class Every:
         """
         if value is None or str(value).lower() == "none":
             return cls(epochs=Fraction(1))
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|steps?|epochs?)?", str(value).strip())
-        number = float(found[1]) if found else 0.0
-        unit = found[2] or "steps" if found else ""
-        if found is None or number <= 0 or (unit.startswith("step") and not number.is_integer()):
-            raise JobError(
-                f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, "
-                "nor 2epochs"
-            )
-        if unit.startswith("step"):
+        found = _EVERY.fullmatch(str(value).strip())
+        number = Fraction(found[1]) if found else Fraction(0)
+        unit = found[2] if found else ""
+        if number > 0 and unit in _SECONDS:
+            return cls(seconds=float(number * _SECONDS[unit]))
+        if number > 0 and unit.startswith("epoch"):
+            return cls(epochs=number)
+        if number > 0 and number.denominator == 1:
             return cls(steps=int(number))
-        if unit.startswith("epoch"):
-            return cls(epochs=Fraction(found[1]))
-        return cls(seconds=number * {"s": 1, "min": 60, "h": 3600}[unit])
+        raise JobError(
+            f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, "
+            "nor 2epochs"
+        )
 
 
 def best_of(best: str | None) -> tuple[str, bool]:
@@ -391,76 +292,3 @@ def best_of(best: str | None) -> tuple[str, bool]:
             f'best: {best!r} is no metric with max or min after it: "{name or mode}:max", or ":min"'
         )
     return "eval_loss" if name == "loss" else name, mode == "max"
-
-
-def checked_setting(name: str, value: Any) -> Any:
-    """The value of a plain setting in its own type, or a JobError that names the setting."""
-    value = convert(value, SETTINGS[name], name)
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        if not math.isfinite(value):
-            raise JobError(f"{name}: {value} is not a finite number")
-        if name in _POSITIVE and value <= 0:
-            raise JobError(f"{name}: {value} is too small, it must be above 0")
-        if name != "seed" and value < 0:
-            raise JobError(f"{name}: {value} is negative")
-    return value
-
-
-def convert(value: Any, hint: Any, name: str) -> Any:
-    """Turn ``value`` (a word from a command line, or a Python value) into the type that ``hint``
-    says.
-
-    Args:
-        value: what was given.
-        hint: int, float, bool, str, Path, a ``Literal``, a union of them, or anything else (then
-            left as it is).
-        name: for the message.
-
-    Raises:
-        JobError: it isn't one.
-    """
-    options = _options(hint)
-    if type(None) in options and (
-        value is None or (isinstance(value, str) and value.lower() == "none")
-    ):
-        return None
-    wanted = [option for option in options if option is not type(None)]
-    for option in wanted:
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            return _as(value, option)
-    raise JobError(f"{name}: {value!r} is not {' or '.join(map(_called, wanted))}")
-
-
-_WORDS = {
-    "true": True,
-    "yes": True,
-    "on": True,
-    "1": True,
-    "false": False,
-    "no": False,
-    "off": False,
-    "0": False,
-}
-
-
-def _as(value: Any, option: Any) -> Any:
-    """The value in this type; one of KeyError, TypeError and ValueError where it is of another."""
-    if typing.get_origin(option) is Literal:
-        return {str(choice): choice for choice in typing.get_args(option)}[str(value)]
-    if option is bool:
-        return _WORDS[str(value).lower()]
-    if option in (str, Path) and not isinstance(value, str | Path):
-        raise TypeError
-    if option in (int, float) and isinstance(value, bool):
-        raise TypeError
-    if option is int and isinstance(value, float) and not value.is_integer():
-        raise ValueError
-    return option(value) if option in (str, Path, int, float) else value
-
-
-def _called(option: Any) -> str:
-    if typing.get_origin(option) is Literal:
-        return " or ".join(f'"{choice}"' for choice in typing.get_args(option))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
-        option, str(option)
-    )

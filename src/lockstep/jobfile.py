@@ -13,7 +13,6 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import typing
@@ -27,7 +26,8 @@ import cloudpickle
 from torch import nn
 
 from lockstep.errors import JobError, LockstepError, nearest, told
-from lockstep.job import SETTINGS, Job, checked_setting, convert
+from lockstep.job import SETTINGS, Job, checked_setting
+from lockstep.settings import convert
 from lockstep.tensors.seeding import seeded
 
 
@@ -88,25 +88,19 @@ class JobFile:
                 f"{self.path}: its `job` is a {type(found).__name__}, not a Job or a function "
                 "that returns one"
             )
-        own = {
-            name: value
-            for name, value in job.settings.items()
-            if name in self.kept and name not in self.settings
-        }
-        self.unfollowed.update(
-            (name, value) for name, value in own.items() if value != self.kept[name]
-        )
-        replaced = {**self.kept, **self.settings}
-        return job.replace(**replaced) if replaced else job
+        for name, value in job.settings.items():
+            if name in self.settings or name not in self.kept:
+                continue
+            if value != self.kept[name]:
+                self.unfollowed[name] = value
+        return job.replace(**{**self.kept, **self.settings})
 
     def _call(self, function: Callable[..., Any]) -> Job:
         parameters = {**_typed(function, self.parameters), **self._settings_asked_for(function)}
         for name, parameter in inspect.signature(function).parameters.items():
             alone = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not alone and parameter.default is parameter.empty and name not in parameters:
-                option = (
-                    f"--{name.replace('_', '-')} ..." if name in SETTINGS else f"--set {name}=..."
-                )
+                option = f"{_option(name)} ..." if name in SETTINGS else f"--set {name}=..."
                 raise JobError(f"{self.path}: its job has to be told {name}: add {option}")
         try:
             job = function(**parameters)
@@ -122,23 +116,17 @@ class JobFile:
 
     def _settings_asked_for(self, function: Callable[..., Any]) -> dict[str, Any]:
         """Settings that the function takes by their own names, the length of a schedule say."""
-        wanted = [
-            n
-            for n in inspect.signature(function).parameters
-            if n in SETTINGS and n in self.settings
-        ]
-        asked = {name: checked_setting(name, self.settings[name]) for name in wanted}
-        return _typed(
-            function,
-            {name: value for name, value in asked.items() if value is not None},
-            label="{}",
-        )
+        asked: dict[str, Any] = {}
+        for name in inspect.signature(function).parameters:
+            if name in SETTINGS and name in self.settings:
+                value = checked_setting(name, self.settings[name])
+                if value is not None:
+                    asked[name] = value
+        return _typed(function, asked, label="{}")
 
 
 def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
-    """What a person may give for a job: a Job, a function that returns one, or the path of a
-    file.
-    """
+    """A job from what a person gives: a Job, a function that returns one, or a file's path."""
     if isinstance(job, str | Path):
         return JobFile(str(job))
     if isinstance(job, Job | JobFile):
@@ -154,7 +142,7 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
 
 
 def the_job(job: Job | JobFile) -> Job:
-    """The job itself, loaded where it lies in a file.
+    """The job itself, loaded if it is in a file.
 
     Raises:
         JobError: as ``JobFile.load``.
@@ -191,7 +179,7 @@ def is_secret(name: str) -> bool:
 
 
 def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as they are kept in files: of secrets not the value."""
+    """Parameters as files keep them: secrets without their value."""
     return {name: HIDDEN if is_secret(name) else value for name, value in parameters.items()}
 
 
@@ -206,8 +194,9 @@ def loaded(path: str) -> ModuleType:
 
 
 class _Uncached(importlib.machinery.SourceFileLoader):
-    """Compiles a file each time: Python takes bytecode of the same second and length for that of
-    an edited file.
+    """Compiles a file each time.
+
+    Python takes bytecode of the same second and length for that of an edited file.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -216,14 +205,11 @@ class _Uncached(importlib.machinery.SourceFileLoader):
 
 
 def _run(path: Path) -> ModuleType:
-    if os.path.isdir(path):
-        what = (
-            "the folder of a run: --resume it, or evaluate it"
-            if (path / "config.json").is_file()
-            else "a folder"
-        )
+    if path.is_dir():
+        is_run = (path / "config.json").is_file()
+        what = "the folder of a run: --resume it, or evaluate it" if is_run else "a folder"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
-    if not os.path.isfile(path):
+    if not path.is_file():
         raise JobError(
             f"{path}: there is no such file (a run whose job file has moved: train FILE --resume "
             "RUN)"
@@ -259,11 +245,15 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _typed(
     function: Callable[..., Any], given: Mapping[str, Any], label: str = "--set {}"
 ) -> dict[str, Any]:
-    """What was given, in the types that the function's annotations or defaults say; ``label``
-    names one in messages.
+    """Convert what was given to the types of the function's annotations or defaults; ``label``
+    names a parameter in messages.
     """
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -274,16 +264,12 @@ def _typed(
     typed: dict[str, Any] = {}
     for name, value in given.items():
         if name not in parameters and not open_ended:
-            known = list(parameters)
             if name in SETTINGS:
-                option = "--" + name.replace("_", "-")
                 raise JobError(
-                    f"--set {name}: this is a setting of every job: give {option} {value}"
+                    f"--set {name}: this is a setting of every job: give {_option(name)} {value}"
                 )
-            raise JobError(
-                f"--set {name}: the job has no such parameter; "
-                f"{nearest(name, known) if known else 'it has none'}"
-            )
+            there = nearest(name, list(parameters)) if parameters else "it has none"
+            raise JobError(f"--set {name}: the job has no such parameter; {there}")
         typed[name] = convert(value, _hint(name, hints, parameters, value), label.format(name))
     return typed
 

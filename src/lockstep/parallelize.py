@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from lockstep.errors import InputError, StrategyError, counted
-from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
 from lockstep.launch.devices import Devices
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
+from lockstep.recipe import Recipe
 from lockstep.strategies import Strategy, choose, named
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
@@ -45,14 +45,14 @@ def parallelize(
     ``step.backward(inputs, targets)``, as often as you like, and then ``step.update()`` do the same
     in parts.
 
-    Where its numbers will not be those of one device, that is said by Python's ``warnings``.
+    Where results will differ from those of one device, Python's ``warnings`` report it.
 
     Inside ``lockstep.launch`` or torchrun each rank calls this with the same model (by ``ddp``);
     elsewhere one process drives all devices (by ``dp`` or ``single``).
 
     Args:
         model: the model itself; it is trained in place, and moved to the first device. One in
-            evaluation mode is put in training mode, which is said; ``model.eval()`` afterwards
+            evaluation mode is put in training mode, with a warning; ``model.eval()`` afterwards
             stays.
         loss: as in a Job; None where ``step=`` is among the settings.
         optimizer: over the model's parameters, or a function that makes one from ``(name,
@@ -62,8 +62,8 @@ def parallelize(
         devices: those of this process, where it isn't a rank of a launch. (The replicas of
             ``ddp=2xpp=2`` are ranks of ``lockstep.launch(..., devices=4, devices_per_rank=2)``, or
             of torchrun.)
-        settings: as the Job's: ``step``, ``accumulate``, ``clip_norm``, ``sync_batchnorm``,
-            ``precision``, ...
+        settings: those of a Job that an update needs: ``step``, ``accumulate``, ``clip_norm``,
+            ``sync_batchnorm``, ``precision``, ... (see lockstep.recipe).
 
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.
@@ -72,54 +72,57 @@ def parallelize(
     world = here(devices, 1 if strategy is None else strategy.devices_per_rank)
     if world is None:
         world = World(devices=_devices.parse(devices))
-    if strategy is None:
-        strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
-    model = nn.ModuleDict(model) if isinstance(model, dict) else model
-    # The data are the person's own; a Job wants to be told of some.
-    job = Job(
+    if isinstance(model, dict):
+        model = nn.ModuleDict(model)
+    made = optimizer
+    recipe = Recipe(
         model=lambda: model,
-        loss=loss,  # type: ignore[arg-type]
-        optimizer=(lambda named: optimizer)
-        if isinstance(optimizer, torch.optim.Optimizer)
-        else optimizer,
-        train_data=(),
-        batch_size=2**31,
+        loss=loss,
+        optimizer=(lambda named: made) if isinstance(made, torch.optim.Optimizer) else made,
         **settings,
     )
-    if (
-        shard := next(
-            (name for name, p in model.named_parameters() if hasattr(p, "placements")), None
-        )
-    ) is not None:
-        raise InputError(
-            f'"{shard}" of the model is a shard (DTensor) already, of another step or of your '
-            "own: give each step of "
-            "fsdp a model of its own, or take ddp"
-        )
-    if job.keep_memory:
+    _refuse_shards(model)
+    if recipe.keep_memory:
         keep_freed_memory()  # the loop is the person's: nobody can say when it ends
+    if strategy is None:
+        strategy = "ddp" if world.size > 1 else "dp" if len(world.devices) > 1 else "single"
     chosen = choose(strategy, world.devices)
-    if world.size > 1 and len(world.devices) != (each := chosen.devices_per_rank):
-        raise StrategyError(
-            f"{chosen.name} wants {counted(each, 'device')} for each rank, and this one has "
-            f"{len(world.devices)}: "
-            f"lockstep.launch(..., devices_per_rank={each}); under torchrun call parallelize "
-            "before lockstep.batches"
-        )
-    evaluates = not model.training
-    step = chosen.prepare(job, world)
+    _refuse_other_devices(chosen, world)
+    was_in_evaluation = not model.training
+    step = chosen.prepare(recipe, world)
     step.own_loop = True
     world.in_step = world.in_step or step.together
     if world.size > 1 and not is_watched():
         Watch(world, always=False).__enter__()  # for as long as the process lives
-    if world.is_first and not isinstance(world.tell, _Warns):
-        world.tell = _Warns(world.tell)
-    step.caveats = functools.partial(chosen.caveats, job, model, step.replicas)
-    step.caveats_in_parts = functools.partial(_in_parts, chosen, job, model, step.replicas)
+    step.caveats = functools.partial(chosen.caveats, recipe, model, step.replicas)
+    step.caveats_in_parts = functools.partial(_in_parts, chosen, recipe, model, step.replicas)
     if world.is_first:
+        if not isinstance(world.tell, _Warns):
+            world.tell = _Warns(world.tell)
         step.tell_once((*step.caveats(), *step.of_own_loop))
-        step.tell_once([_PUT_IN_TRAINING] if evaluates else [])
+        step.tell_once([_PUT_IN_TRAINING] if was_in_evaluation else [])
     return step
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Refuse a model that a step of ``fsdp``, or ``fully_shard``, has in shards already."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise InputError(
+                f'"{name}" of the model is a shard (DTensor) already, of another step or of your '
+                "own: give each step of fsdp a model of its own, or take ddp"
+            )
+
+
+def _refuse_other_devices(strategy: Strategy, world: World) -> None:
+    """Refuse another number of devices of this rank than the strategy needs."""
+    each = strategy.devices_per_rank
+    if world.size > 1 and len(world.devices) != each:
+        raise StrategyError(
+            f"{strategy.name} wants {counted(each, 'device')} for each rank, and this one has "
+            f"{len(world.devices)}: lockstep.launch(..., devices_per_rank={each}); under torchrun "
+            "call parallelize before lockstep.batches"
+        )
 
 
 _PUT_IN_TRAINING = (
@@ -130,26 +133,26 @@ _PUT_IN_TRAINING = (
 
 
 def _in_parts(
-    strategy: Strategy, job: Job, model: nn.Module, replicas: int, microbatches: int | None = None
+    strategy: Strategy,
+    recipe: Recipe,
+    model: nn.Module,
+    replicas: int,
+    microbatches: int | None = None,
 ) -> list[Caveat]:
-    """The caveats of batches that are cut in so many micro-batches; None: that are given to
-    ``step.backward``.
-    """
-    every = strategy.caveats(
-        job.replace(accumulate=microbatches or max(2, job.accumulate)), model, replicas
-    )
+    """The caveats of batches that are cut in micro-batches; None is for ``step.backward``."""
+    cut = recipe.replace(accumulate=microbatches or max(2, recipe.accumulate))
+    found = strategy.caveats(cut, model, replicas)
     if microbatches is not None:
-        return every
+        return found
     text = "BatchNorm normalizes over each part of a batch that step.backward(...) is given"
-    return [
-        replace(one, text=text) if one.kind == "batchnorm" and not one.fix else one for one in every
-    ]
+    for number, one in enumerate(found):
+        if one.kind == "batchnorm" and not one.fix:
+            found[number] = replace(one, text=text)
+    return found
 
 
 class _Warns:
-    """Gives what a step has to say to Python's warnings, since a person's own loop has no
-    display.
-    """
+    """Passes a step's notes to Python's warnings, since a person's own loop has no display."""
 
     def __init__(self, tell: Callable[[Any], None]) -> None:
         self._tell = tell
@@ -162,10 +165,12 @@ class _Warns:
 
 def _frames_of_libraries() -> int:
     """How many frames up from the caller the person's own code is, as ``warnings`` counts."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
-        "lockstep",
-        "torch",
-    ):
-        frame, level = frame.f_back, level + 1
+    frame = sys._getframe(1)
+    level = 1
+    while frame.f_back is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("lockstep", "torch"):
+            break
+        frame = frame.f_back
+        level += 1
     return level

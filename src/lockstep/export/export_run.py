@@ -31,7 +31,7 @@ from lockstep.export.file_formats import (
     write,
 )
 from lockstep.export.weight_parts import write_parts
-from lockstep.job import Job, convert
+from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
@@ -39,6 +39,7 @@ from lockstep.launch.terminal import Display, number
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.predict import check_target, folder_beside
+from lockstep.settings import convert
 from lockstep.strategies.single import Single
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.byte_size import bytes_of

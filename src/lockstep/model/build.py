@@ -28,6 +28,7 @@ from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
+from lockstep.recipe import Recipe
 from lockstep.tensors.common_memory import common_memory_kept, in_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
@@ -35,7 +36,7 @@ from lockstep.tensors.pytree import call, is_lazy, to_device
 from lockstep.tensors.seeding import seeded
 
 
-def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
+def build_model(job: Recipe, world: World, *, place: bool = True) -> nn.Module:
     """Build the job's model under its seed, on this process's first device, and check that all
     ranks have the same.
 
@@ -75,7 +76,7 @@ def build_model(job: Job, world: World, *, place: bool = True) -> nn.Module:
     return model
 
 
-def _made(job: Job) -> nn.Module:
+def _made(job: Recipe) -> nn.Module:
     """Call the job's ``model`` under its seed.
 
     Raises:
@@ -125,7 +126,7 @@ def _refuse_placed(model: nn.Module, world: World) -> None:
             )
 
 
-def _take_initial_weights(model: nn.Module, job: Job, world: World) -> None:
+def _take_initial_weights(model: nn.Module, job: Recipe, world: World) -> None:
     """Give the model the weights of the job's ``init``, and log what was taken."""
     assert job.init is not None
     first, *others = begin_with(model, job.init, strict=job.init_strict)
@@ -174,7 +175,7 @@ def _lay_out(model: nn.Module) -> None:
             tensor.data = tensor.data.to(memory_format=torch.channels_last)
 
 
-def trained_model(job: Job, weights: Path) -> nn.Module:
+def trained_model(job: Recipe, weights: Path) -> nn.Module:
     """Build the job's model with the weights of a run, in the job's number format, on the CPU.
 
     Raises:
@@ -217,14 +218,19 @@ def refuse_given_twice(model: nn.Module) -> None:
     _trained.update((id(storage), storage) for storage in storages.values())
 
 
-def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
+def _make_lazy_parameters(model: nn.Module, job: Recipe, world: World) -> None:
     """Give lazy layers their shapes, by the job's first two samples, under the job's seed.
 
     Raises:
         JobError: the model can't take them, or has a lazy layer that it doesn't use.
     """
-    if not any(is_lazy(tensor) for _, tensor in tensors_of(model)):
+    lazy = [name for name, tensor in tensors_of(model) if is_lazy(tensor)]
+    if not lazy:
         return
+    if not isinstance(job, Job):
+        raise JobError(
+            f'model: "{lazy[0]}" is lazy and has seen no data yet: call the model once before'
+        )
     loader = batches(
         resolve(job.train_data, world),
         batch_size=2,
@@ -251,7 +257,7 @@ def _make_lazy_parameters(model: nn.Module, job: Job, world: World) -> None:
             )
 
 
-def _checkpoint(model: nn.Module, job: Job, world: World) -> None:
+def _checkpoint(model: nn.Module, job: Recipe, world: World) -> None:
     """Checkpoint the activations of blocks.
 
     Raises:

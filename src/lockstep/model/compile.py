@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, StrategyError, nearest
-from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.modes import NORMS
+from lockstep.recipe import Recipe
 from lockstep.tensors.pytree import call, clones, tensors
 from lockstep.tensors.seeding import kept_states
 
@@ -24,7 +24,7 @@ GRAPHED = MODES[1:3]
 """Modes that capture CUDA graphs; on other devices PyTorch leaves the graphs out."""
 
 
-def refuse_graphs(job: Job, world: World) -> None:
+def refuse_graphs(job: Recipe, world: World) -> None:
     """Refuse CUDA graphs where they are known to be wrong.
 
     A parameter's gradient is memory of the graph, which the backward of the next micro-batch

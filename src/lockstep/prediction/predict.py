@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import Subset
 
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
@@ -48,8 +47,8 @@ from lockstep.prediction.output_structure import (
     nothing_to_keep,
     taken,
 )
+from lockstep.recipe import recipe_of
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.strategies.steps.evaluator import no_loss
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import (
     Array,
@@ -232,19 +231,16 @@ class _Prediction:
         else:
             found = resolve(source, world, self.name)
         dataset, collate = inputs_of(found, job.collate, self.name)
-        self.job = job.replace(
-            # With the weights in it from the start, so that replicas are copies of it.
+        self.job = job.replace(collate=collate)
+        # The model has its weights from the start, so that replicas are copies of it.
+        recipe = recipe_of(job).replace(
             model=functools.partial(trained_model, job, plan.weights),
-            optimizer=_NoOptimizer,
-            lr_scheduler=None,
+            optimizer=None,
             step=None,
-            loss=no_loss if job.loss is None else job.loss,
-            fused=False,
             init=None,
             sync_batchnorm=False,
-            collate=collate,
         )
-        self.step: Step = plan.strategy.prepare(self.job, world)
+        self.step: Step = plan.strategy.prepare(recipe, world)
         say_what_collates(job, self.step)
         self.dataset, self.rows = dataset, len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
@@ -307,9 +303,9 @@ class _Prediction:
         some: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
         job = self.job.replace(eval_batch_size=number, loader_workers=0)
         found: list[str] = []
-        with contextlib.suppress(Exception):  # the model can't take them, or no part
+        with contextlib.suppress(Exception):  # the model can't take them
             loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            for _, made in self.step.over(loader.epoch(0), self.step.predictions, self.job.seed):
+            for _, made in self.step.over(loader.epoch(0), self.step.predictions, job.seed):
                 forms = [formed(outputs, size) for size, outputs in made]
                 found += [
                     leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)
@@ -420,18 +416,3 @@ class _Prediction:
                 os.fsync(file.fileno())
             os.replace(whole, target)
         return target
-
-
-class _NoOptimizer(torch.optim.Optimizer):
-    """Stands where a Step wants an optimizer: nothing is updated. (PyTorch's own import its
-    compiler, 0.8 s.)
-    """
-
-    elementwise = True  # for fsdp
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": [p for _, p in params]}]
-        self.state = {}  # type: ignore[assignment]
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Do nothing."""

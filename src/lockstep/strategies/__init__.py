@@ -11,10 +11,10 @@ import typing
 from typing import Any
 
 from lockstep.errors import StrategyError, nearest
-from lockstep.job import convert
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank
 from lockstep.launch.devices import Device, Devices
+from lockstep.settings import convert
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
 from lockstep.strategies.fsdp import FSDP, ReplicatedFSDP

@@ -34,6 +34,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model, differing_tensors
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch, sparse_parameters
+from lockstep.recipe import Recipe
 from lockstep.strategies.rank_tensors import FlatGradients, FollowedBuffers, take_first
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
@@ -80,7 +81,7 @@ class DDP(Strategy):
         """A local batch and a process for each device."""
         return Layout({"data": devices})
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the same model on every rank."""
         self.refuse_other_processes(world)
         model = build_model(job, world)
@@ -98,7 +99,7 @@ class DDPStep(Step):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         exchange: RankExchange | None,
         strategy: DDP,
@@ -324,7 +325,7 @@ class DDPFunctionStep(FunctionStep, DDPStep):
             self._buffers.look()
 
 
-def synchronised(model: nn.Module, job: Job, world: World) -> RankExchange | None:
+def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | None:
     """Let batch norms normalise over all ranks, where the job asks for that; what they exchange
     through.
 
@@ -351,8 +352,10 @@ def synchronised(model: nn.Module, job: Job, world: World) -> RankExchange | Non
     return exchange
 
 
-def _sizes(job: Job) -> list[int]:
+def _sizes(job: Recipe) -> list[int]:
     """Those of the micro-batches of a training, as far as its data are known."""
+    if not isinstance(job, Job):
+        return []
     last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
     batches = [size for size in (job.batch_size, last) if size]
     return sorted(

@@ -26,7 +26,6 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import StrategyError
-from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
@@ -36,6 +35,7 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.modes import NORMS, draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
+from lockstep.recipe import Recipe
 from lockstep.strategies.replicas import (
     add_gradients,
     even_spans,
@@ -77,7 +77,7 @@ class DP(Strategy):
         """A local batch for each device, all in one process."""
         return Layout({"data": devices}, devices_per_process=devices)
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the model on the first device and a replica on each other."""
         self.refuse_other_processes(world)
         model = build_model(job, world)
@@ -104,7 +104,7 @@ class DPStep(Step):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         exchange: ThreadExchange | None,
     ) -> None:

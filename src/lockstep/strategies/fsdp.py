@@ -26,6 +26,7 @@ from lockstep.model.build import build_model
 from lockstep.model.compile import refuse_compiled
 from lockstep.model.hooks import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
+from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.product import Product
 from lockstep.strategies.replicas import computed_tensor
@@ -96,7 +97,7 @@ class FSDP(Strategy):
         """A line for each rank."""
         return self.layout(len(devices)).drawn(devices)
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the same model on every rank, on the CPU, and keep a shard of it on this rank's
         device.
 
@@ -166,7 +167,7 @@ class FSDP(Strategy):
         return bool(getattr(optimizer, "elementwise", self.elementwise))
 
     def _refuse_unshardable(
-        self, job: Job, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
+        self, job: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
     ) -> None:
         """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
 
@@ -176,7 +177,8 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.held_tensors import held_tensors
         from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 
-        refuse_common_memory(held_tensors(model, {**job.metrics, "loss": job.loss}), self.name)
+        metrics = job.metrics if isinstance(job, Job) else {}
+        refuse_common_memory(held_tensors(model, {**metrics, "loss": job.loss}), self.name)
         if (
             world.backend == "gloo" and world.device.type == "cuda"
         ):  # whose functional collectives end in a SIGSEGV

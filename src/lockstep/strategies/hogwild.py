@@ -49,6 +49,7 @@ from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
 from lockstep.model.optimizer import build_optimizer, has_own_state, with_modes
+from lockstep.recipe import Recipe
 from lockstep.strategies.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
@@ -82,7 +83,7 @@ class Hogwild(Strategy):
         """A local batch and a process for each device; nobody waits."""
         return Layout({"data": devices}, together=False)
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the same model on every rank, and move its weights to shared memory.
 
         Raises:
@@ -116,7 +117,7 @@ class Hogwild(Strategy):
             _refuse_unscaled(optimizer)
         return HogwildStep(model, optimizer, job, world, shared)
 
-    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
         """As any strategy's, and what else follows the local batch."""
         found = [
             dataclasses.replace(one, fix="") if one.kind == "batchnorm" else one
@@ -128,7 +129,10 @@ class Hogwild(Strategy):
                 "global batch"
             )
             found.append(Caveat("clipping", text))
-        if replicas > 1 and job.lr_scheduler is not None and job.lr_scheduler_every == "step":
+        scheduler = (
+            job.lr_scheduler if isinstance(job, Job) and job.lr_scheduler_every == "step" else None
+        )
+        if replicas > 1 and scheduler is not None:
             text = (
                 "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of "
                 "each rank's local batch"
@@ -185,7 +189,7 @@ class HogwildStep(SingleStep):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         shared: SharedWeights | None,
     ) -> None:

@@ -40,6 +40,7 @@ from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import StagedModel
+from lockstep.recipe import Recipe
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
@@ -109,10 +110,10 @@ class PP(Strategy):
                 "take interleaved or auto"
             )
 
-    def num_microbatches(self, job: Job) -> int:
+    def num_microbatches(self, job: Recipe) -> int:
         """Micro-batches of a global batch."""
         number = self.microbatches if isinstance(self.microbatches, int) else _MICROBATCHES
-        if self.split_size is not None:
+        if self.split_size is not None and isinstance(job, Job):
             number = -(-job.batch_size // (job.accumulate * self.split_size))
         return job.accumulate * number
 
@@ -222,7 +223,7 @@ class PP(Strategy):
         """Layers for each device, all in one process."""
         return Layout({"stage": devices}, devices_per_process=devices)
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the model, and put each layer on the device of its stage.
 
         Raises:
@@ -254,9 +255,8 @@ class PP(Strategy):
             None,
         )
         given = given or ("split_size" if self.split_size is not None else None)
-        if (
-            given and isinstance(job.train_data, tuple) and not job.train_data
-        ):  # ``parallelize`` knows of none
+        is_own_loop = job.optimizer is not None and not isinstance(job, Job)
+        if given and is_own_loop:
             raise StrategyError(
                 f"{self.name}: {given} is for jobs, whose batches are known before: "
                 "give a number and a name (lockstep partition finds them)"
@@ -275,7 +275,7 @@ class PP(Strategy):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         staged: StagedModel,
         runner: Runner,
@@ -283,11 +283,11 @@ class PP(Strategy):
         """What trains a model that is laid out; the job's ``accumulate`` are all micro-batches."""
         return StagedStep(model, optimizer, job, world, staged, runner)
 
-    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
         """What micro-batches change, and fewer samples than there are micro-batches."""
         parts = self.num_microbatches(job)
         found = super().caveats(job.replace(accumulate=parts), model, replicas)
-        if job.batch_size < parts:
+        if isinstance(job, Job) and job.batch_size < parts:
             text = (
                 f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not "
                 f"{parts}"

@@ -24,6 +24,7 @@ from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import StagedModel
+from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
@@ -75,7 +76,7 @@ class ReplicatedPP(Product, PP):
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         staged: StagedModel,
         runner: Runner,
@@ -85,7 +86,7 @@ class ReplicatedPP(Product, PP):
         exchange = synchronised(model, job, world)
         return ReplicaOfStages(model, optimizer, job, world, exchange, DDP("flat"), staged, runner)
 
-    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
         """As both."""
         fix = f"ddp={self.sizes[0]}xmp={self.sizes[1]} with sync_batchnorm=True keeps the results"
         return [

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from lockstep.data import Batch
-from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizer import build_optimizer
+from lockstep.recipe import Recipe
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
@@ -33,7 +33,7 @@ class Single(Strategy):
         """One device."""
         return Layout({"data": 1})
 
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the model and its optimizer on the world's one device."""
         model = build_model(job, world)
         kind = SingleStep if job.step is None else SingleFunctionStep

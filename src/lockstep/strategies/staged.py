@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
-from lockstep.job import Job
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.pipelining.runner import Runner, Work
 from lockstep.pipelining.stage_layers import StagedModel
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
 from lockstep.tensors.seeding import seed_on
@@ -43,7 +43,7 @@ class StagedStep(Step):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         staged: StagedModel,
         runner: Runner,

@@ -24,6 +24,7 @@ from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
 from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
 from lockstep.model.modes import draws_dropout
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
@@ -101,7 +102,7 @@ class Strategy(ABC):
         """Whether one process drives all devices, however many there are."""
         return self.layout(2).processes == 1
 
-    def prepare(self, job: Job, world: World) -> Step:
+    def prepare(self, job: Recipe, world: World) -> Step:
         """Lay out the devices, and build what trains on them.
 
         Raises:
@@ -115,7 +116,7 @@ class Strategy(ABC):
         return step
 
     @abstractmethod
-    def build(self, job: Job, world: World) -> Step:
+    def build(self, job: Recipe, world: World) -> Step:
         """Build the model, the optimizer and what moves between the devices of this world.
 
         Raises:
@@ -135,7 +136,7 @@ class Strategy(ABC):
         """
         return self
 
-    def num_microbatches(self, job: Job) -> int:
+    def num_microbatches(self, job: Recipe) -> int:
         """How many micro-batches a global batch is cut in."""
         return job.accumulate
 
@@ -143,7 +144,7 @@ class Strategy(ABC):
         """The loader of a training's batches, cut in this strategy's micro-batches."""
         return job_loader(job.replace(accumulate=self.num_microbatches(job)), world, dataset)
 
-    def refuse_function(self, job: Job) -> None:
+    def refuse_function(self, job: Recipe) -> None:
         """Refuse a job with ``step``, where this strategy can't train one.
 
         Raises:
@@ -207,7 +208,7 @@ class Strategy(ABC):
                 f"devices_per_rank={each})"
             )
 
-    def caveats(self, job: Job, model: nn.Module, replicas: int) -> list[Caveat]:
+    def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
         """Where results will differ from single-device training."""
         found: list[Caveat] = [] if self.exact is True else [Caveat("declared", self.exact)]
         parts = replicas * job.accumulate
@@ -261,7 +262,7 @@ class Strategy(ABC):
                 found.append(Caveat("buffer", text))
         if parts > 1 and hooked_parameters(model):
             found.append(PARAMETER_HOOKS)
-        if parts > 1 and job.collate is not None:
+        if parts > 1 and isinstance(job, Job) and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             found.append(Caveat("collate", f"collate is given {what}, {OF_COLLATE}"))
         if parts > 1 and any(map(draws_dropout, model.modules())):

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from lockstep.data import Batch, Part
 from lockstep.data.shares import batch_of, over_ranks
 from lockstep.errors import InputError, StrategyError
-from lockstep.job import Job
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.check_interval import is_power_of_two
@@ -33,6 +32,7 @@ from lockstep.model.optimizer import (
     scale_to_norm,
     sparse_parameters,
 )
+from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
@@ -58,7 +58,7 @@ class ShardedStep(DDPStep):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         exchange: RankExchange | None,
         shards: Shards,

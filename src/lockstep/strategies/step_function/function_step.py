@@ -31,13 +31,13 @@ from torch import nn
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
-from lockstep.job import Job
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
+from lockstep.recipe import Recipe
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.sum_check import Piece, Summed, Sums
@@ -138,7 +138,7 @@ class FunctionStep(Step):
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        job: Job,
+        job: Recipe,
         world: World,
         *others: Any,
     ) -> None:

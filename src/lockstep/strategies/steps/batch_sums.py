@@ -11,11 +11,11 @@ from torch import nn
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import LockstepError, StrategyError
-from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.modes import draws_dropout
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps.sum_check import (
     Metrics,
     Piece,
@@ -47,7 +47,7 @@ class BatchSums:
         draws_elsewhere: whether it draws some from Python's or numpy's generators.
     """
 
-    def __init__(self, step: Step, job: Job) -> None:
+    def __init__(self, step: Step, job: Recipe) -> None:
         self._step = step
         self._every = job.check_every
         self._accepts = job.accept_differences

@@ -26,11 +26,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.shares import SeenBatches, batch_of, over_ranks, own_stream
 from lockstep.errors import InputError
-from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.hooks import PARAMETER_HOOKS, is_hooked
 from lockstep.model.losses.loss import Loss
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps.step_state import StepState
 from lockstep.strategies.steps.update_result import Result, added
 
@@ -53,7 +53,7 @@ class Calls(StepState, ABC):
     caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._seed, self._synchronises = job.seed, job.sync_batchnorm

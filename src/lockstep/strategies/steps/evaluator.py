@@ -17,7 +17,6 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.errors import JobError, LossError
-from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
@@ -26,6 +25,7 @@ from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck, squeezing_explained
 from lockstep.model.modes import has_own_train, set_modes
 from lockstep.model.precision import Precision
+from lockstep.recipe import Recipe
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 from lockstep.tensors.rows import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
@@ -57,7 +57,7 @@ class Evaluator:
     has_own_callbacks = False
     """Whether callbacks of a person's own see it between updates."""
 
-    def __init__(self, model: nn.Module, job: Job, world: World) -> None:
+    def __init__(self, model: nn.Module, job: Recipe, world: World) -> None:
         self.model = model
         self.world = world
         self.observers = world.observers

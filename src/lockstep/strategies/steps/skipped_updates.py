@@ -9,9 +9,9 @@ is consumed: the step is counted, and a scheduler of steps moves on. What forwar
 from __future__ import annotations
 
 from lockstep.errors import NonFiniteLoss, RunError
-from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.world import World
+from lockstep.recipe import Recipe
 
 NO_ITEMS = "the loss counted no item in the batch"
 
@@ -25,7 +25,7 @@ class SkippedUpdates:
         nonfinite: whether losses and gradients that aren't finite are skipped.
     """
 
-    def __init__(self, job: Job, world: World) -> None:
+    def __init__(self, job: Recipe, world: World) -> None:
         self.number = 0
         self.in_a_row = 0
         self.nonfinite = job.nonfinite == "skip"

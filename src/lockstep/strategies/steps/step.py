@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.job import Job
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -35,6 +34,7 @@ from lockstep.model.compile import compile_models, not_compilable, refuse_writte
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps import update_checks
 from lockstep.strategies.steps.batch_sums import BatchSums
 from lockstep.strategies.steps.calls import Calls
@@ -75,7 +75,7 @@ class Step(Calls):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._clip_norm = job.clip_norm

@@ -20,7 +20,6 @@ from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import is_extra_state, save_weights, sum_in_place_of, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, LossError, RunError, SaveError, StrategyError, counted
-from lockstep.job import Job
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
@@ -33,6 +32,7 @@ from lockstep.model.module_state import (
     set_flags,
 )
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state, with_modes
+from lockstep.recipe import Recipe
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.tensors.digest import digest
 from lockstep.tensors.row_shard import RowShard
@@ -65,7 +65,7 @@ class StepState(Evaluator):
     """Whether a person's own loop calls it, perhaps on some of the ranks only."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Job, world: World
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
         super().__init__(model, job, world)
         self.optimizer = optimizer

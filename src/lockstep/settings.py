@@ -1,0 +1,106 @@
+"""The plain values among a job's fields: their types, and how a word of a command line becomes
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal
+
+from lockstep.errors import JobError
+
+_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size", "keep"}
+"""Settings that are above zero; other numbers may be zero."""
+
+
+def plain_fields(kind: type) -> dict[str, Any]:
+    """The fields of a class that are plain values, with their types."""
+    hints = typing.get_type_hints(kind)
+    return {name: hint for name, hint in hints.items() if all(map(_is_plain, _options(hint)))}
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    """The members of a union; of anything else, itself."""
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if is_union else (hint,)
+
+
+def _is_plain(option: Any) -> bool:
+    return option in (int, float, bool, str, type(None)) or typing.get_origin(option) is Literal
+
+
+def checked(name: str, value: Any, hint: Any) -> Any:
+    """The value of a setting, converted to its type.
+
+    Raises:
+        JobError: it has another type, or is a number that the setting can't have.
+    """
+    value = convert(value, hint, name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    if not math.isfinite(value):
+        raise JobError(f"{name}: {value} is not a finite number")
+    if name in _POSITIVE and value <= 0:
+        raise JobError(f"{name}: {value} is too small, it must be above 0")
+    if name != "seed" and value < 0:
+        raise JobError(f"{name}: {value} is negative")
+    return value
+
+
+def convert(value: Any, hint: Any, name: str) -> Any:
+    """Convert ``value``, a word of a command line or a Python value, to a type.
+
+    Args:
+        value: what was given.
+        hint: int, float, bool, str, Path, a ``Literal``, or a union of them; a value of any other
+            type is left as it is.
+        name: for the message.
+
+    Raises:
+        JobError: it can't be converted.
+    """
+    options = _options(hint)
+    is_none = value is None or str(value).lower() == "none"
+    if is_none and type(None) in options:
+        return None
+    wanted = [option for option in options if option is not type(None)]
+    for option in wanted:
+        with contextlib.suppress(KeyError, TypeError, ValueError):
+            return _converted(value, option)
+    raise JobError(f"{name}: {value!r} is not {' or '.join(map(_described, wanted))}")
+
+
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
+
+
+def _converted(value: Any, option: Any) -> Any:
+    """The value in this type.
+
+    Raises:
+        KeyError, TypeError, ValueError: it has another one.
+    """
+    if typing.get_origin(option) is Literal:
+        return {str(choice): choice for choice in typing.get_args(option)}[str(value)]
+    if option is bool:
+        return _WORDS[str(value).lower()]
+    if option in (str, Path) and not isinstance(value, str | Path):
+        raise TypeError
+    if option in (int, float) and isinstance(value, bool):
+        raise TypeError
+    if option is int and isinstance(value, float) and not value.is_integer():
+        raise ValueError
+    return option(value) if option in (str, Path, int, float) else value
+
+
+def _described(option: Any) -> str:
+    if typing.get_origin(option) is Literal:
+        return " or ".join(f'"{choice}"' for choice in typing.get_args(option))
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    return names.get(option, str(option))
