@@ -22,24 +22,23 @@ class CheckpointFolder:
         self.path = Path(path)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, newest first; damaged ones too."""
+        """The steps that have a checkpoint, newest first; damaged ones too."""
         try:
             names = os.listdir(self.path)
         except OSError:
             return []
-        return sorted(
-            (int(found[1]) for name in names if (found := _STEP.fullmatch(name))), reverse=True
-        )
+        found = filter(None, map(_STEP.fullmatch, names))
+        return sorted((int(match[1]) for match in found), reverse=True)
 
     def of_step(self, step: int) -> Path:
-        """Where that one is."""
+        """Where the checkpoint of a step is."""
         return self.path / f"step-{step}"
 
     def whole(self, set_aside: Callable[[str], None]) -> Iterator[tuple[Path, Index]]:
-        """Those that are as they were written, newest first.
+        """The checkpoints that are as they were written, newest first.
 
-        One that isn't is renamed, so that it is not looked at again, and ``set_aside`` is called
-        with what is wrong.
+        A damaged one is renamed, so that it is not read again, and ``set_aside`` is called with
+        what is wrong.
         """
         for step in self.steps():
             path = self.of_step(step)
@@ -55,46 +54,51 @@ class CheckpointFolder:
             yield path, index
 
     def newest(self, set_aside: Callable[[str], None]) -> tuple[Path, Index]:
-        """The newest whole one.
+        """The newest whole checkpoint, with its index.
 
         Raises:
             FolderError: there is none.
         """
-        said: list[str] = []
         for replaced in self.path.glob(".step-*.before"):  # a death between two renames
             path = self.path / replaced.name[1:].removesuffix(".before")
             if not path.exists():
                 replaced.rename(path)
+        damaged: list[str] = []
 
-        def say(what: str) -> None:
-            said.append(what)
+        def report(what: str) -> None:
+            damaged.append(what)
             set_aside(what)
 
-        for found in self.whole(say):
+        for found in self.whole(report):
             return found
-        if said:
+        if damaged:
+            reasons = "; ".join(damaged)
             raise FolderError(
-                f"no checkpoint is whole: take another run, or begin anew ({'; '.join(said)})"
+                f"no checkpoint is whole: take another run, or begin anew ({reasons})"
             )
-        why = (
-            "nothing was saved in that folder"
-            if self.path.parent.is_dir()
-            else "there is no such folder"
+        raise FolderError(
+            f"{self.path}: there is no checkpoint to resume from: {self._why_there_is_none()}"
         )
-        if aside := sorted(path.name for path in self.path.glob("step-*.damaged*")):
-            why = f"{', '.join(aside)} were found damaged"
-        raise FolderError(f"{self.path}: there is no checkpoint to resume from: {why}")
+
+    def _why_there_is_none(self) -> str:
+        aside = sorted(path.name for path in self.path.glob("step-*.damaged*"))
+        if aside:
+            return f"{', '.join(aside)} were found damaged"
+        if self.path.parent.is_dir():
+            return "nothing was saved in that folder"
+        return "there is no such folder"
 
     def put(self, beside: Path, step: int, keep: int) -> None:
-        """Give a folder that is whole its name, and take away all but the newest ``keep``, that
-        one included.
+        """Give a whole checkpoint its name, and remove all but the newest ``keep``, this one
+        included.
         """
         path = self.of_step(step)
         if path.exists():
             path.rename(path.with_name(f".{path.name}.before"))
         beside.rename(path)
         _sync(self.path)
-        for old in [s for s in self.steps() if s != step][keep - 1 :]:
+        others = [other for other in self.steps() if other != step]
+        for old in others[keep - 1 :]:
             # Renamed first: half of it would look damaged.
             gone = free_name(self.path / f".step-{old}.old")
             with contextlib.suppress(OSError):
@@ -102,11 +106,10 @@ class CheckpointFolder:
         self.clear()
 
     def clear(self) -> None:
-        """Take away what is left of ones that were not finished, or are being taken away."""
-        for path in [
-            p for ending in ("part", "old*", "before") for p in self.path.glob(f".step-*.{ending}")
-        ]:
-            shutil.rmtree(path, ignore_errors=True)
+        """Remove what is left of checkpoints that were not finished, or are being removed."""
+        for ending in ("part", "old*", "before"):
+            for path in self.path.glob(f".step-*.{ending}"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def free_name(path: Path) -> Path:
@@ -120,7 +123,7 @@ def free_name(path: Path) -> Path:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Wait until the names in a folder are on the disk."""
     with contextlib.suppress(OSError):
         number = os.open(folder, os.O_RDONLY)
         try:

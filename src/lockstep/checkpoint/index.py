@@ -10,7 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,41 +43,41 @@ class Rows:
     end: int | None = None
 
     def of(self, tensor: torch.Tensor | RowShard) -> torch.Tensor:
-        """These rows of it."""
+        """These rows of a tensor."""
         if isinstance(tensor, RowShard):
             return tensor.local
         return tensor if self.end is None else tensor[self.start : self.end]
 
 
 def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> dict[str, list[Rows]]:
-    """Which rows each of so many files has of tensors of these shapes: about as many bytes each.
+    """Assign rows of tensors to files: about as many bytes to each.
 
-    Of a tensor whose rows are on several ranks each rank's file has its rows.
+    The rows of a ``RowShard`` go to the files of the ranks that have them.
     """
     if parts == 1:
         return {name: [Rows(0)] for name in tensors}
+    whole = [tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
+    large = sum(whole) / (8 * parts)
     loads = [0] * parts
     found: dict[str, list[Rows]] = {}
-    large = sum(
-        tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)
-    ) / (8 * parts)
     for name, tensor in tensors.items():
         if isinstance(tensor, RowShard):
-            ends = itertools.accumulate(tensor.sizes)
-            rows = zip(range(parts), tensor.sizes, ends, strict=True)
-            found[name] = [Rows(part, end - size, end) for part, size, end in rows if size]
+            found[name] = _in_turn(tensor.sizes)
         elif tensor.nbytes > large and tensor.dim() and len(tensor) >= parts:
-            found[name] = []
-            start = 0
-            for part, size in enumerate(share_sizes(len(tensor), parts)):
-                found[name].append(Rows(part, start, start + size))
-                loads[part] += size * (tensor.nbytes // len(tensor))
-                start += size
+            found[name] = _in_turn(share_sizes(len(tensor), parts))
+            for rows in found[name]:
+                loads[rows.part] += rows.of(tensor).nbytes
         else:
             part = loads.index(min(loads))
             loads[part] += tensor.nbytes
             found[name] = [Rows(part)]
     return found
+
+
+def _in_turn(sizes: Sequence[int]) -> list[Rows]:
+    """Rows for each file, one file after the other; none where a size is 0."""
+    ends = list(itertools.accumulate(sizes))
+    return [Rows(part, ends[part] - size, ends[part]) for part, size in enumerate(sizes) if size]
 
 
 def part_name(part: int, parts: int) -> str:
@@ -99,9 +99,9 @@ def table_of(
     }
 
 
+@dataclass
 class Index:
-    """What a checkpoint has: files by name, with their sizes and sums; tensors by name, with their
-    rows; the rest.
+    """What a checkpoint has: files, tensors, and the rest.
 
     Attributes:
         files: by name, bytes and SHA-256.
@@ -110,25 +110,18 @@ class Index:
         about: a few plain values to list it by: ``step``, ``epoch``.
     """
 
-    def __init__(
-        self, files: dict[str, Any], tensors: dict[str, Any], tree: Any, about: dict[str, Any]
-    ) -> None:
-        self.files, self.tensors, self.tree, self.about = files, tensors, tree, about
+    files: dict[str, Any]
+    tensors: dict[str, Any]
+    tree: Any
+    about: dict[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Write it, with a sum of its own.
+        """Write the index, with a hash of its own.
 
         Raises:
             OSError: it can't be written.
         """
-        body = {
-            "format": _FORMAT,
-            "about": self.about,
-            "files": self.files,
-            "tensors": self.tensors,
-            "tree": self.tree,
-        }
-        text = json.dumps(body)
+        text = json.dumps({"format": _FORMAT, **vars(self)})
         with opened_new(folder / INDEX) as file:
             file.write(f'{{"sha256": "{_sum_of(text)}",\n"index": {text}}}\n'.encode())
 
@@ -147,16 +140,15 @@ class Index:
                 raise FolderError(f"{path}: it isn't as it was written")
             if body["format"] != _FORMAT:
                 raise FolderError(f"{path}: written by a newer Lockstep (format {body['format']})")
-            return cls(body["files"], body["tensors"], body["tree"], body["about"])
+            return cls(**{field.name: body[field.name] for field in fields(cls)})
         except FileNotFoundError:
             raise FolderError(f"{path}: it isn't there") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise FolderError(
-                f"{path}: it isn't as it was written ({first_line(error)})"
-            ) from error
+            why = first_line(error)
+            raise FolderError(f"{path}: it isn't as it was written ({why})") from error
 
     def check(self, folder: Path) -> None:
-        """Read every file once and compare its sum.
+        """Read every file once and compare its hash.
 
         Raises:
             FolderError: one is missing, cut or changed.
@@ -167,7 +159,8 @@ class Index:
     def _check_file(self, path: Path) -> None:
         size, summed = self.files[path.name]
         try:
-            if (now := path.stat().st_size) != size:
+            now = path.stat().st_size
+            if now != size:
                 raise FolderError(f"{path}: it has {now:,} bytes, and {size:,} were written")
             if sha256_of(path) != summed:
                 raise FolderError(f"{path}: its bytes aren't those that were written")
@@ -177,14 +170,14 @@ class Index:
             raise FolderError(f"{path}: it can't be read ({error.strerror})") from error
 
     def state(self, folder: Path, split: Split | None = None) -> Any:
-        """All of it, on the CPU; ``split`` says of which tensors only some rows are read."""
+        """The whole state, on the CPU; with ``split`` only some rows of some tensors."""
         with Reader(self, folder, split) as reader:
             return decoded(self.tree, reader)
 
 
 Split = Callable[[str, Sequence[int]], "tuple[tuple[int, ...], int] | None"]
-"""By a tensor's name and shape, how many rows of it each rank has, and this rank; None where it
-has all of it.
+"""Maps a tensor's name and shape to how many rows each rank has, and this rank; None where each
+has all of them.
 """
 
 
@@ -192,12 +185,14 @@ class Reader(dict[str, Any]):
     """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``.
 
     Attributes:
-        bytes_read: those of all that were read.
+        bytes_read: of all tensors that were read.
     """
 
     def __init__(self, index: Index, folder: Path, split: Split | None = None) -> None:
         super().__init__()
-        self._index, self._folder, self._split = index, folder, split
+        self._index = index
+        self._folder = folder
+        self._split = split
         self.bytes_read = 0
         self._stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
@@ -209,15 +204,14 @@ class Reader(dict[str, Any]):
         self._stack.close()
 
     def __missing__(self, name: str) -> torch.Tensor | RowShard:
-        split = (
-            self._split(name, self._index.tensors[name]["shape"])
-            if self._split is not None
-            else None
-        )
+        split = None
+        if self._split is not None:
+            split = self._split(name, self._index.tensors[name]["shape"])
         if split is None:
             return self.rows(name)
-        start = sum(split[0][: split[1]])
-        return RowShard(self.rows(name, start, start + split[0][split[1]]), *split)
+        sizes, rank = split
+        start = sum(sizes[:rank])
+        return RowShard(self.rows(name, start, start + sizes[rank]), sizes, rank)
 
     def rows(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows ``start`` to ``end`` of a tensor, a copy; nothing else is read."""
@@ -228,19 +222,21 @@ class Reader(dict[str, Any]):
     def _rows(self, name: str, start: int, end: int | None) -> torch.Tensor:
         about = self._index.tensors[name]
         found = []
-        for part, first, last in ((one["part"], one["start"], one["end"]) for one in about["rows"]):
+        for one in about["rows"]:
+            first, last = one["start"], one["end"]
             if last is None and start == 0 and end is None:
-                whole: torch.Tensor = self._file(part).get_tensor(name)
+                whole: torch.Tensor = self._file(one["part"]).get_tensor(name)
                 return whole.clone()  # else it would be mapped from the file
-            last = about["shape"][0] if last is None else last
-            a, b = max(start, first), last if end is None else min(end, last)
-            if a < b:
-                found.append(self._file(part).get_slice(name)[a - first : b - first])
-        return (
-            torch.cat(found)
-            if found
-            else torch.empty(0, *about["shape"][1:], dtype=_TYPES[about["dtype"]])
-        )
+            if last is None:
+                last = about["shape"][0]
+            begin = max(start, first)
+            stop = last if end is None else min(end, last)
+            if begin < stop:
+                rows = self._file(one["part"]).get_slice(name)
+                found.append(rows[begin - first : stop - first])
+        if not found:
+            return torch.empty(0, *about["shape"][1:], dtype=_TYPES[about["dtype"]])
+        return torch.cat(found)
 
     def _file(self, part: int) -> Any:
         """A file that is opened once."""

@@ -29,7 +29,7 @@ _INDEX = "model.safetensors.index.json"
 def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
     """Give a model on the CPU the weights of a file or a folder.
 
-    Gives a line that says how many they are, and one for each kind of what doesn't fit.
+    Returns a line with how many they are, and one for each kind of what doesn't fit.
 
     Args:
         model: has the names.
@@ -55,10 +55,8 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
             "built"
         )
     model.load_state_dict(fitting, strict=False)
-    return [
-        f"init: {len(fitting)} of {len(own)} weights are from {source}",
-        *(f"init: {line}" for line in lines),
-    ]
+    count = f"{len(fitting)} of {len(own)} weights are from {source}"
+    return [f"init: {line}" for line in (count, *lines)]
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -69,18 +67,22 @@ def _read(path: Path) -> dict[str, Any]:
     except Exception as error:
         if isinstance(error, LockstepError) and not isinstance(error, FolderError):
             raise
-        why = (
-            f"there is no model.safetensors and no {_INDEX} in it"
-            if path.is_dir()
-            else "there is no such file"
-        )
-        if path.is_dir() and (path / "best.safetensors").is_file():
-            why = f"the run did not reach its end: take {path / 'best.safetensors'}"
-        known = path.is_file() or any(
-            (path / name).is_file() for name in ("model.safetensors", _INDEX)
-        )
-        said = str(error) if isinstance(error, FolderError) else f"{path}: {told(error)}"
-        raise JobError(f"init: {said}" if known else f"init: {path}: {why}") from error
+        why = str(error) if isinstance(error, FolderError) else f"{path}: {told(error)}"
+        raise JobError(f"init: {_why_not_there(path) or why}") from error
+
+
+def _why_not_there(path: Path) -> str | None:
+    """Why there are no weights; None where a file is there."""
+    if path.is_file():
+        return None
+    if not path.is_dir():
+        return f"{path}: there is no such file"
+    if (path / "model.safetensors").is_file() or (path / _INDEX).is_file():
+        return None
+    best = path / "best.safetensors"
+    if best.is_file():
+        return f"{path}: the run did not reach its end: take {best}"
+    return f"{path}: there is no model.safetensors and no {_INDEX} in it"
 
 
 def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:

@@ -17,7 +17,7 @@ from lockstep.launch.world import World
 def load_newest(
     folder: Path, world: World, set_aside: Callable[[str], None], split: Split | None = None
 ) -> dict[str, Any]:
-    """The state in the newest whole checkpoint of a folder, on the CPU; every rank calls it.
+    """Read the newest whole checkpoint of a folder to the CPU; every rank calls this.
 
     Args:
         folder: of checkpoints, as rank 0 sees it. Where another rank doesn't, all of it is sent.
@@ -39,15 +39,14 @@ def load_newest(
         assert found is not None
         raise found
     path, index = found
-    state: dict[str, Any]
     if all(world.gather_objects(_is_there(path, index))):
-        state = index.state(path, split)
+        state: dict[str, Any] = index.state(path, split)
         return state
     return world.broadcast_object(index.state(path) if world.is_first else {})
 
 
 def _is_there(path: Path, index: Index) -> bool:
-    """Whether this host sees that checkpoint, not none, or another one of the same name."""
+    """Whether this host sees that very checkpoint."""
     try:
         return Index.read(path).files == index.files
     except FolderError:
@@ -55,7 +54,7 @@ def _is_there(path: Path, index: Index) -> bool:
 
 
 def load_earlier(path: Path) -> dict[str, Any]:
-    """The state that earlier versions kept in one file, ``state.pt``; nothing in it is executed.
+    """Read the state that earlier versions kept in one file, ``state.pt``; it executes nothing.
 
     Raises:
         FolderError: it can't be read.

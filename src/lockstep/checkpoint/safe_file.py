@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def in_file_order(tensors: Mapping[str, torch.Tensor | RowShard]) -> list[str]:
 
 def write_tensors(
     path: Path,
-    tensors: Mapping[str, torch.Tensor | RowShard],
+    tensors: Mapping[str, Any],
     metadata: Mapping[str, str],
     whole: Callable[[str], torch.Tensor] | None = None,
 ) -> tuple[int, str]:
@@ -48,25 +47,29 @@ def write_tensors(
     Raises:
         OSError: it can't be written.
     """
+    ordered = in_file_order(tensors)
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
-    ordered = in_file_order(tensors)
     for name in ordered:
         tensor = tensors[name]
-        start, end = end, end + tensor.shape.numel() * tensor.dtype.itemsize
+        start = end
+        end += tensor.shape.numel() * tensor.dtype.itemsize
         kind = SAFETENSORS_TYPES[tensor.dtype]
         header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     summed = hashlib.sha256()
-    given: Iterable[Any] = map(whole or tensors.__getitem__, ordered)
     with opened_new(path) as file:
-        head = len(text).to_bytes(8, "little") + text
-        for piece in itertools.chain(
-            [memoryview(head)], itertools.chain.from_iterable(map(bytes_of, given))
-        ):
+
+        def write(piece: bytes | memoryview) -> None:
             summed.update(piece)
             file.write(piece)
+
+        write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            tensor = tensors[name] if whole is None else whole(name)
+            for piece in bytes_of(tensor):
+                write(piece)
     return 8 + len(text) + end, summed.hexdigest()
 
 
@@ -97,16 +100,14 @@ def could_not_write(path: Path, error: Exception, kept: str, *, resumable: bool)
         kept: which one of before is still there, or "".
         resumable: whether there is something to resume from.
     """
-    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(
-        error
-    )
-    what = "the disk is full" if full else f"{type(error).__name__}: {first_line(error)}"
-    if isinstance(error, OSError) and not full:
-        what = error.strerror or what
+    number = getattr(error, "errno", None)
+    advice = ""
+    if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+        what = "the disk is full"
+        advice = f"; free some space, then {'--resume the run' if resumable else 'begin anew'}"
+    elif isinstance(error, OSError) and error.strerror:
+        what = error.strerror
+    else:
+        what = f"{type(error).__name__}: {first_line(error)}"
     kept = f"; {kept} is kept" if kept else ""
-    advice = (
-        f"; free some space, then {'--resume the run' if resumable else 'begin anew'}"
-        if full
-        else ""
-    )
     return SaveError(f"{path}: could not be written: {what}{kept}{advice}")

@@ -24,10 +24,11 @@ from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.row_shard import RowShard
 from lockstep.tensors.state_tree import decoded, encoded
 
-TREE, _SUM = "tree", "sha256"
-"""Of a file's metadata: what is no tensor, as ``tensors.state_tree`` gives it, and the sum of
-all.
-"""
+TREE = "tree"
+"""The key of a file's metadata for what is no tensor, as ``tensors.state_tree`` gives it."""
+
+_SUM = "sha256"
+"""The key for the hash of all names and numbers."""
 
 EXTRA_STATE = "_extra_state"
 """PyTorch's name of a module's extra state in a state dict, after the name of the module."""
@@ -43,10 +44,11 @@ def is_extra_state(name: str) -> bool:
 
 def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a state dict that later updates leave alone."""
-    return {
-        n: v.detach().to("cpu", copy=True) if isinstance(v, torch.Tensor) else v
-        for n, v in weights.items()
-    }
+    copied = dict(weights)
+    for name, value in weights.items():
+        if isinstance(value, torch.Tensor):
+            copied[name] = value.detach().to("cpu", copy=True)
+    return copied
 
 
 def save_weights(
@@ -59,15 +61,15 @@ def save_weights(
     """Write a state dict as safetensors, tied tensors once for each of their names.
 
     What that format has no place for (a module's extra state, complex numbers) is in the file's
-    metadata, as ``tensors.state_tree`` gives it. Tensors of which ranks have some rows each are put
-    together one at a time.
+    metadata, as ``tensors.state_tree`` gives it. A tensor whose rows are on several ranks is put
+    together when it is written, one tensor at a time.
 
     Args:
         path: the file.
-        weights: by name; of a tensor of which ranks have some rows each, this rank's.
+        weights: by name; a ``RowShard`` has this rank's rows of a tensor.
         joined: gives the whole of such a tensor by its name and this rank's rows; every rank calls
             it.
-        writes: else this rank only takes part in that.
+        writes: False where this rank only takes part in that.
 
     Raises:
         SaveError: it can't be written; the one before is still there.
@@ -75,32 +77,25 @@ def save_weights(
     """
     plain = {name: value for name, value in weights.items() if _is_plain(value)}
     tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
-    shards = {
-        name: value for name, value in (plain | others).items() if isinstance(value, RowShard)
-    }
-
-    def put_together(name: str) -> torch.Tensor:
-        assert joined is not None
-        return joined(name, shards[name].local)
-
-    if not writes:  # for the sum, then for the file
+    plain |= others
+    shards = {name: value for name, value in plain.items() if isinstance(value, RowShard)}
+    if not writes:  # for the hash, then for the file
         for name in [*sorted(shards), *in_file_order(shards)]:
-            put_together(name)
+            assert joined is not None
+            joined(name, shards[name].local)
         return
-    rest = {
-        name: _for_a_file(value) for name, value in (plain | others).items() if name not in shards
-    }
-    tensors = rest | shards
+    own = {name: _for_a_file(value) for name, value in plain.items() if name not in shards}
+    tensors = own | shards
 
     def whole(name: str) -> torch.Tensor:
-        return rest[name] if name in rest else _for_a_file(put_together(name))
+        if name in own:
+            return own[name]
+        assert joined is not None
+        return _for_a_file(joined(name, shards[name].local))
 
+    text = json.dumps(tree)
+    metadata = {"format": "pt", TREE: text, _SUM: _sum_of(tensors, text, whole)}
     beside = path.with_name(f".{path.name}.part")
-    metadata = {
-        "format": "pt",
-        TREE: json.dumps(tree),
-        _SUM: _sum_of(tensors, json.dumps(tree), whole),
-    }
     try:
         write_tensors(beside, tensors, metadata, whole)
         os.replace(beside, path)
@@ -128,50 +123,43 @@ def _sum_of(
 
 
 def _is_plain(value: Any) -> bool:
-    if isinstance(value, RowShard):
-        return value.dtype in SAFETENSORS_TYPES
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dtype in SAFETENSORS_TYPES
-        and value.layout == torch.strided
-    )
+    """Whether safetensors has a place for a value."""
+    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
+    return (is_dense or isinstance(value, RowShard)) and value.dtype in SAFETENSORS_TYPES
 
 
 def load_weights(path: Path) -> dict[str, Any]:
-    """The weights of a run, by one-device name.
+    """Read the weights of a run, by one-device name.
 
     Raises:
         FolderError: the file isn't there, isn't one, or isn't as it was written.
     """
     if not path.is_file():
-        if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
-            raise FolderError(
-                f"{path}: there are no best weights (the run had no evaluation set, or lost "
-                "them): leave best out"
-            )
-        others = [
-            name
-            for name in ("best.safetensors", "checkpoints", "state.pt")
-            if path.with_name(name).exists()
-        ]
-        what = (
-            "--best takes the best so far, --resume resumes the run"
-            if others
-            else "it finished no epoch"
-        )
-        raise FolderError(
-            f"{path}: there are no such weights, the run did not reach its end: {what}"
-        )
+        raise FolderError(f"{path}: {_why_not_there(path)}")
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
-            tree = metadata.get(TREE, "{}")
-            others = decoded(json.loads(tree), tensors)
+        others = decoded(json.loads(metadata.get(TREE, "{}")), tensors)
     except Exception as error:
         raise FolderError(f"{path}: not a safetensors file ({error})") from error
     refuse_damaged(path, metadata, tensors, tensors.__getitem__)
-    return {**{n: t for n, t in tensors.items() if n.partition("/")[0] not in others}, **others}
+    for name in list(tensors):
+        if name.partition("/")[0] in others:
+            del tensors[name]
+    return {**tensors, **others}
+
+
+def _why_not_there(path: Path) -> str:
+    if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
+        return (
+            "there are no best weights (the run had no evaluation set, or lost them): leave best "
+            "out"
+        )
+    what = "it finished no epoch"
+    if any(path.with_name(n).exists() for n in ("best.safetensors", "checkpoints", "state.pt")):
+        what = "--best takes the best so far, --resume resumes the run"
+    return f"there are no such weights, the run did not reach its end: {what}"
 
 
 def refuse_damaged(
@@ -180,38 +168,39 @@ def refuse_damaged(
     tensors: Mapping[str, torch.Tensor],
     whole: Callable[[str], torch.Tensor],
 ) -> None:
-    """Compare the sum that a file carries, if any, with that of its numbers.
+    """Compare the hash that a file carries, if any, with that of its numbers.
 
     Args:
         path: the file.
-        metadata: its.
+        metadata: of the file.
         tensors: by name, with their types and shapes.
-        whole: gives one by its name.
+        whole: gives a tensor by its name.
 
     Raises:
-        FolderError: they are others.
+        FolderError: the numbers are others.
     """
-    if metadata.get(_SUM, now := _sum_of(tensors, metadata.get(TREE, "{}"), whole)) != now:
-        raise FolderError(
-            f"{path}: the file is damaged: its numbers aren't those that were written: take "
-            "another copy of it"
-            + (
-                ", or --resume the run, which writes it anew"
-                if path.name == "model.safetensors"
-                else ""
-            )
-        )
+    written = metadata.get(_SUM)
+    if written is None or written == _sum_of(tensors, metadata.get(TREE, "{}"), whole):
+        return
+    is_last = path.name == "model.safetensors"
+    again = ", or --resume the run, which writes it anew" if is_last else ""
+    raise FolderError(
+        f"{path}: the file is damaged: its numbers aren't those that were written: take another "
+        f"copy of it{again}"
+    )
 
 
 def sum_in_place_of(weight: torch.Tensor) -> str:
-    """The SHA-256 that a state dict has in the place of a weight that the job builds itself
+    """The SHA-256 that stands for a weight in a state dict, where the job builds the weight itself
     (``save_frozen=False``).
 
     It is that of the values, which a job's ``precision`` may hold in a wider format.
     """
     value = weight.detach().to("cpu")
-    if value.is_floating_point() and torch.equal(narrow := value.float(), value):
-        value = narrow
+    if value.is_floating_point():
+        narrow = value.float()
+        if torch.equal(narrow, value):
+            value = narrow
     return _sum_of({"": value}, "", lambda name: value.contiguous())
 
 
@@ -221,22 +210,24 @@ def with_own(
     source: str,
     sum_of: Callable[[str, Any], str] = lambda name, value: sum_in_place_of(value),
 ) -> dict[str, Any]:
-    """Weights that were saved, those that were left out taken from a model's ``own`` state dict.
+    """Weights that were saved; those that were left out are taken from a model's ``own``.
 
     Raises:
-        FolderError: that one has other values than the run had.
+        FolderError: the model has other values than the run had.
     """
     found = dict(weights)
     for name, value in weights.items():
-        its = own.get(name)
-        if isinstance(value, str) and isinstance(its, torch.Tensor | RowShard):
-            if (isinstance(its, torch.Tensor) and is_lazy(its)) or sum_of(name, its) != value:
-                raise FolderError(
-                    f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job '
-                    "builds other values "
-                    "now than when it was trained: give it the same pretrained weights"
-                )
-            found[name] = its
+        built = own.get(name)
+        if not isinstance(value, str) or not isinstance(built, torch.Tensor | RowShard):
+            continue
+        has_no_value = isinstance(built, torch.Tensor) and is_lazy(built)
+        if has_no_value or sum_of(name, built) != value:
+            raise FolderError(
+                f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job '
+                "builds other values now than when it was trained: give it the same pretrained "
+                "weights"
+            )
+        found[name] = built
     return found
 
 
@@ -257,39 +248,45 @@ def take_weights(model: nn.Module, path: Path) -> None:
 def misfits(
     own: Mapping[str, Any], weights: Mapping[str, Any], source: str
 ) -> tuple[list[str], dict[str, Any]]:
-    """What weights don't have of a model's ``own``, have in another shape, or beyond it: a line
-    each; and what fits.
+    """Compare weights with a model's ``own``.
 
     A weight that is tied to one that is there needn't be.
+
+    Returns:
+        A line each for what is missing, has another shape, or isn't the model's; and what fits.
     """
-    fitting = {
-        name: value for name, value in weights.items() if name in own and _is_like(value, own[name])
-    }
+    fitting: dict[str, Any] = {}
+    others: list[str] = []
+    for name, value in weights.items():
+        if name not in own:
+            continue
+        shape = _shape(own[name])
+        if shape is None or shape == _shape(value):
+            fitting[name] = value
+        else:
+            others.append(f"{name} {_shape(value)}, not {shape}")
     tied = {_place(own[name]) for name in fitting} - {None}
-    others = [name for name in weights if name in own and name not in fitting]
-    missing = [name for name in own if name not in weights and _place(own[name]) not in tied]
-    missing = [name for name in missing if not is_extra_state(name)]  # (each replica had its own)
+    missing = [
+        name
+        for name, value in own.items()
+        if name not in weights and _place(value) not in tied and not is_extra_state(name)
+    ]  # (each replica had an extra state of its own)
     kinds = {
         f"not in {source}": missing,
-        f"of another shape in {source}": [
-            f"{n} {_shape(weights[n])}, not {_shape(own[n])}" for n in others
-        ],
+        f"of another shape in {source}": others,
         f"not of this model in {source}": [name for name in weights if name not in own],
     }
     return [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names], fitting
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor; None of anything else, and of a lazy one, which takes any shape."""
     return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
 
 
-def _is_like(value: Any, own: Any) -> bool:
-    return _shape(own) in (None, _shape(value))  # of a lazy one any shape
-
-
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """The same for tensors that are one."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta or not value.numel():
+    """The memory of a tensor, by which tied ones are found."""
+    if _shape(value) is None or value.is_meta or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()
 

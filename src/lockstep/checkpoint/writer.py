@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,33 @@ _LOOK = 0.01
 """Seconds between rank 0's looks at whether the others' parts are there."""
 
 _OTHERS = 5.0
-"""Seconds that others have to end their parts of a save, where something has failed."""
+"""Seconds that a part of a save may take to begin, or to end where something else has failed."""
 
 _ON_ALL = ("model/", "optimizer/")
-"""Begins of the names of tensors that all ranks have; others are rank 0's, unless they are rows."""
+"""Prefixes of the names of tensors that all ranks have; others are rank 0's, unless they are rows."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One rank's part of a checkpoint.
+
+    Attributes:
+        folder: where the parts are written.
+        number: of this part.
+        count: of all parts.
+    """
+
+    folder: Path
+    number: int
+    count: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder / part_name(self.number, self.count)
+
+    def word(self, ending: str) -> Path:
+        """The file by which this rank leaves word."""
+        return self.folder / f".{self.number}.{ending}"
 
 
 class Writer:
@@ -61,13 +84,16 @@ class Writer:
 
     def __init__(self, folder: Path, world: World, keep: int, *, alike: bool = True) -> None:
         self._checkpoints = CheckpointFolder(folder)
-        self._world, self._keep, self._alike = world, keep, alike
+        self._world = world
+        self._keep = keep
+        self._alike = alike
         self._buffers: dict[str, torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: SaveError | None = None
         self._see: list[int] | None = None
         self._folder: Path | None = None
-        self._name, self._number = "", 0
+        self._name = ""
+        self._number = 0
 
     def save(
         self,
@@ -92,59 +118,61 @@ class Writer:
         self.finish()
         tree, tensors = encoded(dict(state))
         ranks = self._writing() if self._alike else [0]
-        beside = self._made(step)
-        same = {
-            n: tensor
-            for n, tensor in tensors.items()
-            if n.startswith(_ON_ALL) or isinstance(tensor, RowShard)
+        folder = self._made(step)
+        everywhere = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name.startswith(_ON_ALL) or isinstance(tensor, RowShard)
         }
-        rows = {name: [Rows(0)] for name in tensors} | shared_out(same, len(ranks))
+        rows = {name: [Rows(0)] for name in tensors} | shared_out(everywhere, len(ranks))
         if self._world.rank not in ranks:
             return
-        part = ranks.index(self._world.rank)
-        mine = {
-            name: one.of(tensors[name])
-            for name, of in rows.items()
-            for one in of
-            if one.part == part
-        }
-        self._buffers = {name: self._buffer(name, source) for name, source in mine.items()}
-        for name, source in mine.items():
-            self._buffers[name].copy_(source, non_blocking=True)
-        devices = {source.device for source in mine.values() if source.device.type != "cpu"}
-        queued = [torch.accelerator.current_stream(device).record_event() for device in devices]
-        form = _print(same)
-        index = Index({}, table_of(tensors, rows), tree, dict(about)) if part == 0 else None
+        part = _Part(folder, ranks.index(self._world.rank), len(ranks))
+        mine: dict[str, torch.Tensor] = {}
+        for name, pieces in rows.items():
+            for piece in pieces:
+                if piece.part == part.number:
+                    mine[name] = piece.of(tensors[name])
+        copied = self._copy(mine)
+        index = Index({}, table_of(tensors, rows), tree, dict(about))
 
         def write() -> None:
             _step_back()
             try:
-                for event in queued:
+                for event in copied:
                     event.synchronize()
-                self._write_part(beside, part, len(ranks), form)
-                if index is not None:
+                self._write_part(part)
+                if part.number == 0:
                     if before is not None:
                         before()
-                    index.files = self._files(beside, len(ranks), form)
-                    index.write(beside)
-                    self._checkpoints.put(beside, step, self._keep)
+                    index.files = self._files(part)
+                    index.write(folder)
+                    self._checkpoints.put(folder, step, self._keep)
             except Exception as error:
-                self._give_up(beside, part, len(ranks), error)
+                self._give_up(part, error)
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def _copy(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Event]:
+        """Copy tensors to the buffers; gives events that come when accelerators have done it."""
+        self._buffers = {name: self._buffer(name, source) for name, source in tensors.items()}
+        for name, source in tensors.items():
+            self._buffers[name].copy_(source, non_blocking=True)
+        devices = {source.device for source in tensors.values() if source.device.type != "cpu"}
+        return [torch.accelerator.current_stream(device).record_event() for device in devices]
+
     def check(self) -> None:
-        """Raise where the last one can't be written; it is not waited for.
+        """Raise the error of the last save, if it has failed; it is not waited for.
 
         Raises:
-            SaveError: with why.
+            SaveError: it could not be written.
         """
         if self._error is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the last one has its name, or for this rank's part of it.
+        """Wait for the last save: on rank 0 until it has its name, else for this rank's part.
 
         Raises:
             SaveError: it could not be written. (Rank 0 raises it for all.)
@@ -162,15 +190,15 @@ class Writer:
             self._thread.join(2 * _OTHERS)
 
     def _made(self, step: int) -> Path:
-        """The folder to write to, of a name that no other start of the run has used; rank 0 makes
-        it.
+        """The folder to write to, which rank 0 makes; no other start of the run has used its name.
 
         Raises:
             SaveError: it can't be made.
         """
         if self._folder is None:
-            own = self._checkpoints.path.resolve(), f"{os.getpid()}-{time.time_ns()}"
-            self._folder, self._name = self._world.broadcast_object(own)
+            name = f"{os.getpid()}-{time.time_ns()}"
+            found = self._world.broadcast_object((self._checkpoints.path.resolve(), name))
+            self._folder, self._name = found
         beside = self._folder / f".step-{step}-{self._name}-{self._number}.part"
         self._number += 1
         if self._world.is_first:
@@ -186,18 +214,15 @@ class Writer:
         if self._see is None:
             beside = self._made(0)
             self._world.barrier()
-            self._see = [
-                rank
-                for rank, does in enumerate(self._world.gather_objects(beside.is_dir()))
-                if does
-            ]
+            sees = self._world.gather_objects(beside.is_dir())
+            self._see = [rank for rank in range(self._world.size) if sees[rank]]
             if self._world.is_first:
                 beside.rmdir()
         return self._see
 
     @property
     def is_shared(self) -> bool:
-        """Whether every rank writes its part of a state; all of them ask at the same time."""
+        """Whether every rank writes its part of a state; every rank asks at the same time."""
         return self._alike and len(self._writing()) == self._world.size
 
     def _failed(self, error: Exception) -> SaveError:
@@ -215,75 +240,51 @@ class Writer:
 
     # ---- in the thread ---------------------------------------------------------------------------
 
-    def _write_part(self, beside: Path, part: int, parts: int, form: str) -> None:
+    def _write_part(self, part: _Part) -> None:
         end = time.monotonic() + _OTHERS
-        while not beside.is_dir() and time.monotonic() < end:  # rank 0 makes it
+        while not part.folder.is_dir() and time.monotonic() < end:  # rank 0 makes it
             time.sleep(_LOOK)
-        whole = [
-            *write_tensors(beside / part_name(part, parts), self._buffers, {"format": "pt"}),
-            form,
-        ]
-        with opened_new(beside / f".{part}.part") as file:
-            file.write(json.dumps(whole).encode())
-        (beside / f".{part}.part").rename(beside / f".{part}.done")
+        written = write_tensors(part.path, self._buffers, {"format": "pt"})
+        with opened_new(part.word("part")) as file:
+            file.write(json.dumps(written).encode())
+        part.word("part").rename(part.word("done"))
 
-    def _files(self, beside: Path, parts: int, form: str) -> dict[str, Any]:
-        """What the ranks have said of their files, as soon as all have.
+    def _files(self, mine: _Part) -> dict[str, Any]:
+        """Sizes and hashes of the files of all ranks, as soon as all are written.
 
         Raises:
             OSError: one could not write its file.
-            SaveError: one has tensors of other names or shapes.
         """
-        left = set(range(parts))
-        files: dict[int, Any] = {}
-        while left:
-            for part in sorted(left):
-                for failed in beside.glob(f".{part}.failed-*"):
-                    number = int(failed.name.rpartition("-")[2])
-                    raise OSError(number, os.strerror(number))
-                if (done := beside / f".{part}.done").exists():
-                    *files[part], its = json.loads(done.read_text())
-                    if its != form:
-                        raise SaveError(
-                            f"{self._checkpoints.path}: rank {part} has other parameters than "
-                            "rank 0, or states"
-                        )
-                    done.unlink()
-                    left.remove(part)
-            if left:
+        files: dict[str, Any] = {}
+        for number in range(mine.count):
+            part = replace(mine, number=number)
+            while not part.word("done").exists():
+                for failed in mine.folder.glob(".*.failed-*"):
+                    code = int(failed.name.rpartition("-")[2])
+                    raise OSError(code, os.strerror(code))
                 time.sleep(_LOOK)
-        return {part_name(part, parts): files[part] for part in range(parts)}
+            files[part.path.name] = json.loads(part.word("done").read_text())
+        for number in range(mine.count):
+            replace(mine, number=number).word("done").unlink()
+        return files
 
-    def _give_up(self, beside: Path, part: int, parts: int, error: Exception) -> None:
-        """Take away what was written. Other ranks than 0 leave word for it to raise, and raise
-        where they can't.
+    def _give_up(self, part: _Part, error: Exception) -> None:
+        """Remove what was written. Other ranks than 0 leave word for it to raise, and raise where
+        they can't.
         """
+        folder = part.folder
         try:
-            if part == 0:
+            if part.number == 0:
                 self._error = self._failed(error)
-                end = time.monotonic() + _OTHERS
-                while (
-                    time.monotonic() < end
-                    and len([*beside.glob(".*.done"), *beside.glob(".*.failed-*")]) < parts - 1
-                ):
-                    time.sleep(_LOOK)
-                shutil.rmtree(beside, ignore_errors=True)
-            elif beside.is_dir():  # else rank 0 has given up
-                (beside / part_name(part, parts)).unlink(missing_ok=True)
-                (beside / f".{part}.failed-{getattr(error, 'errno', None) or errno.EIO}").touch()
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.is_dir():  # else rank 0 has given up
+                part.path.unlink(missing_ok=True)
+                part.word(f"failed-{getattr(error, 'errno', None) or errno.EIO}").touch()
         except OSError:
             self._error = self._failed(error)
 
 
 def _step_back() -> None:
-    """Let this thread have its core when the computing one doesn't want it, where the system can
-    (Linux).
-    """
+    """Give this thread the lowest priority, so that computing goes first (on Linux)."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-
-
-def _print(tensors: Mapping[str, torch.Tensor | RowShard]) -> str:
-    """A hash of names, types and shapes."""
-    text = repr([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

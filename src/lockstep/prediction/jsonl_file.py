@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lockstep.prediction.output_structure import Items, Leaf, Left, taken
+from lockstep.prediction.output_structure import Leaf, Left, taken
 from lockstep.tensors.array_file import writing
 from lockstep.tensors.pytree import named_parts, parts
 from lockstep.tensors.rows import share_sizes
@@ -33,7 +33,8 @@ def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> 
         InputError: these outputs are of another form.
         SaveError: they can't be written.
     """
-    lines = [_json(value) + "\n" for value in _in_lines(form, outputs, size)] if size else []
+    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)} if size else {}
+    lines = [_json(value) + "\n" for value in _rows(form, kept, size)] if size else []
     with writing(_part(folder, rank)), _part(folder, rank).open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
@@ -44,9 +45,8 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
         _part(folder, 0).replace(target)
         return
     with contextlib.ExitStack() as stack:
-        files = [
-            stack.enter_context(_part(folder, rank).open(encoding="utf-8")) for rank in range(ranks)
-        ]
+        parts = [_part(folder, rank) for rank in range(ranks)]
+        files = [stack.enter_context(part.open(encoding="utf-8")) for part in parts]
         whole = stack.enter_context(target.open("x", encoding="utf-8"))
         for size in batches:
             for file, lines in zip(files, share_sizes(size, ranks), strict=True):
@@ -74,41 +74,33 @@ def _finite(value: Any) -> Any:
     return value
 
 
-def _in_lines(form: Any, outputs: Any, size: int) -> list[Any]:
-    """For each sample, its outputs as JSON has them: tensors as lists, dicts and dataclasses as
+def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
+    """The outputs of each sample as JSON has them: tensors as lists, dicts and dataclasses as
     objects.
     """
-    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
-    return _lines(form, kept, size)
-
-
-def _lines(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
     if isinstance(form, Left):
         return [None] * size
     if isinstance(form, Leaf):
-        return (
-            [_plain(item) for item in kept[form.name]]
-            if isinstance(form, Items)
-            else _plain(kept[form.name])
-        )
+        rows: list[Any] = _plain(kept[form.name])
+        return rows
     if not _is_by_name(form):
-        return [
-            list(row)
-            for row in zip(*(_lines(part, kept, size) for part in parts(form) or ()), strict=True)
-        ]
-    columns = {
-        key: _lines(part, kept, size)
+        columns = [_rows(part, kept, size) for part in parts(form) or ()]
+        return [list(row) for row in zip(*columns, strict=True)]
+    named = {
+        key: _rows(part, kept, size)
         for key, part in named_parts(form)
         if not isinstance(part, Left)
     }
-    return [{key: column[i] for key, column in columns.items()} for i in range(size)]
+    return [{key: column[i] for key, column in named.items()} for i in range(size)]
 
 
 def _plain(value: Any) -> Any:
     """A value as JSON has it; a complex number is a pair."""
     if isinstance(value, torch.Tensor):
         value = value.detach().resolve_conj()
-        return (torch.view_as_real(value) if value.is_complex() else value).tolist()
+        if value.is_complex():
+            value = torch.view_as_real(value)
+        return value.tolist()
     inside = parts(value)
     if inside is None:
         return value if isinstance(value, bool | int | float | str | None) else str(value)

@@ -40,10 +40,10 @@ class Items:
 
 @dataclass(frozen=True)
 class Left:
-    """Anything else; ``said`` where leaving it out is worth a line."""
+    """Anything else; ``noted`` where a note is logged that it is left out."""
 
     name: str
-    said: bool
+    noted: bool
 
 
 Leaf = Rows | Items | Left
@@ -56,57 +56,52 @@ def form_of(outputs: Any, size: int) -> Any:
         InputError: nothing in them has a row for each sample, or two tensors have one name.
     """
     form = formed(outputs, size)
-    found = [leaf.name for leaf in leaves(form) if not isinstance(leaf, Left)]
+    found: set[str] = set()
+    for leaf in leaves(form):
+        if isinstance(leaf, Left):
+            continue
+        if leaf.name in found:
+            raise InputError(
+                f'outputs: two of them are called "{leaf.name}"; rename one in what the model '
+                "returns"
+            )
+        found.add(leaf.name)
     if not found:
         raise nothing_to_keep(outputs, size)
-    for name in found:
-        if found.count(name) > 1:
-            raise InputError(
-                f'outputs: two of them are called "{name}"; rename one in what the model returns'
-            )
     return form
 
 
 def nothing_to_keep(outputs: Any, size: int) -> InputError:
-    """Says that outputs of ``size`` samples have no row for each."""
+    """The error for outputs of ``size`` samples that have no row for each."""
     return InputError(
         f"outputs: the model gives {described(outputs)} for {size} samples, without a row for "
-        "each: "
-        "there is nothing to keep"
+        "each: there is nothing to keep"
     )
 
 
 def formed(outputs: Any, size: int, name: str = "") -> Any:
-    """As ``form_of``, also where nothing has a row for each sample."""
+    """The form of the outputs of ``size`` samples; ``name`` is that of the nest they lie in."""
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
         if outputs.dim() and outputs.shape[0] == size:
             return Rows(called, tuple(outputs.shape[1:]), outputs.dtype)
-        return Left(called, said=True)
+        return Left(called, noted=True)
     inside = parts(outputs)
     if inside is None:
-        return Left(called, said=outputs is not None)
+        return Left(called, noted=outputs is not None)
     if type(outputs) is list and holds_samples(outputs, size):
         return Items(called)
-    return rebuilt(
-        outputs,
-        [
-            formed(part, size, f"{name}.{key}" if name else key)
-            for key, part in named_parts(outputs)
-        ],
-    )
+    prefix = f"{name}." if name else ""
+    inner = [formed(part, size, prefix + key) for key, part in named_parts(outputs)]
+    return rebuilt(outputs, inner)
 
 
 def left_out(form: Any, names: Collection[str]) -> Any:
     """The form with the leaves of these names left out."""
     if isinstance(form, Leaf):
-        return (
-            Left(form.name, said=True)
-            if form.name in names and not isinstance(form, Left)
-            else form
-        )
-    inside = parts(form)
-    return form if inside is None else rebuilt(form, [left_out(part, names) for part in inside])
+        is_kept = isinstance(form, Left) or form.name not in names
+        return form if is_kept else Left(form.name, noted=True)
+    return rebuilt(form, [left_out(part, names) for part in parts(form) or ()])
 
 
 def leaves(form: Any) -> Iterator[Leaf]:
@@ -126,33 +121,35 @@ def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, An
     """
     if isinstance(form, Left):
         return
-    if isinstance(form, Rows):
-        if not isinstance(outputs, torch.Tensor) or not outputs.dim() or outputs.shape[0] != size:
-            hint = " (does the model squeeze() a batch of one?)" if size == 1 else ""
-            raise InputError(
-                f'outputs: "{form.name}" has a row for each sample in the first batch, and is '
-                f"{described(outputs)} "
-                f"for {size} samples in another{hint}"
-            )
+    if isinstance(form, Rows | Items):
+        _refuse_unlike(form, outputs, size)
         yield form, outputs
-    elif isinstance(form, Items):
-        if type(outputs) is not list or len(outputs) != size:
-            raise InputError(
-                f'outputs: "{form.name}" has an item for each sample in the first batch, and is '
-                f"{described(outputs)} "
-                f"for {size} samples in another"
-            )
-        yield form, outputs
-    elif not same_kind(form, outputs):
+        return
+    if not same_kind(form, outputs):
         raise InputError(
             f"outputs: a later batch has them in another structure: {described(outputs)}"
         )
+    theirs = dict(named_parts(outputs))  # a later batch may have filled a dict in another order
+    for name, part in named_parts(form):
+        yield from taken(part, theirs[name], size)
+
+
+def _refuse_unlike(leaf: Rows | Items, outputs: Any, size: int) -> None:
+    """Refuse a later batch's tensor without a row for each sample, or list without an item."""
+    if isinstance(leaf, Rows):
+        what = "a row"
+        is_like = isinstance(outputs, torch.Tensor) and outputs.shape[:1] == (size,)
     else:
-        theirs = dict(
-            named_parts(outputs)
-        )  # by key: a later batch may have filled a dict in another order
-        for name, part in named_parts(form):
-            yield from taken(part, theirs[name], size)
+        what = "an item"
+        is_like = type(outputs) is list and len(outputs) == size
+    if is_like:
+        return
+    squeezed = isinstance(leaf, Rows) and size == 1
+    hint = " (does the model squeeze() a batch of one?)" if squeezed else ""
+    raise InputError(
+        f'outputs: "{leaf.name}" has {what} for each sample in the first batch, and is '
+        f"{described(outputs)} for {size} samples in another{hint}"
+    )
 
 
 def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -37,6 +38,7 @@ from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
 from lockstep.prediction.output_structure import (
     Items,
+    Leaf,
     Left,
     Rows,
     filled,
@@ -84,12 +86,12 @@ def predict(
     trust_job: bool = False,
     **settings: Any,
 ) -> Any:
-    """What a run's model gives for each sample of a dataset, in the dataset's order.
+    """Compute the outputs of a run's model for each sample of a dataset, in the dataset's order.
 
     The model is in evaluation mode, without gradients; the loss is never called. Samples come as in
     evaluation: one that is a tuple or list of two is ``(inputs, targets)``, anything else is
-        inputs. A collate of the job is given the
-    samples as the data have them, and gives a pair or inputs alone.
+    inputs. A collate of the job is given the samples as the data have them, and gives a pair or
+    inputs alone.
 
     Args:
         run: a Run or the path of its folder.
@@ -129,7 +131,6 @@ def predict(
     its = with_settings(its, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
-    way = choose(strategy, chosen)
     check_name(data)
     spread = started_as_rank() and started_ranks.place().size > 1
     if out is None and spread:
@@ -139,7 +140,7 @@ def predict(
         check_target(target, overwrite, ("", *ENDINGS))
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else folder_beside(target)
-    plan = _Plan(its, way, file.absolute(), data, target, folder)
+    plan = _Plan(its, choose(strategy, chosen), file.absolute(), data, target, folder)
     try:
         with Display(quiet=quiet) as display:
             made = on_devices(predict_on, plan, chosen, backend, None, display)
@@ -147,11 +148,11 @@ def predict(
                 assert folder is not None
                 form, places = made
                 return filled(form, mapped(folder, places))
-            if (
-                not spread or started_ranks.place().rank == 0
-            ):  # as the person wrote it, with the ending that was added
-                display.line(f"predictions: {out}{'' if target.suffix else Path(made).suffix}")
-            return Path(made)
+            path = Path(made)
+            if not spread or started_ranks.place().rank == 0:
+                ending = "" if target.suffix else path.suffix
+                display.line(f"predictions: {out}{ending}")
+            return path
     finally:
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
@@ -159,7 +160,7 @@ def predict(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What each rank is told of a prediction."""
+    """What each rank needs to know of a prediction."""
 
     job: Job | JobFile
     strategy: Strategy
@@ -178,9 +179,8 @@ def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> Non
         raise InputError(f"out: {target.name} should end in {' or '.join(filter(None, endings))}")
     if target.is_dir():
         raise FolderError(f"{target}: out is a folder; name a file in it")
-    for path in (
-        [target] if target.suffix else [target.with_suffix(".npy"), target.with_suffix(".npz")]
-    ):
+    endings = (target.suffix,) if target.suffix else (".npy", ".npz")
+    for path in map(target.with_suffix, endings):
         if path.exists() and not overwrite:
             raise FolderError(
                 f"{path}: it is there already; --overwrite replaces it, --out names another"
@@ -205,12 +205,15 @@ def folder_beside(target: Path | None) -> Path:
 
 
 def predict_on(world: World, plan: _Plan) -> Any:
-    """Predict on this rank. Rank 0 gives the file's path, or form and layout of what is in the
-    plan's folder.
+    """Predict on this rank.
+
+    Returns:
+        On rank 0 the file's path, or form and layout of what is in the plan's folder.
     """
-    folder = plan.folder or Path(
-        world.broadcast_object(str(folder_beside(plan.target)) if world.is_first else "")
-    )
+    folder = plan.folder
+    if folder is None:
+        made = str(folder_beside(plan.target)) if world.is_first else ""
+        folder = Path(world.broadcast_object(made))
     try:
         found = _Prediction(world, plan, folder).run()
         return found if world.is_first else None
@@ -220,17 +223,26 @@ def predict_on(world: World, plan: _Plan) -> Any:
 
 
 class _Prediction:
-    """The state of one prediction on one rank."""
+    """The state of one prediction on one rank.
+
+    Attributes:
+        form: of the outputs, after the first batch; None on a rank without a share of it.
+        ending: of the file; "" where the outputs stay in memory, or as long as none is chosen.
+        layout: of the arrays; None for lines of JSON.
+    """
 
     def __init__(self, world: World, plan: _Plan, folder: Path) -> None:
-        self.world, self.plan, self.folder = world, plan, folder
+        self.world = world
+        self.plan = plan
+        self.folder = folder
         job = the_job(plan.job)
         self.name, source = source_of(job, plan.data)
         if isinstance(plan.data, str) and self.name.startswith("eval_data"):
             found = one_of(resolve_sets(source, world), plan.data)
         else:
             found = resolve(source, world, self.name)
-        dataset, collate = inputs_of(found, job.collate, self.name)
+        self.dataset, collate = inputs_of(found, job.collate, self.name)
+        self.rows = len(self.dataset)
         self.job = job.replace(collate=collate)
         # The model has its weights from the start, so that replicas are copies of it.
         recipe = recipe_of(job).replace(
@@ -242,75 +254,70 @@ class _Prediction:
         )
         self.step: Step = plan.strategy.prepare(recipe, world)
         say_what_collates(job, self.step)
-        self.dataset, self.rows = dataset, len(dataset)
         self.batch_size = job.eval_batch_size or job.batch_size
-        self.loader = job_loader(self.job, world, dataset, evaluation=True, name=self.name)
+        self.loader = job_loader(self.job, world, self.dataset, evaluation=True, name=self.name)
         self.form: Any = None
-        self.ending = (
-            "" if plan.target is None else plan.target.suffix
-        )  # "" is for memory, in the end
+        self.ending = "" if plan.target is None else plan.target.suffix
         self.layout: Layout | None = None
 
     def run(self) -> Any:
+        """Write all outputs; gives the file's path, or form and layout of what is in memory."""
         try:
             with self.step.evaluating():
-                self.without_rows = self._without_rows()
-                # (Under the seed, for models that draw random numbers in evaluation too.)
-                for batch, shares in self.step.over(
-                    self.loader.epoch(0), self._outputs, self.job.seed
-                ):
-                    self._write_batch(batch, shares)
+                without_rows = self._names_without_rows()
+                # Under the seed, for models that draw random numbers in evaluation too.
+                batches = self.step.over(self.loader.epoch(0), self._outputs, self.job.seed)
+                for batch, shares in batches:
+                    if batch.index == 0:
+                        self._begin(shares, without_rows)
+                    self._write(batch, shares)
         finally:
             self.loader.close()
         self.world.barrier()  # all have written
         if self.plan.target is None:
             return self.form, self.layout
-        # Under torchrun the others would begin to take the folder away.
+        # Under torchrun the others would begin to remove the folder.
         return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
 
-    def _write_batch(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
-        if batch.index == 0:
-            self._begin(shares)
+    def _names_without_rows(self) -> set[str]:
+        """The names of outputs without a row for each sample, found with another batch size.
+
+        Something else (steps in time, say) may have as many rows as a batch has samples, by chance.
+        """
+        replicas = self.step.replicas
+        largest = math.ceil(min(self.batch_size, self.rows) / replicas)
+        each = math.ceil(largest / 2) if largest > 2 else 3  # some models squeeze one sample
+        number = each * replicas
+        few: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
+        job = self.job.replace(eval_batch_size=number, loader_workers=0)
+        found: list[Leaf] = []
+        with contextlib.suppress(Exception):  # the model can't take them
+            loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
+            for _, shares in self.step.over(loader.epoch(0), self.step.predictions, job.seed):
+                for size, outputs in shares:
+                    found += leaves(formed(outputs, size))
+        names = [leaf.name for leaf in found if isinstance(leaf, Left)]
+        return set().union(*self.world.gather_objects(names))
+
+    def _write(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
         samples = batch.samples if batch.shares is not None else batch.parts[0].samples
         assert samples is not None
         first = int(samples[0]) if shares else 0
         for size, outputs in shares:
             if self.layout is None:
                 write_lines(self.folder, self.world.rank, self.form, outputs, size)
-                continue
-            for leaf, rows in taken(self.form, outputs, size):
-                if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
-                    raise InputError(
-                        f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is '
-                        f"{rows.dtype} in another: "
-                        "return one dtype"
-                    )
-                write_rows(self.folder, self.layout, leaf.name, first, rows)
+            else:
+                self._write_arrays(self.layout, first, size, outputs)
             first += size
 
-    def _without_rows(self) -> set[str]:
-        """The names of outputs without a row for each sample, as those of another number of samples
-        show.
-
-        By chance what has no row for each sample (steps in time) may have as many rows as there are
-        samples in a batch.
-        """
-        shares = self.step.replicas
-        most = -(-min(self.batch_size, self.rows) // shares)
-        number = (
-            (most + 1) // 2 if most > 2 else 3
-        ) * shares  # (one sample is squeezed by some models)
-        some: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
-        job = self.job.replace(eval_batch_size=number, loader_workers=0)
-        found: list[str] = []
-        with contextlib.suppress(Exception):  # the model can't take them
-            loader = job_loader(job, self.world, some, evaluation=True, name=self.name)
-            for _, made in self.step.over(loader.epoch(0), self.step.predictions, job.seed):
-                forms = [formed(outputs, size) for size, outputs in made]
-                found += [
-                    leaf.name for form in forms for leaf in leaves(form) if isinstance(leaf, Left)
-                ]
-        return {name for names in self.world.gather_objects(found) for name in names}
+    def _write_arrays(self, layout: Layout, first: int, size: int, outputs: Any) -> None:
+        for leaf, rows in taken(self.form, outputs, size):
+            if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
+                raise InputError(
+                    f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is '
+                    f"{rows.dtype} in another: return one dtype"
+                )
+            write_rows(self.folder, layout, leaf.name, first, rows)
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
         """The outputs of this process's shares that aren't empty, with the samples of each.
@@ -334,65 +341,74 @@ class _Prediction:
                 ) from error
             if batch.index:
                 raise
-            parts = (
-                [share[0] for share in batch.shares] if batch.shares is not None else batch.parts
-            )
+            parts = batch.parts
+            if batch.shares is not None:
+                parts = [share[0] for share in batch.shares]
             inputs = next(part.inputs for part in parts if part.size)
             raise InputError(
                 f"{self.name}: the model can't take {described(inputs)}: {told(error)}"
             ) from error
 
-    def _begin(self, shares: list[tuple[int, Any]]) -> None:
+    def _begin(self, shares: list[tuple[int, Any]], without_rows: set[str]) -> None:
         """After the first batch, agree on what will be written, and make room for it."""
         forms = [form_of(outputs, size) for size, outputs in shares]
-        here = [
-            list(leaves(form)) for form in forms
-        ]  # (and no form: its classes may be of the script's own)
-        every = [
-            (rank, of) for rank, ofs in enumerate(self.world.gather_objects(here)) for of in ofs
-        ]
-        names = ", ".join(leaf.name for leaf in every[0][1])
-        for rank, found in every[1:]:
-            if (theirs := ", ".join(leaf.name for leaf in found)) != names:
-                raise InputError(
-                    f"outputs: rank 0 has {names}, rank {rank} {theirs}: they should be the same"
-                )
-        # By chance what has no row for each sample may have as many rows on one device.
-        no_rows = {leaf.name for _, found in every for leaf in found if isinstance(leaf, Left)}
-        no_rows |= self.without_rows
-        first = [left_out(leaf, no_rows) for leaf in every[0][1]]
+        first, no_rows = self._agreed(forms)
+        no_rows |= without_rows
+        first = [left_out(leaf, no_rows) for leaf in first]
         if all(isinstance(leaf, Left) for leaf in first):
             size, outputs = shares[0] if shares else (0, None)
             raise nothing_to_keep(outputs, size)
-        self.form = left_out(forms[0], no_rows) if forms else None
-        left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.said]
+        if forms:
+            self.form = left_out(forms[0], no_rows)
+        left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.noted]
         if left and self.world.is_first:
-            self.world.tell(
-                Line.note(f"left out, since they have no row for each sample: {', '.join(left)}")
-            )
+            names = ", ".join(left)
+            self.world.tell(Line.note(f"left out, since they have no row for each sample: {names}"))
         if self.ending == ".jsonl":
-            write_lines(
-                self.folder, self.world.rank, self.form, None, 0
-            )  # each rank has a file, if an empty one
-            return
-        for leaf in first:
+            write_lines(self.folder, self.world.rank, self.form, None, 0)  # makes the rank's file
+        else:
+            self.layout = self._made_arrays(first)
+
+    def _agreed(self, forms: list[Any]) -> tuple[list[Leaf], set[str]]:
+        """The leaves of the first form over all ranks, and the names that any of them leaves out.
+
+        Raises:
+            InputError: forms have other names.
+        """
+        # Leaves are sent, since the classes of a form may be of the person's own script.
+        mine = [list(leaves(form)) for form in forms]
+        every: list[tuple[int, list[Leaf]]] = []
+        for rank, theirs in enumerate(self.world.gather_objects(mine)):
+            every += [(rank, found) for found in theirs]
+        _, first = every[0]
+        names = ", ".join(leaf.name for leaf in first)
+        for rank, found in every:
+            others = ", ".join(leaf.name for leaf in found)
+            if others != names:
+                raise InputError(
+                    f"outputs: rank 0 has {names}, rank {rank} {others}: they should be the same"
+                )
+        no_rows = {leaf.name for _, found in every for leaf in found if isinstance(leaf, Left)}
+        return first, no_rows
+
+    def _made_arrays(self, found: list[Leaf]) -> Layout:
+        """Make the files of arrays for the leaves of the first batch."""
+        arrays: list[Array] = []
+        for leaf in found:
             if isinstance(leaf, Items):
                 raise InputError(
                     f'outputs: "{leaf.name}" is a list with an item for each sample, which no '
-                    "array can hold: "
-                    "write them to a .jsonl file"
+                    "array can hold: write them to a .jsonl file"
                 )
-        arrays = [
-            Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape))
-            for leaf in first
-            if isinstance(leaf, Rows)
-        ]
-        if self.plan.target is not None:
-            self.ending = self.ending or (".npy" if len(arrays) == 1 else ".npz")
-        self.layout = layout(self.ending, arrays)
+            if isinstance(leaf, Rows):
+                arrays.append(Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape)))
+        if self.plan.target is not None and not self.ending:
+            self.ending = ".npy" if len(arrays) == 1 else ".npz"
+        made = layout(self.ending, arrays)
         if self.world.is_first:
-            create(self.folder, self.layout)
+            create(self.folder, made)
         self.world.barrier()
+        return made
 
     def _moved(self) -> Path:
         """Put together what the ranks have written, and move it to its place."""
@@ -400,9 +416,8 @@ class _Prediction:
         assert target is not None
         if self.layout is None:
             whole = self.folder / "merged"
-            sizes = (
-                min(self.batch_size, self.rows - i) for i in range(0, self.rows, self.batch_size)
-            )
+            starts = range(0, self.rows, self.batch_size)
+            sizes = (min(self.batch_size, self.rows - start) for start in starts)
             with writing(whole):
                 merge(whole, self.folder, self.world.size, sizes)
         else:
