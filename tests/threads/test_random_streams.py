@@ -65,7 +65,6 @@ DRAWS: dict[str, Callable[[], torch.Tensor]] = {
     "alpha_dropout": lambda: F.alpha_dropout(X, training=True),
     "feature_alpha_dropout": lambda: F.feature_alpha_dropout(IMAGES, training=True),
     "torch.dropout": lambda: torch.dropout(X, 0.3, True),
-    "native_dropout": lambda: torch.native_dropout(X, 0.3, True)[0],
     "rand": lambda: torch.rand(5),
     "randn": lambda: torch.randn((5,), dtype=torch.float64),
     "randint": lambda: torch.randint(1000, (5,)),

@@ -1,79 +1,42 @@
-"""Masks: the functions that draw inside of themselves, written out so that they draw from a given
+"""Dropout, attention and recurrent layers, written out so that they draw their masks from a given
 generator.
 
-PyTorch's dropout, attention and recurrent layers take no generator. Each function here computes the
-same as one of them, with the same calls in the same order on the CPU, so that from one state of a
-generator the same bits come. The first argument is the generator, the second the function that is
-replaced.
+PyTorch's own take no generator, and have too many operators below them for each to be watched. Each
+function here computes the same with the same calls in the same order as PyTorch does on the CPU, so
+that from one state of a generator the same bits come. It takes a function that gives the generator,
+the function that it stands for, and that one's arguments; it gives NotImplemented in cases that are
+not written out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-Tensor = torch.Tensor
-Generator = torch.Generator
-
-
-def _kept(generator: Generator, noise: Tensor, p: float) -> Tensor:
-    """Ones with probability 1 - p, else zeros, in place of ``noise``."""
-    return noise.bernoulli_(1 - p, generator=generator)
+Generator = Callable[[], torch.Generator]
 
 
-def _checked(p: float) -> None:
-    if not 0 <= p <= 1:
-        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {p}")
-
-
-def _channels(input: Tensor) -> Tensor:
-    """Room for one number per sample and channel. input: (batch, channels, ...)."""
-    if input.dim() < 2:
-        raise RuntimeError("Feature dropout requires at least 2 dimensions in the input")
-    return input.new_empty((*input.shape[:2], *(1 for _ in input.shape[2:])))
-
-
-def _scale(
-    generator: Generator, input: Tensor, p: float, train: bool, per_channel: bool
-) -> Tensor | None:
-    """What dropout multiplies by, or None for one that does nothing."""
-    _checked(p)
-    if p == 0 or not train or input.numel() == 0:
-        return None
-    if p == 1:
-        return torch.zeros((), dtype=input.dtype)
-    noise = _channels(input) if per_channel else torch.empty_like(input)
-    return _kept(generator, noise, p).div_(1 - p)
-
-
-def _dropping(per_channel: bool, in_place: bool) -> Callable[..., Tensor]:
-    def dropout(generator: Generator, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
-        scale = _scale(generator, input, p, train, per_channel)
-        if scale is None:
-            return input
-        return input.mul_(scale) if in_place else input * scale
-
-    return dropout
-
-
-def _functional_dropout(
+def _dropout(
     generator: Generator,
     func: Any,
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
-) -> Tensor:
-    """``F.dropout``, which would call ``torch.dropout``: the one that is called most goes the
-    short way.
-    """
-    if p < 0.0 or p > 1.0:
-        raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
-    return (_DROPOUT_ if inplace else _DROPOUT)(generator, func, input, p, training)
+) -> Any:
+    if not training or not 0 < p < 1 or not input.is_cpu:
+        return NotImplemented
+    noise = _noise(generator, input, p)
+    return input.mul_(noise) if inplace else input * noise
+
+
+def _noise(generator: Generator, like: Tensor, p: float) -> Tensor:
+    return torch.empty_like(like).bernoulli_(1 - p, generator=generator()).div_(1 - p)
 
 
 def _attention(
@@ -87,116 +50,78 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Tensor:
-    """Attention with its dropout mask. query: (..., length, width); key, value: (..., source,
-    width).
+) -> Any:
+    """Attention with a mask. query: (..., length, width); key, value: (..., source, width).
 
     With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides
     take the root of the scale, and a row in which all is masked gives zeros.
     """
-    if dropout_p == 0.0:
-        output: Tensor = func(
-            query,
-            key,
-            value,
-            attn_mask=attn_mask,
-            is_causal=is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        return output
-    if is_causal and attn_mask is not None:
-        raise RuntimeError("scaled_dot_product_attention takes attn_mask or is_causal, not both")
+    if not 0 < dropout_p < 1 or not query.is_cpu or (is_causal and attn_mask is not None):
+        return NotImplemented
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
-        query, key, value = query.float(), key.float(), value.float()
-    root = math.sqrt(1 / math.sqrt(query.shape[-1]) if scale is None else abs(scale))
+        query = query.float()
+        key = key.float()
+        value = value.float()
     if enable_gqa:
         key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    root = math.sqrt(abs(scale))
+    scores = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
     if is_causal:
-        attn_mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
-    signed = -root if scale is not None and scale < 0 else root
-    scores = (query * signed) @ (key.transpose(-2, -1) * root)
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros(attn_mask.shape, dtype=scores.dtype).masked_fill_(
-                ~attn_mask, -math.inf
-            )
-        scores = scores + attn_mask
+        scores = scores + _added(attn_mask, scores.dtype)
     weights = torch._safe_softmax(scores, -1)
-    noise = _scale(generator, weights, dropout_p, True, False)
-    return ((weights if noise is None else weights * noise) @ value).to(dtype)
+    weights = weights * _noise(generator, weights, dropout_p)
+    return (weights @ value).to(dtype)
 
 
-def _layers(
-    generator: Generator,
-    func: Any,
-    run: Callable[[Tensor, Any, Sequence[Tensor]], tuple[Tensor, ...]],
-    input: Tensor,
-    hidden: Tensor | Sequence[Tensor],
-    weights: Sequence[Tensor],
-    layers: int,
-    dropout: float,
-) -> tuple[Tensor, ...]:
-    """A recurrent network layer by layer, with dropout between them. hidden: (layers x
-    directions, batch, width).
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to scores: minus infinity where a boolean one is False."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _recurrent(generator: Generator, func: Any, *args: Any) -> Any:
+    """Layers of an LSTM, GRU or RNN one after the other, with dropout between them.
+
+    The arguments are those of ``torch._VF.lstm``, in either form: input, hidden, weights, ..., or
+    with the batch sizes of packed data after the input. hidden: (layers x directions, batch, width).
     """
-    several = not isinstance(hidden, Tensor)
-    states = [hidden] if isinstance(hidden, Tensor) else list(hidden)
-    cut = [state.chunk(layers) for state in states]
+    at = 3 if isinstance(args[3], (list, tuple)) else 2
+    hidden, weights, _, layers, dropout, trains = args[at - 1 : at + 5]
+    if not trains or dropout == 0 or layers == 1 or not args[0].is_cpu:
+        return func(*args)
+    if dropout == 1:
+        return NotImplemented
+    is_one = isinstance(hidden, Tensor)
+    states = [state.chunk(layers) for state in ([hidden] if is_one else hidden)]
     each = len(weights) // layers
-    last: list[list[Tensor]] = [[] for _ in states]
-    output = input
+    given = list(args)
+    given[at + 2] = 1
+    given[at + 3] = 0.0
+    ends: list[list[Tensor]] = []
     for layer in range(layers):
-        mine = [state[layer] for state in cut]
-        output, *ends = run(
-            output, mine if several else mine[0], weights[layer * each : (layer + 1) * each]
-        )
-        for kept, end in zip(last, ends, strict=True):
-            kept.append(end)
+        mine = [state[layer] for state in states]
+        given[at - 1] = mine[0] if is_one else mine
+        given[at] = weights[layer * each : (layer + 1) * each]
+        output, *end = func(*given)
+        ends.append(end)
         if layer < layers - 1:
-            scale = _scale(generator, output, dropout, True, False)
-            output = output if scale is None else output * scale
-    return output, *(torch.cat(kept) for kept in last)
+            given[0] = output * _noise(generator, output, dropout)
+    return output, *(torch.cat(end) for end in zip(*ends, strict=True))
 
-
-def _recurrent(generator: Generator, func: Any, *args: Any) -> tuple[Tensor, ...]:
-    """``torch._VF.lstm`` and its like, in both of their forms: a padded batch, or packed data
-    and its batch sizes.
-    """
-    if isinstance(args[3], (list, tuple)):
-        input, sizes, hidden, weights, bias, layers, dropout, train, both_ways = args
-
-        def run(x: Tensor, h: Any, w: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            ran: tuple[Tensor, ...] = func(x, sizes, h, w, bias, 1, 0.0, train, both_ways)
-            return ran
-    else:
-        input, hidden, weights, bias, layers, dropout, train, both_ways, batch_first = args
-
-        def run(x: Tensor, h: Any, w: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            ran: tuple[Tensor, ...] = func(x, h, w, bias, 1, 0.0, train, both_ways, batch_first)
-            return ran
-
-    if not train or dropout == 0 or layers == 1:
-        whole: tuple[Tensor, ...] = func(*args)
-        return whole
-    return _layers(generator, func, run, input, hidden, weights, layers, dropout)
-
-
-_DROPOUT = _dropping(per_channel=False, in_place=False)
-_DROPOUT_ = _dropping(per_channel=False, in_place=True)
 
 WRITTEN: dict[Any, Callable[..., Any]] = {
-    F.dropout: _functional_dropout,
-    torch.dropout: _DROPOUT,
-    torch.dropout_: _DROPOUT_,
-    torch.feature_dropout: _dropping(per_channel=True, in_place=False),
-    torch.feature_dropout_: _dropping(per_channel=True, in_place=True),
-    torch._C._nn.scaled_dot_product_attention: _attention,
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
     torch.lstm: _recurrent,
     torch.gru: _recurrent,
     torch.rnn_tanh: _recurrent,
     torch.rnn_relu: _recurrent,
 }
-"""What is written out here, by the function that it stands for."""
+"""The functions here, by the function that each stands for."""

@@ -7,15 +7,10 @@ draws what PyTorch would have drawn from its own generator in that state: under 
 without, one thread computes the same bits.
 
 It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in its thread (and only
-there):
-
-==========================================  =============================================================
-functions that take a ``generator``         are given ours, unless the caller gave one
-dropout of all kinds, attention, RNNs       draw inside, where no generator can be passed: their mask is drawn here
-functions of torch.nn.functional that call  run as they are, with what they call seen too
-others
-a few rare ones                             one at a time, with our state lent to PyTorch's generator
-==========================================  =============================================================
+there). What may draw is called inside a ``TorchDispatchMode``, which gives our generator to each
+operator below it that takes one: ``F.gumbel_softmax``, say, draws by ``aten.exponential_``. Dropout,
+attention and recurrent layers are written out instead (see random_functions). All other functions
+are called as they are.
 
 Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's
 and NumPy's random. Accelerators have a generator per device already, and what is drawn there is
@@ -25,6 +20,7 @@ left alone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -33,9 +29,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from lockstep.threads import random_functions
+from lockstep.threads.random_functions import WRITTEN
 
 Source = torch.Generator | Callable[[], torch.Generator]
 
@@ -123,154 +121,116 @@ class _Stream(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        route = _ROUTES.get(func)
-        if route is None:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        return route(self, func, args, kwargs or {})
-
-
-_Route = Callable[[_Stream, Any, tuple[Any, ...], Mapping[str, Any]], Any]
-
-
-def _with_generator(
-    mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
-    """The function takes a generator: give it ours, unless it has one or draws elsewhere."""
-    given = kwargs.get("generator") is not None or any(
-        isinstance(arg, torch.Generator) for arg in args
-    )
-    if given or not _on_cpu(args, kwargs):
-        return func(*args, **kwargs)
-    return func(*args, **{**kwargs, "generator": mode.generator})
-
-
-def _on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function draws on the CPU: by its ``device``, or its first tensor, or the
-    default device.
-    """
-    device = kwargs.get("device")
-    if device is None:
-        if args and isinstance(args[0], torch.Tensor):
-            return args[0].is_cpu
-        tensor = next(
-            (item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor)), None
-        )
-        device = torch.get_default_device() if tensor is None else tensor.device
-    return torch.device(device).type == "cpu"
-
-
-def _drawn_here(write: Callable[..., Any]) -> _Route:
-    """The function draws inside: compute it in another way, with masks from our generator."""
-
-    def route(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if not _on_cpu(args, kwargs):
+        kwargs = kwargs or {}
+        is_innermost = _here.streams[-1] is self
+        if not is_innermost or func not in _DRAWING:
             return func(*args, **kwargs)
-        return write(mode.generator, func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self:
+                return _attention_forward(*args, **kwargs)
+        if func in WRITTEN:
+            found = WRITTEN[func](lambda: self.generator, func, *args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        with _Draws(self):
+            return func(*args, **kwargs)
 
-    return route
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the generator of a stream to each operator on the CPU that takes one."""
+
+    def __init__(self, stream: _Stream) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._stream = stream
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # in which composite operators arrive whole
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        drawing = _with_generator(func)
+        if drawing is None or _has_generator(args, kwargs) or not _is_on_cpu(args, kwargs):
+            return func(*args, **kwargs)
+        return drawing(*args, **{**kwargs, "generator": self._stream.generator})
 
 
-def _seen_inside(function: Any) -> _Route:
-    """The function is Python, and calls what draws: run its code, in which those calls come back to
-    us.
+@functools.cache
+def _with_generator(func: OpOverload) -> OpOverload | None:
+    """The overload of an operator that takes a generator; None where there is none."""
+    packet = func.overloadpacket
+    name = func._overloadname
+    for overload in (name, _GENERATOR_OVERLOADS.get(name, name)):
+        if overload in packet.overloads():
+            found: OpOverload = getattr(packet, overload)
+            if any(argument.name == "generator" for argument in found._schema.arguments):
+                return found
+    return None
 
-    Inside a mode's handler the mode is off, and with it on again the function would only ask for
-    its handler: so this is the same code, in which that question is always answered with no.
+
+_GENERATOR_OVERLOADS = {
+    "default": "generator",
+    "low": "low_generator",
+    "low_dtype": "low_generator_dtype",
+    "Tensor": "Tensor_generator",
+}
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    given = (*args, kwargs.get("generator"))
+    return any(isinstance(argument, torch.Generator) for argument in given)
+
+
+def _is_on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operator draws on the CPU: by its ``device``, or its first tensor."""
+    device = kwargs.get("device")
+    if device is not None:
+        return torch.device(device).type == "cpu"
+    tensor = next((argument for argument in args if isinstance(argument, torch.Tensor)), None)
+    return tensor is None or tensor.is_cpu
+
+
+def _unhandled(function: Any) -> Any:
+    """A copy of a Python function of PyTorch's that doesn't ask for a mode's handler.
+
+    Inside a handler the mode is off. With the mode on again the function would only ask for the
+    handler again; so in its copy that question is always answered with no.
     """
     asked = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     names = {**function.__globals__, **dict.fromkeys(asked, lambda *args: False)}
-    inner = types.FunctionType(
+    copied = types.FunctionType(
         function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    inner.__kwdefaults__ = function.__kwdefaults__
-
-    def route(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        TorchFunctionMode.__enter__(mode)  # type: ignore[no-untyped-call]
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            TorchFunctionMode.__exit__(mode, None, None, None)  # type: ignore[no-untyped-call]
-
-    return route
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
-_lending = threading.Lock()
+_attention_forward = _unhandled(F.multi_head_attention_forward)
 
 
-def _lent(mode: _Stream, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The function draws from PyTorch's generator and can't be told otherwise: lend that one our
-    state meanwhile.
-    """
-    if not _on_cpu(args, kwargs):
-        return func(*args, **kwargs)
-    generator = mode.generator  # before PyTorch's is lent: it may be seeded from that one
-    with _lending:
-        kept = torch.default_generator.get_state()
-        torch.default_generator.set_state(generator.get_state())
-        try:
-            return func(*args, **kwargs)
-        finally:
-            generator.set_state(torch.default_generator.get_state())
-            torch.default_generator.set_state(kept)
+def _named(home: Any, names: str) -> list[Any]:
+    return [getattr(home, name) for name in names.split()]
 
 
-def _routes() -> dict[Any, _Route]:
-    taking = [
-        *(
-            torch.rand,
-            torch.randn,
-            torch.randint,
-            torch.randperm,
-            torch.rand_like,
-            torch.randn_like,
-        ),
-        *(
-            torch.randint_like,
-            torch.normal,
-            torch.bernoulli,
-            torch.multinomial,
-            torch.poisson,
-            torch.binomial,
-        ),
-        *(torch._standard_gamma, torch._sample_dirichlet, torch.rrelu, torch.rrelu_),
-        *(nn.init.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.kaiming_uniform_),
-        *(
-            getattr(torch.Tensor, name)
-            for name in (
-                *(
-                    "bernoulli",
-                    "multinomial",
-                    "bernoulli_",
-                    "uniform_",
-                    "normal_",
-                    "exponential_",
-                    "random_",
-                ),
-                *("cauchy_", "geometric_", "log_normal_"),
-            )
-        ),
-    ]
-    routes: dict[Any, _Route] = dict.fromkeys(taking, _with_generator)
-    for function, write in random_functions.WRITTEN.items():
-        routes[function] = _drawn_here(write)
-    for function in (
-        *(
-            F.dropout1d,
-            F.dropout2d,
-            F.dropout3d,
-            F.rrelu,
-            F.gumbel_softmax,
-            F.multi_head_attention_forward,
-        ),
-    ):
-        routes[function] = _seen_inside(function)
-    rare = [
-        *(torch.native_dropout, F.alpha_dropout, torch.alpha_dropout, torch.alpha_dropout_),
-        *(F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.feature_alpha_dropout_),
-        *(F.fractional_max_pool2d, F.fractional_max_pool2d_with_indices),
-        *(F.fractional_max_pool3d, F.fractional_max_pool3d_with_indices),
-    ]
-    return {**routes, **dict.fromkeys(rare, _lent)}
-
-
-_ROUTES = _routes()
+_DRAWING = {
+    *_named(torch, "rand randn randint randperm rand_like randn_like randint_like normal"),
+    *_named(torch, "bernoulli multinomial poisson binomial _standard_gamma _sample_dirichlet"),
+    *_named(torch, "rrelu rrelu_ dropout dropout_ feature_dropout feature_dropout_"),
+    *_named(torch, "alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_"),
+    *_named(torch, "lstm gru rnn_tanh rnn_relu"),
+    *_named(torch.Tensor, "bernoulli multinomial bernoulli_ uniform_ normal_ exponential_"),
+    *_named(torch.Tensor, "random_ cauchy_ geometric_ log_normal_"),
+    *_named(F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout"),
+    *_named(F, "rrelu gumbel_softmax scaled_dot_product_attention multi_head_attention_forward"),
+    *_named(F, "fractional_max_pool2d fractional_max_pool2d_with_indices"),
+    *_named(F, "fractional_max_pool3d fractional_max_pool3d_with_indices"),
+    *_named(nn.init, "uniform_ normal_ trunc_normal_ kaiming_uniform_"),
+}
+"""The functions that may draw."""
