@@ -15,7 +15,7 @@ from benchmarks.timing import Benchmark, Ratio
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.parallel import DataParallel
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 STEPS = 5
 
@@ -27,7 +27,7 @@ def step(net: nn.Module, inputs: torch.Tensor) -> None:
 
 def stepping(net: nn.Module, inputs: torch.Tensor) -> Mapping[str, Callable[[], float]]:
     parallel = DataParallel(net, slots(2))
-    one_core = Team([Device("cpu", 0, usable_cores()[:1])])
+    one_core = ThreadPool([Device("cpu", 0, usable_cores()[:1])])
 
     def rate(work: Callable[[], object]) -> Callable[[], float]:
         def once() -> float:

@@ -14,7 +14,7 @@ from benchmarks.timing import Benchmark, Ratio
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.parallel import ParallelLoss
 from lockstep.parallel.balance.live_memory import LiveBytes
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64
 CHUNK = {1: 8, 2: 8}
@@ -57,7 +57,7 @@ def _steps(
             "one device twice": parallel(devices * 2),
         }
     core = Device("cpu", 0, usable_cores()[:1])
-    team = Team([core])
+    team = ThreadPool([core])
     return layer, {
         "plain, one CPU device": lambda: team.run([plain]) and None,
         "one CPU device": parallel([core]),

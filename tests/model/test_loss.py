@@ -16,11 +16,11 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.model.losses.additivity import Piece
 from torch import Tensor, nn
 
 import lockstep
 from lockstep.errors import LossError
-from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from lockstep.model.losses.additivity import Piece
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.errors import LockstepError, LossError
-from lockstep.model.losses.additivity import Piece
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck

@@ -77,7 +77,10 @@ def test_what_is_sent_for_the_next_stage_is_waited_for_in_its_turn(queues: CardQ
     queues.leave(1)
     queues.enter(0)
     x = torch.ones(3, device=ONE)
-    with TransferMode((ONE, TWO), TWO, queues=queues) as mode, queues.sending(0, lambda stage: None):
+    with (
+        TransferMode((ONE, TWO), TWO, queues=queues) as mode,
+        queues.sending(0, lambda stage: None),
+    ):
         y = mode.moved(x)
     torch.ones(3, device=TWO) * 2  # another micro-batch, which has its turn there now
     assert card.memory_of(y).isnan().all()

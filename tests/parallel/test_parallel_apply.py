@@ -21,12 +21,12 @@ from torch import nn
 from lockstep.errors import InputError
 from lockstep.launch import devices
 from lockstep.parallel import parallel_apply
-from lockstep.threads.thread_pool import Team, borrowed
+from lockstep.threads.thread_pool import ThreadPool, borrowed
 
 
 @pytest.fixture
-def team() -> Team:
-    return Team(devices.slots(3))
+def team() -> ThreadPool:
+    return ThreadPool(devices.slots(3))
 
 
 def test_modules_get_their_arguments_and_results_come_in_order() -> None:
@@ -111,7 +111,7 @@ def test_each_thread_has_the_limit_and_the_cores_of_its_slot_and_the_caller_keep
         cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
         return torch.get_num_threads(), cores
 
-    found = Team(slots).run([state] * 3)
+    found = ThreadPool(slots).run([state] * 3)
     for slot, result in zip(slots, found, strict=True):
         assert result is not None and result[0] == slot.threads
         assert not result[1] or result[1] == set(slot.cores)
@@ -159,7 +159,7 @@ def test_an_exception_keeps_its_type_and_traceback_and_names_the_replica() -> No
     assert parallel_apply([abs, abs], [-1, -2], devices="2xcpu") == [1, 2], "the threads work on"
 
 
-def test_the_first_failure_wins_and_frees_those_that_wait_for_it(team: Team) -> None:
+def test_the_first_failure_wins_and_frees_those_that_wait_for_it(team: ThreadPool) -> None:
     barrier = threading.Barrier(3)
     team.on_abort.append(barrier.abort)
 
@@ -176,7 +176,7 @@ def test_the_first_failure_wins_and_frees_those_that_wait_for_it(team: Team) -> 
     assert team.run([int, int, None]) == [0, 0, None]
 
 
-def test_an_abort_hook_that_fails_does_not_stop_the_others(team: Team) -> None:
+def test_an_abort_hook_that_fails_does_not_stop_the_others(team: ThreadPool) -> None:
     called: list[int] = []
     team.on_abort += [lambda: 1 // 0, lambda: called.append(1)]  # type: ignore[list-item, func-returns-value]
     with pytest.raises(KeyError):
@@ -184,19 +184,19 @@ def test_an_abort_hook_that_fails_does_not_stop_the_others(team: Team) -> None:
     assert called == [1]
 
 
-def test_devices_may_sit_out(team: Team) -> None:
+def test_devices_may_sit_out(team: ThreadPool) -> None:
     assert team.run([None, lambda: 5, None]) == [None, 5, None]
     assert team.run([None] * 3) == [None] * 3
     with pytest.raises(InputError, match="2 functions for 3 devices"):
         team.run([int, int])
 
 
-def test_a_team_that_would_wait_for_itself_is_refused(team: Team) -> None:
+def test_a_team_that_would_wait_for_itself_is_refused(team: ThreadPool) -> None:
     with pytest.raises(InputError, match="wait for itself"):
         team.run([lambda: team.run([int, int, int]), None, None])
 
 
-def test_a_closed_team_makes_new_threads(team: Team) -> None:
+def test_a_closed_team_makes_new_threads(team: ThreadPool) -> None:
     before = team.run([threading.get_ident] * 3)
     team.close()
     assert set(team.run([threading.get_ident] * 3)).isdisjoint(before) or team.run(
@@ -205,7 +205,7 @@ def test_a_closed_team_makes_new_threads(team: Team) -> None:
 
 
 def test_threads_end_with_their_team() -> None:
-    team = Team(devices.slots(2))
+    team = ThreadPool(devices.slots(2))
     threads = team.run([threading.current_thread] * 2)
     del team
     gc.collect()
@@ -215,7 +215,7 @@ def test_threads_end_with_their_team() -> None:
         assert not thread.is_alive()
 
 
-def test_idle_threads_keep_no_results_alive(team: Team) -> None:
+def test_idle_threads_keep_no_results_alive(team: ThreadPool) -> None:
     class Result:
         pass
 
@@ -229,7 +229,7 @@ def test_idle_threads_keep_no_results_alive(team: Team) -> None:
     assert [ref() for ref in refs] == [None] * 3
 
 
-def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone(team: Team) -> None:
+def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone(team: ThreadPool) -> None:
     class Weights:
         pass
 
@@ -244,7 +244,7 @@ def test_a_failed_call_keeps_nothing_alive_after_its_exception_is_gone(team: Tea
     assert refs[0]() is None
 
 
-def test_ctrl_c_frees_the_threads_and_the_next_call_works(team: Team) -> None:
+def test_ctrl_c_frees_the_threads_and_the_next_call_works(team: ThreadPool) -> None:
     barrier = threading.Barrier(2)
     team.on_abort.append(barrier.abort)
 
@@ -276,8 +276,8 @@ def test_a_forked_process_makes_threads_of_its_own() -> None:
         warnings.simplefilter("ignore")
         from lockstep.launch.devices import slots
         from lockstep.parallel import parallel_apply
-        from lockstep.threads.thread_pool import Team
-        team = Team(slots(2))
+        from lockstep.threads.thread_pool import ThreadPool
+        team = ThreadPool(slots(2))
         assert team.run([int, int]) == [0, 0]
         assert parallel_apply([abs, abs], [-1, -2], devices="2xcpu") == [1, 2]
         child = os.fork()

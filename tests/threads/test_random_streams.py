@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 from lockstep.launch import devices
 from lockstep.threads.random_streams import current, stream
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 X = torch.linspace(-2, 2, 192, dtype=torch.float64).sin().view(4, 6, 8)
 IMAGES = torch.linspace(-9, 9, 384).sin().view(2, 3, 8, 8)
@@ -164,7 +164,7 @@ class Net(nn.Module):
 def test_threads_with_equal_seeds_compute_equal_bits_whatever_their_timing() -> None:
     torch.manual_seed(0)
     net = Net()
-    team = Team(devices.slots(3))
+    team = ThreadPool(devices.slots(3))
 
     def work(number: int, delay: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
         def run() -> tuple[torch.Tensor, torch.Tensor]:

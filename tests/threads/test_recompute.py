@@ -12,13 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.launch.devices import slots
 from lockstep.threads.random_streams import stream
 from lockstep.threads.recompute import install
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_dropout_has_the_mask_of_the_first_time(reentrant: bool) -> None:
     install()
-    team = Team(slots(2))
+    team = ThreadPool(slots(2))
 
     def error(seed: int) -> float:
         w = torch.ones(16, requires_grad=True)

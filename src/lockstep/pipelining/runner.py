@@ -38,7 +38,7 @@ from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.tensors.seeding import states
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 T = TypeVar("T")
 
@@ -103,7 +103,7 @@ class Runner:
         accelerators = [device.torch for device in self._devices if not device.is_slot]
         self._overlap = Overlap(model, world, len(places), accelerators)
         self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
-        self._threads: Team | None = None
+        self._threads: ThreadPool | None = None
         self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
         self._shared: dict[int, torch.Tensor] = {}
 
@@ -264,7 +264,7 @@ class Runner:
                 torch.set_num_threads(torch.get_num_threads())
         return found[: len(functions)]  # type: ignore[return-value]  # each has run
 
-    def _enough_threads(self, count: int) -> Team:
+    def _enough_threads(self, count: int) -> ThreadPool:
         if self._threads is None or len(self._threads.devices) < count:
             if self._threads is not None:
                 self._threads.close()
@@ -273,7 +273,7 @@ class Runner:
             slots = [
                 Device("cpu", number) if self._is_on_slots else home for number in range(count)
             ]
-            self._threads = Team(slots, role="")
+            self._threads = ThreadPool(slots, role="")
         return self._threads
 
     def _occupy(self, stage: int) -> None:

@@ -55,7 +55,7 @@ from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
-from lockstep.threads.thread_pool import Team
+from lockstep.threads.thread_pool import ThreadPool
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class DPStep(Step):
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._every_parameter = [list(replica.parameters()) for replica in self._replicas]
         self._buffers = [buffers_of(replica) for replica in self._replicas]
-        self._team = Team(world.devices)
+        self._team = ThreadPool(world.devices)
         if exchange is not None:
             self._team.on_abort.append(exchange.abort)
         self._streams = [torch.Generator() for _ in world.devices] if self._on_slots else []

@@ -40,16 +40,17 @@ def cache_apart(copied: nn.Module, original: nn.Module | None = None) -> None:
         return  # the copy of a copy
     made = vars(kind).get("_apart")
     if made is None or vars(made)["_cached_apart"] != names:
-        reads = {
-            name: property(functools.partial(_read, name), functools.partial(_write, name))
-            for name in names
-        }
-        body = {**reads, "_cached_apart": names, "__module__": kind.__module__}
-        made = types.new_class(
-            kind.__name__, (kind,), exec_body=lambda namespace: namespace.update(body)
-        )
+        made = _class_apart(kind, names)
         kind._apart = made  # type: ignore[attr-defined]  # PyTorch made that class for this one module
     object.__setattr__(copied, "__class__", made)
+
+
+def _class_apart(kind: type, names: tuple[str, ...]) -> type:
+    """A subclass of a parametrized module's class whose replicas read through ``_read``."""
+    body: dict[str, Any] = {"_cached_apart": names, "__module__": kind.__module__}
+    for name in names:
+        body[name] = property(functools.partial(_read, name), functools.partial(_write, name))
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda made: made.update(body))
 
 
 @contextlib.contextmanager
@@ -57,7 +58,8 @@ def uncached() -> Iterator[None]:
     """Meanwhile this thread's replicas cache nothing: each chunk of a batch goes backward
     through its own graph.
     """
-    before, _here.off = getattr(_here, "off", False), True
+    before = getattr(_here, "off", False)
+    _here.off = True
     try:
         yield
     finally:
@@ -72,12 +74,8 @@ def _read(name: str, replica: Any) -> Tensor:
     cache: Any = parametrize._cache
     sources = list(compute.parameters())
     key = ("replica", replica._cached_as, threading.get_ident(), name)
-    of, found = cache.get(key, ((), None))
-    if (
-        found is None
-        or len(of) != len(sources)
-        or any(a is not b for a, b in zip(of, sources, strict=True))
-    ):
+    made_of, found = cache.get(key, ((), None))
+    if [id(source) for source in made_of] != [id(source) for source in sources] or found is None:
         found = compute()
         cache[key] = sources, found
     return found  # type: ignore[no-any-return]

@@ -23,7 +23,8 @@ import torch.utils.checkpoint as _checkpoint
 
 from lockstep.threads import random_streams
 
-Later = Callable[[], Callable[[], contextlib.AbstractContextManager[Any]] | None]
+Context = Callable[[], contextlib.AbstractContextManager[Any]]
+Later = Callable[[], Context | None]
 
 _installed = False
 _checkpoints = 0
@@ -80,16 +81,18 @@ def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[...,
     """The function, which draws in each later run what it draws now."""
     global _checkpoints
     _checkpoints += 1
-    around = [again for ask in _asked if (again := ask()) is not None]
-    if (generator := random_streams.current()) is not None:
+    around = [again for again in (ask() for ask in _asked) if again is not None]
+    generator = random_streams.current()
+    if generator is not None:
         around.append(_stream_again(generator))
     if not around:
         return function
-    waiting = [True] if is_first else []
+    is_recomputing = not is_first
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if waiting:
-            waiting.clear()
+        nonlocal is_recomputing
+        if not is_recomputing:
+            is_recomputing = True
             return function(*args, **kwargs)
         with contextlib.ExitStack() as stack:
             for again in around:
@@ -99,10 +102,8 @@ def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[...,
     return run
 
 
-def _stream_again(
-    generator: torch.Generator,
-) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The thread's stream as it is now."""
+def _stream_again(generator: torch.Generator) -> Context:
+    """Makes contexts in which the thread's stream is as it is now."""
     start = generator.get_state()
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.errors import InputError, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.launch.observer import Observer, observed
 from lockstep.launch.world import World, wait_awake
 
@@ -33,14 +33,14 @@ _exchanging = observed(
 class ThreadExchange:
     """Between replicas on threads of one process.
 
-    The caller says ``begin`` before each step, each replica's thread ``enter`` before each of its
+    The caller calls ``begin`` before each step, each replica's thread ``enter`` before each of its
     micro-batches. The backward of a micro-batch must run in the thread of its forward (on
     accelerators autograd has a thread for each device, which will do), and ``abort`` must be called
     where a replica raises: ``team.on_abort.append(x.abort)``.
 
     Args:
         parties: how many replicas there are.
-        observers: are told of each exchange.
+        observers: are called for each exchange.
 
     Attributes:
         layers, channels: names of the batch norms that exchange, by their numbers, and the most
@@ -51,8 +51,6 @@ class ThreadExchange:
     channels = 0
 
     def __init__(self, parties: int, observers: list[Observer] | None = None) -> None:
-        if parties < 1:
-            raise InputError(f"an exchange between {parties} replicas: there must be at least one")
         self.size = parties
         self._observers = [] if observers is None else observers
         self._here = threading.local()
@@ -65,37 +63,13 @@ class ThreadExchange:
         Args:
             parties: how many replicas take part, the first so many; a list where that differs by
                 micro-batch.
-
-        Raises:
-            InputError: more than there are, or fewer than one.
         """
-        each = [parties] if isinstance(parties, int) else list(parties)
-        for count in each:
-            if not 1 <= count <= self.size:
-                raise InputError(
-                    f"{count} replicas in a micro-batch, but there are {self.size}: 1 to "
-                    f"{self.size} can be"
-                )
-        self._rooms = [_Room(count) for count in each]
+        counts = [parties] if isinstance(parties, int) else parties
+        self._rooms = [_Room(count) for count in counts]
 
     def enter(self, replica: int, micro_batch: int = 0) -> None:
-        """The calling thread computes this replica's share of this micro-batch from now on.
-
-        Raises:
-            InputError: that micro-batch hasn't so many parties, or there is no such micro-batch in
-                this step.
-        """
-        if not 0 <= micro_batch < len(self._rooms):
-            raise InputError(
-                f"micro-batch {micro_batch} of {len(self._rooms)}: say begin with a number for each"
-            )
-        room = self._rooms[micro_batch]
-        if not 0 <= replica < room.parties:
-            raise InputError(
-                f"replica {replica} can't enter micro-batch {micro_batch}: {room.parties} take "
-                "part in it"
-            )
-        self._here.session = _Seat(room, replica, self._observers)
+        """The calling thread computes this replica's share of this micro-batch from now on."""
+        self._here.session = _Seat(self._rooms[micro_batch], replica, self._observers)
 
     def leave(self, replica: int, micro_batch: int = 0) -> None:
         """This replica's share of this micro-batch is done, backward too: one that still waits
@@ -104,21 +78,18 @@ class ThreadExchange:
         self._rooms[micro_batch].leave(replica)
 
     def session(self) -> Session:
-        """The calling thread's place, as it said with ``enter``."""
+        """The place of the calling thread, since its last ``enter``."""
         seat: _Seat | None = getattr(self._here, "session", None)
         if seat is None or seat.room not in self._rooms:
             raise StrategyError(
                 "synchronised batch norm was called in training mode outside of a step: call "
-                "model.eval() before a "
-                "forward of your own (or, with an exchange of your own, exchange.begin and "
-                "exchange.enter)"
+                "model.eval() before a forward of your own (or, with an exchange of your own, "
+                "exchange.begin and exchange.enter)"
             )
         return seat
 
     def abort(self) -> None:
-        """Free those that wait for one another: they raise ``StrategyError``. ``begin`` mends
-        it.
-        """
+        """Free those that wait for one another: they raise ``StrategyError``."""
         for room in self._rooms:
             room.abort()
 
@@ -135,9 +106,9 @@ class _Room:
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
-        self.boxes: list[list[SimpleQueue[Any]]] = [
-            [SimpleQueue() for _ in range(parties)] for _ in range(parties)
-        ]
+        self.boxes: list[list[SimpleQueue[Any]]] = []
+        for _ in range(parties):
+            self.boxes.append([SimpleQueue() for _ in range(parties)])
 
     def leave(self, party: int) -> None:
         for box in self.boxes[party]:
@@ -161,45 +132,31 @@ class _Seat:
     @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
-        boxes, me = self.room.boxes, self._number
+        me = self._number
+        boxes = self.room.boxes
         for other in range(self.parties):
             if other != me:
                 boxes[me][other].put(tensor)
-        found = [tensor if other == me else boxes[other][me].get() for other in range(self.parties)]
-        if any(item is _GONE for item in found):
-            raise StrategyError(
-                f"sync_batchnorm: replica {me} stopped waiting: another one failed, or took a "
-                "branch without this "
-                "batch norm; let each forward call all of them, or leave sync_batchnorm off"
-            )
-        if tensor.device.type != "cpu" and len({item.device for item in found}) < self.parties:
-            raise StrategyError(
-                f"{self.parties} replicas on {len({item.device for item in found})} "
-                f"{tensor.device.type} devices can't "
-                "synchronise batch norm: autograd has one thread for each device, so they would "
-                "wait forever"
-            )
-        if any(item.shape != tensor.shape for item in found):
-            raise StrategyError(
-                "sync_batchnorm: replicas have come to different batch norms at the same time, "
-                "since forward takes "
-                "branches by its samples: let each forward call all of them, or leave "
-                "sync_batchnorm off"
-            )
-        return torch.stack([item.to(tensor.device) for item in found])
+        found = []
+        for other in range(self.parties):
+            item = tensor if other == me else boxes[other][me].get()
+            if item is _GONE:
+                raise StrategyError(
+                    f"sync_batchnorm: replica {me} stopped waiting: another one failed, or took a "
+                    "branch without this batch norm; let each forward call all of them, or leave "
+                    "sync_batchnorm off"
+                )
+            found.append(item.to(tensor.device))
+        return torch.stack(found)
 
     @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        if (
-            tensor.device.type == "cpu"
-            and threading.get_ident() != self._thread
-            and self.parties > 1
-        ):
+        is_elsewhere = tensor.is_cpu and threading.get_ident() != self._thread
+        if is_elsewhere and self.parties > 1:
             raise StrategyError(
                 "synchronised batch norm: backward runs in another thread than forward, where the "
-                "replicas would wait "
-                "for each other forever: run loss and backward of each replica inside its own "
-                "thread"
+                "replicas would wait for each other forever: run loss and backward of each "
+                "replica inside its own thread"
             )
         return self.gather(tensor).sum(0)
 
@@ -234,26 +191,19 @@ class RankExchange:
 
         Args:
             parties: how many ranks take part, the first so many.
-
-        Raises:
-            InputError: more than there are, or fewer than one.
         """
-        if not 1 <= parties <= self._world.size:
-            raise InputError(f"{parties} ranks in a micro-batch, but there are {self._world.size}")
         self.make_group(parties)
         self.parties = parties
 
     def make_group(self, parties: int) -> None:
-        """Make the group of the first so many ranks, where it is to be another one than that of
-        all.
-        """
+        """Make the group of the first ranks, where it isn't that of all."""
         if 1 < parties < self._world.size and parties not in self._groups:
             group = dist.new_group(list(range(parties)))
             assert group is not None
             self._groups[parties] = group
 
     def session(self) -> Session:
-        """This rank's place in the present micro-batch: ``begin`` comes after its backward."""
+        """The place of this rank in the present micro-batch, until the next ``begin``."""
         return self
 
     @_exchanging

@@ -51,8 +51,7 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
 
     Raises:
         InputError: a lazy batch norm that hasn't seen data yet.
-        StrategyError: a batch norm of another class, or with a forward of its own, which computes
-            nobody knows what.
+        StrategyError: a batch norm of another class, or with a forward of its own.
     """
     found: dict[str, _BatchNorm] = {}
     for name, part in module.named_modules():
@@ -73,15 +72,16 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
                 "be synchronised: "
                 "use one of those, or leave sync_batchnorm off"
             )
-    for number, part in enumerate(found.values()):
+    norms = list(found.values())
+    for number, part in enumerate(norms):
         part.forward = types.MethodType(_over_all(exchange, number), part)  # type: ignore[method-assign]
     exchange.layers = tuple(found)
-    exchange.channels = max((part.num_features for part in found.values()), default=0)
-    return len(found)
+    exchange.channels = max((norm.num_features for norm in norms), default=0)
+    return len(norms)
 
 
 def end_forward(exchange: RankExchange) -> None:
-    """Make sure that no rank comes to one more batch norm in the forward that this one has ended.
+    """Check that no rank comes to one more batch norm in the forward that this one has ended.
 
     Raises:
         StrategyError: one does.
@@ -103,25 +103,18 @@ def _gathered(
     """
     if mine.device.type != "cpu":  # which would be waited for
         return session.gather(mine)
-    sent = torch.cat(
-        [
-            mine.new_tensor([number]),
-            mine,
-            mine.new_zeros(max(0, 2 * exchange.channels + 1 - len(mine))),
-        ]
+    empty = max(0, 2 * exchange.channels + 1 - len(mine))
+    found = session.gather(
+        torch.cat([mine.new_tensor([number]), mine, mine.new_zeros(empty)]),
     )
-    found = session.gather(sent)
-    if not bool((found[:, 0] == number).all()):
+    numbers = found[:, 0].tolist()
+    if set(numbers) != {number}:
         names = [*(f'batch norm "{name}"' for name in exchange.layers), "the end of forward"]
-        comes = ", ".join(
-            f"replica {party} to {names[int(its)]}"
-            for party, its in enumerate(found[:, 0].tolist())
-        )
+        where = [f"replica {party} to {names[int(at)]}" for party, at in enumerate(numbers)]
         raise StrategyError(
             "sync_batchnorm: replicas have come to different batch norms at the same time "
-            f"({comes}), since forward "
-            "takes branches by its samples: let each forward call all of them, or leave "
-            "sync_batchnorm off"
+            f"({', '.join(where)}), since forward takes branches by its samples: let each forward "
+            "call all of them, or leave sync_batchnorm off"
         )
     return found[:, 1 : 1 + len(mine)]
 
@@ -140,14 +133,13 @@ def _over_all(
             self.num_batches_tracked.add_(1)
             if momentum is None:  # the average of all batches so far
                 momentum = 1.0 / float(self.num_batches_tracked)
-        tracked = (
-            (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-        )
+        tracks = self.track_running_stats
         output: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input,
             self.weight,
             self.bias,
-            *tracked,
+            self.running_mean if tracks else None,
+            self.running_var if tracks else None,
             momentum or 0.0,
             self.eps,
             exchange,
@@ -162,7 +154,7 @@ def _over_all(
 
 
 class _Normalise(torch.autograd.Function):
-    """The two passes; each exchanges one small tensor."""
+    """Forward and backward over all parties; each exchanges one small tensor."""
 
     @staticmethod
     def forward(
@@ -201,9 +193,12 @@ class _Normalise(torch.autograd.Function):
         if running_var is not None:
             unbiased = square / (total - 1)
             running_var.mul_(1 - momentum).add_((momentum * unbiased).to(running_var.dtype))
-        mean, var = mean.to(dtype), (square / total).to(dtype)
+        mean = mean.to(dtype)
+        var = (square / total).to(dtype)
         ctx.save_for_backward(input, weight, mean, var, total)
-        ctx.eps, ctx.session, ctx.bias_dtype = eps, session, None if bias is None else bias.dtype
+        ctx.eps = eps
+        ctx.session = session
+        ctx.bias_dtype = None if bias is None else bias.dtype
         # PyTorch's own kernels: in eval mode they normalise with the statistics that they are
         # given.
         return F.batch_norm(input, mean, var, _as(weight, dtype), _as(bias, dtype), False, 0.0, eps)
@@ -221,11 +216,9 @@ class _Normalise(torch.autograd.Function):
                 grad, input, scale, mean, var, None, None, False, ctx.eps, [wants_input, True, True]
             )
         else:  # that kernel divides by the size
-            grad_input, grad_weight, grad_bias = (
-                torch.zeros_like(input),
-                torch.zeros_like(mean),
-                torch.zeros_like(mean),
-            )
+            grad_input = torch.zeros_like(input)
+            grad_weight = torch.zeros_like(mean)
+            grad_bias = torch.zeros_like(mean)
         if wants_input:
             means = ctx.session.sum(torch.stack([grad_weight, grad_bias]).to(total.dtype)) / total
             by_mean, by_bias = (-means.to(mean.dtype) * scale * (var + ctx.eps).rsqrt()).unbind(0)
@@ -246,10 +239,8 @@ def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, 
         zeros = torch.zeros(input.shape[1], dtype=dtype, device=input.device)
         return zeros, zeros
     values = input.to(dtype)
-    if input.device.type in ("cpu", "cuda"):
-        mean, var = torch.batch_norm_update_stats(
-            values, None, None, 0.0
-        )  # 3 to 30 times as fast as var_mean
+    if input.device.type in ("cpu", "cuda"):  # 3 to 30 times as fast as var_mean
+        mean, var = torch.batch_norm_update_stats(values, None, None, 0.0)
     else:
         var, mean = torch.var_mean(values, [0, *range(2, input.dim())], correction=0)
     return mean, var

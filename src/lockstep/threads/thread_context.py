@@ -20,15 +20,17 @@ T = TypeVar("T")
 _CPU = torch.device("cpu")
 
 
-_followers: contextvars.ContextVar[
-    tuple[Callable[[Device], contextlib.AbstractContextManager[Any]], ...]
-] = contextvars.ContextVar("followers", default=())
+Follower = Callable[[Device], contextlib.AbstractContextManager[Any]]
+
+_followers: contextvars.ContextVar[tuple[Follower, ...]]
+_followers = contextvars.ContextVar("followers", default=())
 
 
 @contextlib.contextmanager
-def followed_by(make: Callable[[Device], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """Meanwhile threads that compute for this one do so inside ``make(device)``: modes of
-    PyTorch's are per thread.
+def followed_by(make: Follower) -> Iterator[None]:
+    """Have threads that compute for this one do so inside ``make(device)``, in a ``with``.
+
+    Modes of PyTorch's are per thread.
     """
     token = _followers.set((*_followers.get(), make))
     try:
@@ -94,9 +96,7 @@ class Caller:
             if self.default.type == device.type and not device.is_slot:
                 stack.enter_context(device.torch)  # "the accelerator" means each thread's own
             if device in self.streams:
-                one = self.streams[
-                    device
-                ]  # whose object only one of the threads on a card can enter
+                one = self.streams[device]  # an object that only one thread can enter
                 own = torch.Stream(
                     stream_id=one.stream_id,
                     device_index=one.device_index,

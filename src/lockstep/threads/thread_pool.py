@@ -1,4 +1,4 @@
-"""Team: threads that stay, one per device, and compute at the same time.
+"""A pool of threads that stay, one per device, and compute at the same time.
 
 A thread made for each call costs more than a small step, and forgets its thread limit: OpenMP's
 belongs to the thread that sets it, so a thread here sets its own once, is kept on the cores of its
@@ -39,8 +39,8 @@ compute.
 """
 
 
-class Team:
-    """One thread for each device, for as long as the team lives.
+class ThreadPool:
+    """One thread for each device, for as long as the pool lives.
 
     Args:
         devices: where each computes. One device may occur several times, and has a thread each
@@ -73,7 +73,7 @@ class Team:
             What each returned, in the order of the devices; None for those that sat out.
 
         Raises:
-            InputError: not as many functions as devices, or called from one of the team's own
+            InputError: not as many functions as devices, or called from one of the pool's own
                 threads.
             Exception: the first that was raised, with its own type and traceback and a note that
                 names the device.
@@ -83,17 +83,16 @@ class Team:
                 f"{len(callables)} functions for {len(self.devices)} devices: give one for each, "
                 "or None"
             )
-        if not all(worker.is_alive for worker in self._workers):
-            self._workers = [
-                worker if worker.is_alive else _Worker(worker.device) for worker in self._workers
-            ]
+        for number, worker in enumerate(self._workers):
+            if not worker.is_alive:
+                self._workers[number] = _Worker(worker.device)
         busy = [number for number, function in enumerate(callables) if function is not None]
         if not busy:
             return [None] * len(callables)
         here = threading.get_ident()
         if any(worker.ident == here for worker in self._workers):
             raise InputError(
-                "a function of a team can't run that same team, which would wait for itself: make "
+                "a function of a pool can't run that same pool, which would wait for itself: make "
                 "another"
             )
         call = _Call(len(callables), len(busy), self.on_abort)
@@ -178,18 +177,16 @@ class _Call:
                 if not is_watched():  # a training says it of all its ranks
                     os.write(2, f"lockstep: {threads_line(report_after())}\n".encode())
                 self._finished.acquire()
-        except (
-            BaseException
-        ):  # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle
+        except BaseException:
+            # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle.
             self._abort()
             self._finished.acquire(timeout=_PATIENCE)
             raise
 
     def _abort(self) -> None:
         for hook in tuple(self._on_abort):
-            with contextlib.suppress(
-                Exception
-            ):  # one that fails must not keep the others from being freed
+            # One that fails must not keep the others from being freed.
+            with contextlib.suppress(Exception):
                 hook()
 
 
@@ -230,7 +227,7 @@ class _Worker:
 _threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Any]] = (
     weakref.WeakKeyDictionary()
 )
-"""All threads of all teams, and what wakes them."""
+"""All threads of all pools, and what wakes them."""
 
 
 @atexit.register
@@ -275,31 +272,28 @@ def _attempt(
 
 
 _idle: dict[Device, list[_Worker]] = {}
-"""Threads that ``borrowed`` teams have handed back. Taking one out is a single ``pop``, which
+"""Threads that ``borrowed`` pools have handed back. Taking one out is a single ``pop``, which
 needs no lock.
 """
 
 
 @contextlib.contextmanager
-def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[Team]:
-    """A team of threads that are idle now, or new ones; they are handed back at the end.
+def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[ThreadPool]:
+    """A pool of threads that are idle now, or new ones; they are handed back at the end.
 
     Calls inside calls, and from several threads, get threads of their own: they never wait for one
     another.
     """
-    team = Team((), role)
-    team.devices = tuple(devices)
-    for device in team.devices:
-        team._workers.append(_idle_worker(device))
+    pool = ThreadPool((), role)
+    pool.devices = tuple(devices)
+    pool._workers = [_idle_worker(device) for device in pool.devices]
     try:
-        yield team
+        yield pool
     except Exception:
-        _hand_back(team)
+        _hand_back(pool)
         raise
-    else:
-        _hand_back(
-            team
-        )  # after Ctrl-C they may still compute: then they end instead, with their team
+    # After Ctrl-C they may still compute: then they end instead, with their pool.
+    _hand_back(pool)
 
 
 def _idle_worker(device: Device) -> _Worker:
@@ -313,6 +307,6 @@ def _idle_worker(device: Device) -> _Worker:
             return worker
 
 
-def _hand_back(team: Team) -> None:
-    for worker in team._workers:
+def _hand_back(pool: ThreadPool) -> None:
+    for worker in pool._workers:
         _idle.setdefault(worker.device, []).append(worker)
