@@ -27,26 +27,48 @@ from lockstep.tensors.rows import share_sizes
 
 
 def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> None:
-    """Add a line of JSON for each sample. Numbers that JSON lacks become ``"NaN"``, ``"Infinity"``.
+    """Add a line of JSON for each sample to the file of a rank, which is made if there is none.
+
+    Numbers that JSON lacks become ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``.
+
+    Args:
+        folder: of the files of all ranks.
+        rank: this one.
+        form: of the outputs, as ``form_of`` gives it.
+        outputs: of a local batch.
+        size: its samples; with 0 the outputs aren't read.
 
     Raises:
         InputError: these outputs are of another form.
         SaveError: they can't be written.
     """
-    kept = {leaf.name: value for leaf, value in taken(form, outputs, size)} if size else {}
-    lines = [_json(value) + "\n" for value in _rows(form, kept, size)] if size else []
-    with writing(_part(folder, rank)), _part(folder, rank).open("a", encoding="utf-8") as file:
+    lines: list[str] = []
+    if size:
+        kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
+        for row in _rows(form, kept, size):
+            lines.append(_json(row) + "\n")
+    path = _part(folder, rank)
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
 
 
 def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> None:
-    """Put the lines of all ranks together, given the samples of each global batch."""
+    """Put the lines of all ranks together, in the order of the samples.
+
+    Args:
+        target: the file to make.
+        folder: of the files of all ranks.
+        ranks: how many there are.
+        batches: the samples of each global batch.
+    """
     if ranks == 1:
         _part(folder, 0).replace(target)
         return
     with contextlib.ExitStack() as stack:
-        parts = [_part(folder, rank) for rank in range(ranks)]
-        files = [stack.enter_context(part.open(encoding="utf-8")) for part in parts]
+        files = []
+        for rank in range(ranks):
+            part = _part(folder, rank).open(encoding="utf-8")
+            files.append(stack.enter_context(part))
         whole = stack.enter_context(target.open("x", encoding="utf-8"))
         for size in batches:
             for file, lines in zip(files, share_sizes(size, ranks), strict=True):
@@ -65,18 +87,23 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    """The same value with words for the numbers that JSON lacks."""
     if isinstance(value, list):
         return [_finite(part) for part in value]
     if isinstance(value, dict):
         return {key: _finite(part) for key, part in value.items()}
-    return value
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
 
 
 def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
-    """The outputs of each sample as JSON has them: tensors as lists, dicts and dataclasses as
-    objects.
+    """The outputs of each sample as JSON has them.
+
+    Tensors become lists, dicts and dataclasses become objects. Inside of a list or tuple, what was
+    left out is null; inside of an object it is missing.
     """
     if isinstance(form, Left):
         return [None] * size
@@ -86,12 +113,14 @@ def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
     if not _is_by_name(form):
         columns = [_rows(part, kept, size) for part in parts(form) or ()]
         return [list(row) for row in zip(*columns, strict=True)]
-    named = {
-        key: _rows(part, kept, size)
-        for key, part in named_parts(form)
-        if not isinstance(part, Left)
-    }
-    return [{key: column[i] for key, column in named.items()} for i in range(size)]
+    objects: list[dict[str, Any]] = [{} for _ in range(size)]
+    for key, part in named_parts(form):
+        if isinstance(part, Left):
+            continue
+        column = _rows(part, kept, size)
+        for one, value in zip(objects, column, strict=True):
+            one[key] = value
+    return objects
 
 
 def _plain(value: Any) -> Any:
@@ -103,11 +132,15 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     inside = parts(value)
     if inside is None:
-        return value if isinstance(value, bool | int | float | str | None) else str(value)
+        is_json = isinstance(value, bool | int | float | str | None)
+        return value if is_json else str(value)
     if _is_by_name(value):
         return {key: _plain(part) for key, part in named_parts(value)}
     return [_plain(part) for part in inside]
 
 
 def _is_by_name(nest: Any) -> bool:
-    return not isinstance(nest, list) and (not isinstance(nest, tuple) or hasattr(nest, "_fields"))
+    """Whether the parts of a nest have names, rather than numbers."""
+    if isinstance(nest, tuple):
+        return hasattr(nest, "_fields")
+    return not isinstance(nest, list)

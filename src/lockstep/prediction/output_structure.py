@@ -97,7 +97,12 @@ def formed(outputs: Any, size: int, name: str = "") -> Any:
 
 
 def left_out(form: Any, names: Collection[str]) -> Any:
-    """The form with the leaves of these names left out."""
+    """The form with the leaves of these names left out.
+
+    Args:
+        form: as ``form_of`` gives it, or a part of it.
+        names: of its leaves.
+    """
     if isinstance(form, Leaf):
         is_kept = isinstance(form, Left) or form.name not in names
         return form if is_kept else Left(form.name, noted=True)
@@ -115,6 +120,11 @@ def leaves(form: Any) -> Iterator[Leaf]:
 
 def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, Any]]:
     """What the form says to keep, out of further outputs of the same model.
+
+    Args:
+        form: of the first batch.
+        outputs: of another one.
+        size: its samples.
 
     Raises:
         InputError: these are of another form.

@@ -160,7 +160,16 @@ def predict(
 
 @dataclass(frozen=True)
 class _Plan:
-    """What each rank needs to know of a prediction."""
+    """What each rank needs to know of a prediction.
+
+    Attributes:
+        job: whose model and data they are.
+        strategy: under which the model is laid out.
+        weights: the file of the run.
+        data: as ``predict`` is given it.
+        target: the file to make; None keeps the outputs in memory.
+        folder: where the ranks write; None where rank 0 makes it.
+    """
 
     job: Job | JobFile
     strategy: Strategy
@@ -174,7 +183,16 @@ class _Plan:
 
 
 def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> None:
-    """Refuse a file of another ending, or one that is there already."""
+    """Refuse a file of another ending, or one that is there already.
+
+    Args:
+        target: the file.
+        overwrite: accept one that is there.
+        endings: that it may have; "" for one that is added later.
+
+    Raises:
+        InputError, FolderError: with what is wrong.
+    """
     if target.suffix not in endings:
         raise InputError(f"out: {target.name} should end in {' or '.join(filter(None, endings))}")
     if target.is_dir():
@@ -188,7 +206,11 @@ def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> Non
 
 
 def folder_beside(target: Path | None) -> Path:
-    """A new hidden folder on the disk of the target, or among the temporary files."""
+    """Make a hidden folder on the disk of the target, or among the temporary files.
+
+    Raises:
+        FolderError: it can't be made there.
+    """
     if target is None:
         return Path(tempfile.mkdtemp(prefix="lockstep-"))
     try:
@@ -293,13 +315,25 @@ class _Prediction:
         found: list[Leaf] = []
         with contextlib.suppress(Exception):  # the model can't take them
             loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
-            for _, shares in self.step.over(loader.epoch(0), self.step.predictions, job.seed):
+            batches = self.step.over(loader.epoch(0), self.step.predictions, job.seed)
+            for _, shares in batches:
                 for size, outputs in shares:
-                    found += leaves(formed(outputs, size))
+                    form = formed(outputs, size)
+                    found += leaves(form)
         names = [leaf.name for leaf in found if isinstance(leaf, Left)]
         return set().union(*self.world.gather_objects(names))
 
     def _write(self, batch: Batch, shares: list[tuple[int, Any]]) -> None:
+        """Write the outputs of this process's shares of a batch.
+
+        Args:
+            batch: of the loader.
+            shares: samples and outputs of each share that isn't empty.
+
+        Raises:
+            InputError: they are of another form than those of the first batch.
+            SaveError: they can't be written.
+        """
         samples = batch.samples if batch.shares is not None else batch.parts[0].samples
         assert samples is not None
         first = int(samples[0]) if shares else 0
@@ -311,6 +345,7 @@ class _Prediction:
             first += size
 
     def _write_arrays(self, layout: Layout, first: int, size: int, outputs: Any) -> None:
+        """Write ``size`` rows of each array, from row ``first`` on."""
         for leaf, rows in taken(self.form, outputs, size):
             if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
                 raise InputError(
@@ -350,7 +385,15 @@ class _Prediction:
             ) from error
 
     def _begin(self, shares: list[tuple[int, Any]], without_rows: set[str]) -> None:
-        """After the first batch, agree on what will be written, and make room for it."""
+        """After the first batch, agree on what will be written, and make room for it.
+
+        Args:
+            shares: samples and outputs of this process's shares that aren't empty.
+            without_rows: names that are left out.
+
+        Raises:
+            InputError: there is nothing to write, or the ranks have other outputs.
+        """
         forms = [form_of(outputs, size) for size, outputs in shares]
         first, no_rows = self._agreed(forms)
         no_rows |= without_rows
@@ -370,7 +413,10 @@ class _Prediction:
             self.layout = self._made_arrays(first)
 
     def _agreed(self, forms: list[Any]) -> tuple[list[Leaf], set[str]]:
-        """The leaves of the first form over all ranks, and the names that any of them leaves out.
+        """Compare the forms of all ranks.
+
+        Returns:
+            The leaves of the first one, and the names that any of them leaves out.
 
         Raises:
             InputError: forms have other names.
@@ -388,11 +434,17 @@ class _Prediction:
                 raise InputError(
                     f"outputs: rank 0 has {names}, rank {rank} {others}: they should be the same"
                 )
-        no_rows = {leaf.name for _, found in every for leaf in found if isinstance(leaf, Left)}
+        no_rows: set[str] = set()
+        for _, found in every:
+            no_rows |= {leaf.name for leaf in found if isinstance(leaf, Left)}
         return first, no_rows
 
     def _made_arrays(self, found: list[Leaf]) -> Layout:
-        """Make the files of arrays for the leaves of the first batch."""
+        """Make the files of arrays for the leaves of the first batch.
+
+        Raises:
+            InputError: one can't be an array.
+        """
         arrays: list[Array] = []
         for leaf in found:
             if isinstance(leaf, Items):
@@ -411,7 +463,11 @@ class _Prediction:
         return made
 
     def _moved(self) -> Path:
-        """Put together what the ranks have written, and move it to its place."""
+        """Put together what the ranks have written, and move it to its place.
+
+        Raises:
+            SaveError: that can't be written.
+        """
         target = self.plan.target
         assert target is not None
         if self.layout is None:
