@@ -49,37 +49,7 @@ class Left:
 Leaf = Rows | Items | Left
 
 
-def form_of(outputs: Any, size: int) -> Any:
-    """The form of the outputs of ``size`` samples.
-
-    Raises:
-        InputError: nothing in them has a row for each sample, or two tensors have one name.
-    """
-    form = formed(outputs, size)
-    found: set[str] = set()
-    for leaf in leaves(form):
-        if isinstance(leaf, Left):
-            continue
-        if leaf.name in found:
-            raise InputError(
-                f'outputs: two of them are called "{leaf.name}"; rename one in what the model '
-                "returns"
-            )
-        found.add(leaf.name)
-    if not found:
-        raise nothing_to_keep(outputs, size)
-    return form
-
-
-def nothing_to_keep(outputs: Any, size: int) -> InputError:
-    """The error for outputs of ``size`` samples that have no row for each."""
-    return InputError(
-        f"outputs: the model gives {described(outputs)} for {size} samples, without a row for "
-        "each: there is nothing to keep"
-    )
-
-
-def formed(outputs: Any, size: int, name: str = "") -> Any:
+def form_of(outputs: Any, size: int, name: str = "") -> Any:
     """The form of the outputs of ``size`` samples; ``name`` is that of the nest they lie in."""
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
@@ -92,7 +62,7 @@ def formed(outputs: Any, size: int, name: str = "") -> Any:
     if type(outputs) is list and holds_samples(outputs, size):
         return Items(called)
     prefix = f"{name}." if name else ""
-    inner = [formed(part, size, prefix + key) for key, part in named_parts(outputs)]
+    inner = [form_of(part, size, prefix + key) for key, part in named_parts(outputs)]
     return rebuilt(outputs, inner)
 
 

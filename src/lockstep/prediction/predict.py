@@ -43,10 +43,8 @@ from lockstep.prediction.output_structure import (
     Rows,
     filled,
     form_of,
-    formed,
     leaves,
     left_out,
-    nothing_to_keep,
     taken,
 )
 from lockstep.recipe import recipe_of
@@ -318,7 +316,7 @@ class _Prediction:
             batches = self.step.over(loader.epoch(0), self.step.predictions, job.seed)
             for _, shares in batches:
                 for size, outputs in shares:
-                    form = formed(outputs, size)
+                    form = form_of(outputs, size)
                     found += leaves(form)
         names = [leaf.name for leaf in found if isinstance(leaf, Left)]
         return set().union(*self.world.gather_objects(names))
@@ -392,15 +390,24 @@ class _Prediction:
             without_rows: names that are left out.
 
         Raises:
-            InputError: there is nothing to write, or the ranks have other outputs.
+            InputError: there is nothing to write.
         """
         forms = [form_of(outputs, size) for size, outputs in shares]
-        first, no_rows = self._agreed(forms)
-        no_rows |= without_rows
-        first = [left_out(leaf, no_rows) for leaf in first]
+        # Leaves are sent, since the classes of a form may be of the person's own script.
+        mine = [list(leaves(form)) for form in forms]
+        every: list[list[Leaf]] = []
+        for theirs in self.world.gather_objects(mine):
+            every += theirs
+        no_rows = set(without_rows)
+        for found in every:
+            no_rows |= {leaf.name for leaf in found if isinstance(leaf, Left)}
+        first = [left_out(leaf, no_rows) for leaf in every[0]]
         if all(isinstance(leaf, Left) for leaf in first):
             size, outputs = shares[0] if shares else (0, None)
-            raise nothing_to_keep(outputs, size)
+            raise InputError(
+                f"outputs: the model gives {described(outputs)} for {size} samples, without a row "
+                "for each: there is nothing to keep"
+            )
         if forms:
             self.form = left_out(forms[0], no_rows)
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.noted]
@@ -411,33 +418,6 @@ class _Prediction:
             write_lines(self.folder, self.world.rank, self.form, None, 0)  # makes the rank's file
         else:
             self.layout = self._made_arrays(first)
-
-    def _agreed(self, forms: list[Any]) -> tuple[list[Leaf], set[str]]:
-        """Compare the forms of all ranks.
-
-        Returns:
-            The leaves of the first one, and the names that any of them leaves out.
-
-        Raises:
-            InputError: forms have other names.
-        """
-        # Leaves are sent, since the classes of a form may be of the person's own script.
-        mine = [list(leaves(form)) for form in forms]
-        every: list[tuple[int, list[Leaf]]] = []
-        for rank, theirs in enumerate(self.world.gather_objects(mine)):
-            every += [(rank, found) for found in theirs]
-        _, first = every[0]
-        names = ", ".join(leaf.name for leaf in first)
-        for rank, found in every:
-            others = ", ".join(leaf.name for leaf in found)
-            if others != names:
-                raise InputError(
-                    f"outputs: rank 0 has {names}, rank {rank} {others}: they should be the same"
-                )
-        no_rows: set[str] = set()
-        for _, found in every:
-            no_rows |= {leaf.name for leaf in found if isinstance(leaf, Left)}
-        return first, no_rows
 
     def _made_arrays(self, found: list[Leaf]) -> Layout:
         """Make the files of arrays for the leaves of the first batch.
