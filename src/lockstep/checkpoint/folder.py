@@ -39,6 +39,9 @@ class CheckpointFolder:
 
         A damaged one is renamed, so that it is not read again, and ``set_aside`` is called with
         what is wrong.
+
+        Args:
+            set_aside: called with a line for each damaged one.
         """
         for step in self.steps():
             path = self.of_step(step)
@@ -55,6 +58,9 @@ class CheckpointFolder:
 
     def newest(self, set_aside: Callable[[str], None]) -> tuple[Path, Index]:
         """The newest whole checkpoint, with its index.
+
+        Args:
+            set_aside: called with a line for each damaged one.
 
         Raises:
             FolderError: there is none.
@@ -81,6 +87,7 @@ class CheckpointFolder:
         )
 
     def _why_there_is_none(self) -> str:
+        """What was found in place of a checkpoint."""
         aside = sorted(path.name for path in self.path.glob("step-*.damaged*"))
         if aside:
             return f"{', '.join(aside)} were found damaged"
@@ -89,8 +96,12 @@ class CheckpointFolder:
         return "there is no such folder"
 
     def put(self, beside: Path, step: int, keep: int) -> None:
-        """Give a whole checkpoint its name, and remove all but the newest ``keep``, this one
-        included.
+        """Give a whole checkpoint its name, and remove older ones.
+
+        Args:
+            beside: the folder it was written to.
+            step: its number.
+            keep: how many are kept, this one included.
         """
         path = self.of_step(step)
         if path.exists():

@@ -32,10 +32,12 @@ _TYPES = {name: dtype for dtype, name in SAFETENSORS_TYPES.items()}
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows ``start`` to ``end`` of a tensor, in one file; the whole of it where ``end`` is None.
+    """Rows of a tensor that are in one file.
 
     Attributes:
         part: the number of the file.
+        start: the first row.
+        end: the row after the last one; None for the whole tensor, which may have no rows.
     """
 
     part: int
@@ -52,7 +54,15 @@ class Rows:
 def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> dict[str, list[Rows]]:
     """Assign rows of tensors to files: about as many bytes to each.
 
-    The rows of a ``RowShard`` go to the files of the ranks that have them.
+    ::
+
+        a large tensor    | rank 0 | rank 1 | rank 2 |     equally many rows
+        a RowShard        | rank 0   | rank 1 |            the rows that a rank has
+        any other         | the one with the fewest bytes so far |
+
+    Args:
+        tensors: by name.
+        parts: the number of files, one for each rank that writes.
     """
     if parts == 1:
         return {name: [Rows(0)] for name in tensors}
@@ -150,6 +160,9 @@ class Index:
     def check(self, folder: Path) -> None:
         """Read every file once and compare its hash.
 
+        Args:
+            folder: of the checkpoint.
+
         Raises:
             FolderError: one is missing, cut or changed.
         """
@@ -157,6 +170,11 @@ class Index:
             list(pool.map(lambda name: self._check_file(folder / name), self.files))
 
     def _check_file(self, path: Path) -> None:
+        """Compare size and hash of a file with what was written.
+
+        Raises:
+            FolderError: it isn't there, can't be read, or has changed.
+        """
         size, summed = self.files[path.name]
         try:
             now = path.stat().st_size
@@ -170,7 +188,12 @@ class Index:
             raise FolderError(f"{path}: it can't be read ({error.strerror})") from error
 
     def state(self, folder: Path, split: Split | None = None) -> Any:
-        """The whole state, on the CPU; with ``split`` only some rows of some tensors."""
+        """Read the state to the CPU.
+
+        Args:
+            folder: of the checkpoint.
+            split: which tensors this rank reads some rows only of; None reads all.
+        """
         with Reader(self, folder, split) as reader:
             return decoded(self.tree, reader)
 
@@ -214,12 +237,19 @@ class Reader(dict[str, Any]):
         return RowShard(self.rows(name, start, start + sizes[rank]), sizes, rank)
 
     def rows(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """Rows ``start`` to ``end`` of a tensor, a copy; nothing else is read."""
+        """A copy of some rows of a tensor; nothing else is read.
+
+        Args:
+            name: of the tensor.
+            start: the first row.
+            end: the row after the last one; None is the end.
+        """
         found = self._rows(name, start, end)
         self.bytes_read += found.nbytes
         return found
 
     def _rows(self, name: str, start: int, end: int | None) -> torch.Tensor:
+        """Join the rows that are asked for, from whichever files have them."""
         about = self._index.tensors[name]
         found = []
         for one in about["rows"]:
@@ -247,4 +277,5 @@ class Reader(dict[str, Any]):
 
 
 def _sum_of(text: str) -> str:
+    """The SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -60,6 +60,11 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Read the weights of a file or a folder.
+
+    Raises:
+        JobError: that can't be done.
+    """
     try:
         if path.is_dir() and (path / _INDEX).is_file():
             return dict(_shards(path))
@@ -86,6 +91,11 @@ def _why_not_there(path: Path) -> str | None:
 
 
 def _shards(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Read the weights of a folder with an index, file by file.
+
+    Raises:
+        JobError: the index names a file that is elsewhere.
+    """
     files: dict[str, list[str]] = {}
     for name, file in json.loads((folder / _INDEX).read_text())["weight_map"].items():
         if Path(file).name != file:

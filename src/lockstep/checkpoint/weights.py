@@ -107,6 +107,7 @@ def save_weights(
 
 
 def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as a file has it: contiguous, on the CPU."""
     return tensor.detach().to("cpu").contiguous()
 
 
@@ -151,6 +152,7 @@ def load_weights(path: Path) -> dict[str, Any]:
 
 
 def _why_not_there(path: Path) -> str:
+    """Why a run has no such weights, and what to do."""
     if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
         return (
             "there are no best weights (the run had no evaluation set, or lost them): leave best "
@@ -210,7 +212,13 @@ def with_own(
     source: str,
     sum_of: Callable[[str, Any], str] = lambda name, value: sum_in_place_of(value),
 ) -> dict[str, Any]:
-    """Weights that were saved; those that were left out are taken from a model's ``own``.
+    """Add to saved weights the frozen ones that were left out (``save_frozen=False``).
+
+    Args:
+        weights: as they were saved; of one that was left out its SHA-256.
+        own: the state dict of the model that the job builds now.
+        source: what the weights are from, for messages.
+        sum_of: gives the SHA-256 of a weight by its name and value.
 
     Raises:
         FolderError: the model has other values than the run had.
@@ -234,6 +242,10 @@ def with_own(
 def take_weights(model: nn.Module, path: Path) -> None:
     """Give a model the weights of a file.
 
+    Args:
+        model: gets them.
+        path: of the file.
+
     Raises:
         FolderError: they aren't there, or another model's.
     """
@@ -248,9 +260,14 @@ def take_weights(model: nn.Module, path: Path) -> None:
 def misfits(
     own: Mapping[str, Any], weights: Mapping[str, Any], source: str
 ) -> tuple[list[str], dict[str, Any]]:
-    """Compare weights with a model's ``own``.
+    """Compare weights with those of a model.
 
     A weight that is tied to one that is there needn't be.
+
+    Args:
+        own: the model's state dict.
+        weights: by name.
+        source: what the weights are from, for the lines.
 
     Returns:
         A line each for what is missing, has another shape, or isn't the model's; and what fits.

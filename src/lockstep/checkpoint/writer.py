@@ -63,10 +63,11 @@ class _Part:
 
     @property
     def path(self) -> Path:
+        """Its file of tensors."""
         return self.folder / part_name(self.number, self.count)
 
     def word(self, ending: str) -> Path:
-        """The file by which this rank leaves word."""
+        """The file by which this rank leaves word: ``.1.done``, ``.1.failed-28``."""
         return self.folder / f".{self.number}.{ending}"
 
 
@@ -137,6 +138,7 @@ class Writer:
         index = Index({}, table_of(tensors, rows), tree, dict(about))
 
         def write() -> None:
+            """What the thread does."""
             _step_back()
             try:
                 for event in copied:
@@ -155,7 +157,11 @@ class Writer:
         self._thread.start()
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Event]:
-        """Copy tensors to the buffers; gives events that come when accelerators have done it."""
+        """Copy tensors to the buffers.
+
+        Returns:
+            An event for each accelerator, which comes when it has copied its tensors.
+        """
         self._buffers = {name: self._buffer(name, source) for name, source in tensors.items()}
         for name, source in tensors.items():
             self._buffers[name].copy_(source, non_blocking=True)
@@ -226,6 +232,7 @@ class Writer:
         return self._alike and len(self._writing()) == self._world.size
 
     def _failed(self, error: Exception) -> SaveError:
+        """The error for what was raised in the thread, with what there is to resume from."""
         if isinstance(error, SaveError):
             return error
         newest = self._checkpoints.steps()[:1]
@@ -233,6 +240,7 @@ class Writer:
         return could_not_write(self._checkpoints.path, error, kept, resumable=bool(newest))
 
     def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
+        """Memory on the CPU for a tensor: that of the last save, if it fits."""
         kept = self._buffers.get(name)
         if kept is not None and kept.shape == source.shape and kept.dtype == source.dtype:
             return kept
@@ -241,6 +249,11 @@ class Writer:
     # ---- in the thread ---------------------------------------------------------------------------
 
     def _write_part(self, part: _Part) -> None:
+        """Write this rank's file, then leave word with its size and hash.
+
+        Raises:
+            OSError: it can't be written.
+        """
         end = time.monotonic() + _OTHERS
         while not part.folder.is_dir() and time.monotonic() < end:  # rank 0 makes it
             time.sleep(_LOOK)

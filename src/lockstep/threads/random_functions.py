@@ -29,6 +29,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
+    """Dropout of single elements, in any shape."""
     if not training or not 0 < p < 1 or not input.is_cpu:
         return NotImplemented
     noise = _noise(generator, input, p)
@@ -36,6 +37,7 @@ def _dropout(
 
 
 def _noise(generator: Generator, like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies by: 0 with probability p, else 1 / (1 - p)."""
     return torch.empty_like(like).bernoulli_(1 - p, generator=generator()).div_(1 - p)
 
 
@@ -80,7 +82,10 @@ def _attention(
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to scores: minus infinity where a boolean one is False."""
+    """What a mask adds to scores: minus infinity where a boolean one is False.
+
+    mask: (..., length, source).
+    """
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)

@@ -88,7 +88,11 @@ _here = threading.local()
 
 
 class _Stream(TorchFunctionMode):
-    """The mode; ``generator`` is where its thread draws from."""
+    """The mode of a thread.
+
+    Args:
+        source: a generator, or a function that makes it when something is drawn.
+    """
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -96,6 +100,7 @@ class _Stream(TorchFunctionMode):
 
     @property
     def generator(self) -> torch.Generator:
+        """What the thread draws from."""
         if not isinstance(self._source, torch.Generator):
             self._source = self._source()
         return self._source

@@ -102,7 +102,12 @@ _GONE = object()
 
 
 class _Room:
-    """The boxes of one micro-batch, ``boxes[sender][receiver]``."""
+    """The boxes of one micro-batch.
+
+    Attributes:
+        parties: how many replicas take part.
+        boxes: ``boxes[sender][receiver]`` has what one has sent to the other, in order.
+    """
 
     def __init__(self, parties: int) -> None:
         self.parties = parties
@@ -111,16 +116,24 @@ class _Room:
             self.boxes.append([SimpleQueue() for _ in range(parties)])
 
     def leave(self, party: int) -> None:
+        """Tell all others that nothing more comes from this party."""
         for box in self.boxes[party]:
             box.put(_GONE)
 
     def abort(self) -> None:
+        """Tell all that nothing more comes from anybody."""
         for party in range(self.parties):
             self.leave(party)
 
 
 class _Seat:
-    """One replica's place in one micro-batch."""
+    """One replica's place in one micro-batch.
+
+    Attributes:
+        observers: are called for each exchange.
+        room: the boxes of the micro-batch.
+        parties: how many replicas take part in it.
+    """
 
     def __init__(self, room: _Room, number: int, observers: list[Observer]) -> None:
         self.observers = observers
@@ -131,7 +144,11 @@ class _Seat:
 
     @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``."""
+        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``.
+
+        Raises:
+            StrategyError: another party has left, or has failed.
+        """
         me = self._number
         boxes = self.room.boxes
         for other in range(self.parties):
@@ -151,6 +168,11 @@ class _Seat:
 
     @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum of everybody's tensors, the same bits for all.
+
+        Raises:
+            StrategyError: backward runs in another thread than forward.
+        """
         is_elsewhere = tensor.is_cpu and threading.get_ident() != self._thread
         if is_elsewhere and self.parties > 1:
             raise StrategyError(

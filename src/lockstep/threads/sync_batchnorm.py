@@ -154,7 +154,11 @@ def _over_all(
 
 
 class _Normalise(torch.autograd.Function):
-    """Forward and backward over all parties; each exchanges one small tensor."""
+    """Forward and backward over all parties; each exchanges one small tensor::
+
+    forward    (means, squared deviations, count) of each share      2 x channels + 1 numbers
+    backward   (sum of dy * xhat, sum of dy) of each share           2 x channels numbers
+    """
 
     @staticmethod
     def forward(
@@ -170,15 +174,24 @@ class _Normalise(torch.autograd.Function):
         session: Session,
         number: int,
     ) -> torch.Tensor:
+        """Normalise a share. input: (batch, channels, ...); weight, bias: (channels,).
+
+        Raises:
+            StrategyError: the parties have come to different batch norms.
+            ValueError: all shares together have one value per channel.
+        """
         dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
         wide = torch.float32 if input.device.type == "mps" else torch.float64
+        # What this party has of its share.
         count = input.numel() // input.shape[1]
         mean, var = _statistics(input, dtype)
         mine = torch.cat(
             [mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)]
         )
         found = _gathered(exchange, session, mine, number)
-        means, squares, counts = torch.split(found, [len(mean), len(mean), 1], dim=1)
+        # Those of the whole.
+        channels = len(mean)
+        means, squares, counts = torch.split(found, [channels, channels, 1], dim=1)
         total = counts.sum()
         if count <= 1 and total.item() <= 1:
             raise ValueError(
@@ -206,6 +219,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of a share: those of weight and bias are the replica's own sums."""
         input, weight, mean, var, total = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
@@ -234,7 +248,15 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel; zeros for an empty share."""
+    """Mean and biased variance of each channel, over samples and positions.
+
+    Args:
+        input: (batch, channels, ...).
+        dtype: to compute in.
+
+    Returns:
+        Two tensors of (channels,); zeros for an empty share.
+    """
     if input.numel() == 0:
         zeros = torch.zeros(input.shape[1], dtype=dtype, device=input.device)
         return zeros, zeros

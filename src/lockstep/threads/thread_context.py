@@ -69,6 +69,8 @@ class Caller:
     def run(self, function: Callable[[], T], device: Device) -> T:
         """Call ``function`` in this thread as if it were the caller's, but computing on
         ``device``.
+
+        Grad mode and autocast stay in the thread: each call sets them anew.
         """
         torch.set_grad_enabled(self.grad)
         torch.set_autocast_cache_enabled(self.cache)
@@ -84,6 +86,7 @@ class Caller:
         return self._run_in_modes(function, device)
 
     def _run_in_modes(self, function: Callable[[], T], device: Device) -> T:
+        """Call ``function`` in the caller's context variables, and in modes that are contexts."""
         context = self.context.copy()  # one context can't be entered by two threads
         followers = context.get(_followers, ())
         if device.is_slot and not self.inference and not followers:

@@ -120,14 +120,19 @@ class ThreadPool:
             worker.close()
 
     def _raise(self, call: _Call) -> None:
-        error, call.error = call.error, None
+        """Raise the error of a call, with a note that names the device.
+
+        Nothing keeps the error afterwards: its traceback holds the frames of what was computed.
+        """
+        error = call.error
+        call.error = None
         assert error is not None
         if self.role:
             error.add_note(f"raised by {self.role} {call.culprit} on {self.devices[call.culprit]}")
         try:
             raise error
         finally:
-            del error  # else its traceback holds this frame, which holds it
+            del error  # else its traceback holds this frame, which holds the error
 
 
 class _Started(Future[T]):
@@ -142,7 +147,18 @@ class _Started(Future[T]):
 
 
 class _Call:
-    """One ``run``: how many are still computing, what they gave, and the first error."""
+    """One ``run``: how many are still computing, what they gave, and the first error.
+
+    Args:
+        count: of the devices of the pool.
+        left: how many of them compute.
+        on_abort: called as soon as one has failed.
+
+    Attributes:
+        results: by device.
+        error: the first that was raised.
+        culprit: the number of the device that raised it.
+    """
 
     def __init__(self, count: int, left: int, on_abort: Sequence[Callable[[], None]]) -> None:
         self.results: list[Any] = [None] * count
@@ -160,7 +176,8 @@ class _Call:
         with self._lock:
             is_first = error is not None and self.error is None
             if is_first:
-                self.error, self.culprit = error, number
+                self.error = error
+                self.culprit = number
         try:
             if is_first:
                 self._abort()
@@ -172,10 +189,16 @@ class _Call:
                 self._finished.release()
 
     def wait(self) -> None:
+        """Wait until all threads have reported; long waits are reported on stderr.
+
+        Raises:
+            BaseException: what interrupts the wait, Ctrl-C say.
+        """
         try:
             if not self._finished.acquire(timeout=report_after()):
-                if not is_watched():  # a training says it of all its ranks
-                    os.write(2, f"lockstep: {threads_line(report_after())}\n".encode())
+                if not is_watched():  # a training reports on all its ranks
+                    line = threads_line(report_after())
+                    os.write(2, f"lockstep: {line}\n".encode())
                 self._finished.acquire()
         except BaseException:
             # Ctrl-C: the threads can't be stopped, but those that wait are freed, and soon all idle.
@@ -184,6 +207,7 @@ class _Call:
             raise
 
     def _abort(self) -> None:
+        """Free threads that wait for one that has failed."""
         for hook in tuple(self._on_abort):
             # One that fails must not keep the others from being freed.
             with contextlib.suppress(Exception):
@@ -191,7 +215,16 @@ class _Call:
 
 
 class _Worker:
-    """One thread on one device."""
+    """One thread on one device.
+
+    Attributes:
+        device: where it computes.
+        tasks: what it has to compute, in order; None ends it.
+        ident: of the thread.
+
+    Raises:
+        Exception: the thread can't compute on that device.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -220,6 +253,7 @@ class _Worker:
         return not self._closed and self._process == os.getpid()
 
     def close(self) -> None:
+        """Let the thread end, after what it is computing."""
         self._closed = True
         self._finalizer()
 
@@ -245,8 +279,15 @@ def _end_all() -> None:
 def _work(
     device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]
 ) -> None:
+    """What a thread does: settle on its device, then compute one task after another.
+
+    Args:
+        device: where it computes.
+        tasks: tuples of a call, the device's number in it, a function and its caller's state.
+        ready: gets None once the thread has settled, or why it can't.
+    """
     try:
-        # a thread's first question sets its limit to the process's, over one set before
+        # A thread's first question sets its limit to the process's, over one set before.
         torch.get_num_threads()
         _devices.settle(device)
         _devices.pin(device)
@@ -265,6 +306,7 @@ def _work(
 def _attempt(
     function: Callable[[], Any], device: Device, caller: Caller
 ) -> tuple[Any, BaseException | None]:
+    """The function's result, or what it raised."""
     try:
         return caller.run(function, device), None
     except BaseException as error:
@@ -297,6 +339,7 @@ def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[Threa
 
 
 def _idle_worker(device: Device) -> _Worker:
+    """Take an idle thread of a device, or make one; those of a parent process are dropped."""
     waiting = _idle.setdefault(device, [])
     while True:
         try:
@@ -308,5 +351,6 @@ def _idle_worker(device: Device) -> _Worker:
 
 
 def _hand_back(pool: ThreadPool) -> None:
+    """Keep the threads of a pool for the next one that is borrowed."""
     for worker in pool._workers:
         _idle.setdefault(worker.device, []).append(worker)
