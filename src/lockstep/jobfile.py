@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.machinery
-import importlib.util
 import inspect
 import re
 import sys
@@ -19,7 +17,7 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import cloudpickle
@@ -193,17 +191,6 @@ def loaded(path: str) -> ModuleType:
         return _run(Path(path))
 
 
-class _Uncached(importlib.machinery.SourceFileLoader):
-    """Compiles a file each time.
-
-    Python takes bytecode of the same second and length for that of an edited file.
-    """
-
-    def get_code(self, fullname: str) -> CodeType:
-        code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
-        return code
-
-
 def _run(path: Path) -> ModuleType:
     if path.is_dir():
         is_run = (path / "config.json").is_file()
@@ -217,10 +204,8 @@ def _run(path: Path) -> ModuleType:
     name = f"lockstep_job_{path.stem}"
     if path.suffix != ".py":
         raise JobError(f"{path}: a job is a Python file, ending in .py")
-    loader = _Uncached(name, str(path))
-    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -229,7 +214,8 @@ def _run(path: Path) -> ModuleType:
     # Ranks of a launch haven't loaded it: what is in it comes to them by value.
     cloudpickle.register_pickle_by_value(module)
     try:
-        loader.exec_module(module)
+        # Compiled each time: Python's bytecode of a file may be that of an edit in the same second.
+        exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), vars(module))
     except LockstepError:
         raise
     except SystemExit as error:
