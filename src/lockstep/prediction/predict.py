@@ -3,7 +3,14 @@ devices.
 
 Each rank writes the rows of its own shares where they belong; no process holds them all. What is
 written lies in a hidden folder beside its place and is moved there at the end, so nothing
-half-written is ever found under its name.
+half-written is ever found under its name::
+
+    batches of 6, three ranks     rank 0    rank 1    rank 2
+    batch 0                       0 1       2 3       4 5
+    batch 1                       6 7       8 9       10 11
+    out.npy                       0 1 2 3 4 5 6 7 8 9 10 11
+
+What the arrays are called and how large they are is known after the first batch.
 """
 
 from __future__ import annotations
@@ -300,9 +307,10 @@ class _Prediction:
         return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
 
     def _names_without_rows(self) -> set[str]:
-        """The names of outputs without a row for each sample, found with another batch size.
+        """The names of outputs without a row for each sample.
 
-        Something else (steps in time, say) may have as many rows as a batch has samples, by chance.
+        They are found with another batch size. Something else (steps in time, say) may have as
+        many rows as a batch has samples, by chance.
         """
         replicas = self.step.replicas
         largest = math.ceil(min(self.batch_size, self.rows) / replicas)
@@ -369,8 +377,7 @@ class _Prediction:
             if is_out_of_memory(error):
                 raise OutOfMemory(
                     f"out of memory on {self.world.device} in batch {batch.index + 1} of "
-                    f"{batch.size} samples: "
-                    "use a smaller batch_size"
+                    f"{batch.size} samples: use a smaller batch_size"
                 ) from error
             if batch.index:
                 raise
