@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lockstep.checkpoint.safe_file import write_tensors
 from lockstep.tensors.digest import digest
-from lockstep.verify.comparison import row_ids
+from lockstep.verify.measures import row_ids
 
 
 @pytest.mark.parametrize("kind", ["expanded", "every third"])

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
@@ -59,27 +59,6 @@ def note_on_precision(name: PrecisionName | None, device_type: str) -> str | Non
         return None
     where = "CPU devices" if device_type == "cpu" else device_type
     return f"precision: tf32 is for CUDA devices; on {where} products are those of fp32"
-
-
-@contextlib.contextmanager
-def full_products() -> Iterator[None]:
-    """Compute products of float32 in float32 for a while, without TensorFloat-32."""
-    backends: Any = torch.backends
-    flags = (
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.cudnn.rnn,
-        backends.mkldnn.matmul,
-        backends.mkldnn.conv,
-    )
-    before = [flag.fp32_precision for flag in flags]
-    try:
-        for flag in flags:
-            flag.fp32_precision = "ieee"
-        yield
-    finally:
-        for flag, value in zip(flags, before, strict=True):
-            flag.fp32_precision = value
 
 
 class Precision:

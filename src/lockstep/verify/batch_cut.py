@@ -1,4 +1,4 @@
-"""The batch's cut: whether micro-batches alone change the results, and why.
+"""The batch's cut: whether micro-batches alone change the results, and why a cut does.
 
 A strategy that cuts batches in micro-batches is compared with ``single`` in as many, which is what
 it is defined as. What both do is then compared with ``single`` on whole batches::
@@ -21,78 +21,89 @@ from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory
 
 
-def compared_with_whole(
-    laboratory: Laboratory, experiment: Experiment, found: Comparison
-) -> Comparison | None:
-    """Compare ``single`` in the strategy's micro-batches with ``single`` on whole batches.
+def whole_against_cut(experiment: Experiment, found: Comparison) -> Experiment | None:
+    """Return ``single`` in the strategy's micro-batches against ``single`` on whole batches.
 
-    Returns:
-        What was found; None where the strategy has no micro-batches, where its replicas cut the
-        batch further (the comparison with the strategy shows that), or where random numbers can't
-        be taken out.
+    None where the strategy has no micro-batches, or where its replicas cut the batch further: the
+    comparison with the strategy shows that.
     """
     if experiment.parts == 1 or experiment.shares > 1:
         return None
     still: set[Thing] = set(experiment.still)
-    settings = dict(experiment.settings)
     if found.drew:
         still.add("draws")
-        settings["activation_checkpointing"] = None  # it computes again where draws aren't held
     if found.normalises:
         still.add("norms")
-    cut = experiment.of_single(
+    return experiment.of_single(
         parts=1,
         cut=experiment.parts,
-        settings=settings,
         still=frozenset(still),
         updates=len(found.updates),
         watched=1,
     )
-    tried = laboratory.compared(cut)
-    if tried.drew:
-        return None
-    return replace(tried, updates=[replace(update, buffers={}) for update in tried.updates])
 
 
-def causes_of_cut(whole: Comparison, bounds: Bounds, parts: int) -> tuple[Caveat, ...]:
-    """Why ``parts`` micro-batches give other results than the whole batch."""
-    why = cause_of_cut(whole, bounds, whole) or cause_of_backward(whole, bounds)
-    return cause("cut", parts=parts, apart=whole.worst), why
+def without_buffers(comparison: Comparison) -> Comparison:
+    """Return the comparison without what is said of buffers."""
+    updates = [replace(update, buffers={}) for update in comparison.updates]
+    return replace(comparison, updates=updates)
 
 
-def cause_of_cut(tried: Comparison, bounds: Bounds, found: Comparison) -> Caveat | None:
-    """Why one device differs from itself where its batches are cut; None where only backward does.
+def cause_of_cut(
+    laboratory: Laboratory, cut: Experiment, tried: Comparison, bounds: Bounds, found: Comparison
+) -> Caveat:
+    """Why one device differs from itself where its batches are cut.
 
     Args:
-        tried: one device with its batches cut against one without.
+        laboratory: where experiments run.
+        cut: the experiment: one device with its batches cut against one without.
+        tried: what it gave.
         bounds: those of ``tried``.
         found: the comparison that is to be explained.
     """
     first = bounds.first_apart(tried)
-    if first is not None:
-        apart = [name for kind, name, _ in bounds.beyond(first) if kind == "parameters"]
-        written = [name for name in apart if name not in first.gradients]
-        if written:
-            return cause("state: parameter", name=written[0])
+    if first is None:
+        return cause("unknown")
+    beyond = bounds.beyond(first)
+    for kind, name, _ in beyond:
+        if kind == "parameters" and name not in first.gradients:
+            return cause("state: parameter", name=name)
     if tried.layer is not None:
-        if found.apart_attributes and not found.mixes:  # else it may be a record without effect
-            return cause("state", name=found.apart_attributes[0])
-        if found.own_buffers:
-            return replica_buffer(found.own_buffers)
-        kind = "collate" if found.collated and not found.mixes else "mixing"
-        return cause(kind, layer=named(*tried.layer))
-    if found.reads:
-        name = found.reads[0]
-        output = f'the model\'s output "{name}"' if name else "an output of the model"
-        return cause("auxiliary loss", output=output)
-    if first is not None and first.losses_apart > bounds.of("loss", ""):
+        return _cause_of_layer(laboratory, cut, tried, tried.layer, found)
+    if tried.whole_outputs:
+        names = [f'"{name}"' for name in tried.whole_outputs if name]
+        which = f"the model's output {' or '.join(names)}" if names else "an output of the model"
+        return cause("auxiliary loss", output=which)
+    if first.losses_apart > bounds.of("loss"):
         return cause("loss")
-    return None
-
-
-def cause_of_backward(tried: Comparison, bounds: Bounds) -> Caveat:
-    """Why only the backward of one device depends on where its batches are cut."""
+    if all(kind == "buffers" for kind, _, _ in beyond):
+        return cause("buffer", name=beyond[0][1])
     if tried.hooked and not tried.functions:
         return cause("hook", names=quoted(tried.hooked))
-    first = bounds.first_apart(tried)
-    return own_backward(tried.functions, {} if first is None else first.ratios)
+    return own_backward(tried.functions, first.ratios)
+
+
+def _cause_of_layer(
+    laboratory: Laboratory,
+    cut: Experiment,
+    tried: Comparison,
+    layer: tuple[str, str],
+    found: Comparison,
+) -> Caveat:
+    """Why a layer gives other outputs."""
+    for name in found.apart_attributes:
+        if name.rpartition(".")[0] == layer[0]:  # another module's may be a record without effect
+            return cause("state", name=name)
+    if found.own_buffers:
+        return replica_buffer(found.own_buffers)
+    mixes = not tried.collated or _differs_uncollated(laboratory, cut)
+    return cause("mixing" if mixes else "collate", layer=named(*layer))
+
+
+def _differs_uncollated(laboratory: Laboratory, cut: Experiment) -> bool:
+    """Whether layers differ where samples are stacked as they are; False where they can't be."""
+    try:
+        stacked = laboratory.compared(cut.but(settings={**cut.settings, "collate": None}))
+    except Exception:  # of samples with other lengths, or of a model that wants more
+        return False
+    return stacked.layer is not None

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lockstep.data import AnyLoader, Batch, is_stream
 from lockstep.tensors.pytree import holds_packed, named_tensors
+from lockstep.tensors.rows import has_rows
 
 EPOCHS = 2
 
@@ -45,7 +46,7 @@ def places_of(
 
 
 def evaluated_places(loader: AnyLoader) -> list[int]:
-    """Those of an evaluation set: the first two and the last."""
+    """The numbers of the batches of an evaluation set: the first two and the last."""
     batches = loader.batches_of(0)
     return [0, 1, 2] if batches is None else sorted({0, min(1, batches - 1), batches - 1})
 
@@ -54,33 +55,34 @@ class Excerpt:
     """Some batches of a loader, by their numbers in order, as a loader."""
 
     def __init__(self, loader: AnyLoader, places: list[int]) -> None:
-        self._loader, self._places = loader, places
+        self._loader = loader
+        self._places = places
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
-        """Those of an epoch; what lies between is skipped, not fetched."""
-        for _, run in itertools.groupby(
-            enumerate(self._places), key=lambda pair: pair[1] - pair[0]
-        ):
+        """Give the batches of an epoch; what lies between is skipped, not fetched."""
+        runs = itertools.groupby(enumerate(self._places), key=lambda pair: pair[1] - pair[0])
+        for _, run in runs:
             neighbours = [place for _, place in run]
             yield from itertools.islice(self._loader.epoch(epoch, neighbours[0]), len(neighbours))
 
 
 def begun(dataset: Any, batch_size: int) -> Any:
     """A dataset as it is; of a stream the first two and a half batches."""
-    return (
-        _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2) if is_stream(dataset) else dataset
-    )
+    if not is_stream(dataset):
+        return dataset
+    return _Begun(dataset, 2 * batch_size + (batch_size + 1) // 2)
 
 
 class _Begun(torch.utils.data.IterableDataset[Any]):
     """The first ``samples`` of a stream."""
 
     def __init__(self, stream: Any, samples: int) -> None:
-        self._stream, self._samples = stream, samples
+        self._stream = stream
+        self._samples = samples
         self.draws_random = getattr(stream, "draws_random", True)
 
     def set_epoch(self, epoch: int) -> None:
-        """Told to the stream, where it wants to know."""
+        """Pass the epoch on to the stream, if it has a method for it."""
         if callable(getattr(self._stream, "set_epoch", None)):
             self._stream.set_epoch(epoch)
 
@@ -97,56 +99,55 @@ _FEW = 32
 Trait = tuple[str, Any, Any]
 
 
-def others_in_kind(
-    loader: AnyLoader, taken: Collection[int], seconds: float
-) -> tuple[tuple[int, ...], int]:
-    """Batches of the first epoch whose targets have something that those of no batch ``taken``
-    have.
+def others_in_kind(loader: AnyLoader, taken: Collection[int], seconds: float) -> tuple[int, ...]:
+    """Find batches of the first epoch whose targets have a trait that no batch ``taken`` has.
 
-    Gives their numbers, the most different first, and how many batches were looked at in so many
-    seconds at most.
+    As many batches are looked at as take so many seconds. The numbers of those found begin with
+    the most different.
     """
     end = time.perf_counter() + seconds
-    found: dict[int, set[Trait]] = {}
-    for number, batch in enumerate(loader.epoch(0)):
-        found[number] = set().union(*(traits(p.targets, p.size) for p in batch.parts if p.size))
+    found: list[set[Trait]] = []
+    for batch in loader.epoch(0):
+        full = [part for part in batch.parts if part.size]
+        found.append(set().union(*(traits(part.targets, part.size) for part in full)))
         if time.perf_counter() > end:
             break
-    known = set().union(*(found.get(number, ()) for number in taken))
+    known = set().union(*(found[number] for number in taken if number < len(found)))
     chosen: list[int] = []
-    for _ in range(_MOST):
-        best = max(found, key=lambda number: len(found[number] - known))
-        if found[best] <= known:
+    while len(chosen) < _MOST:
+        news = [len(its - known) for its in found]
+        best = news.index(max(news))
+        if not news[best]:
             break
         chosen.append(best)
         known |= found[best]
-    return tuple(chosen), len(found)
+    return tuple(chosen)
 
 
 def traits(targets: Any, size: int) -> set[Trait]:
-    """What is to be seen of the targets of ``size`` samples: how often NaN and the extremes
-    come, and rare numbers.
+    """What the targets of ``size`` samples show: how often NaN and the extremes come, and rare
+    numbers.
     """
     found: set[Trait] = set()
     for name, tensor in () if holds_packed(targets) else named_tensors(targets):
-        if not tensor.dim() or tensor.shape[0] != size or not tensor.numel() or tensor.is_complex():
+        if not has_rows(tensor, size) or not tensor.numel() or tensor.is_complex():
             continue
         rows = tensor.reshape(size, -1).double()
         missing = rows.isnan()
         found.add((name, "NaN", _spread(missing)))
         if bool(missing.all()):
             continue
-        for which, value in zip(("lowest", "highest"), rows[~missing].aminmax(), strict=True):
-            found.add((name, which, _spread(rows == value)))
-        if not tensor.is_floating_point():
-            values = torch.unique(tensor).tolist()
-            found.add((name, "negative", values[0] < 0))
-            found |= {(name, "value", value) for value in values} if len(values) <= _FEW else set()
+        lowest, highest = rows[~missing].aminmax()
+        found.add((name, "lowest", _spread(rows == lowest)))
+        found.add((name, "highest", _spread(rows == highest)))
+        values = () if tensor.is_floating_point() else torch.unique(tensor).tolist()
+        if len(values) <= _FEW:
+            found |= {(name, "value", value) for value in values}
     return found
 
 
 def _spread(hits: Tensor) -> str:
-    """How something is spread over the samples of a batch: (samples, numbers of each)."""
+    """How hits are spread over the samples of a batch."""
     each = hits.sum(dim=1)
     if int(each.sum()) <= 1:
         return "at most once"

@@ -1,4 +1,4 @@
-"""Measures: how far two values of a parameter or a buffer lie apart.
+"""Measures: how far two values lie apart, and which samples the forwards were given.
 
 For a parameter, with d its change since the common start::
 
@@ -9,9 +9,17 @@ In float64 rounding is near 1e-15, and a wrong weight of one sample shows as 1e-
 
 from __future__ import annotations
 
+import hashlib
 import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from lockstep.tensors.digest import bits_of
+from lockstep.tensors.pytree import tensors
+from lockstep.tensors.rows import has_rows
 
 
 def change_apart(apart: float, change: float, reach: float) -> float:
@@ -54,3 +62,55 @@ def largest(tensor: torch.Tensor) -> float:
         return 0.0
     least, most = map(float, tensor.aminmax())  # a fifth of the time of a norm
     return math.inf if math.isnan(most) else max(-least, most)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the samples of one side differ from those of one device.
+
+    Attributes:
+        repeated: numbers in the dataset of samples that were used more often.
+        left_out: of samples that were used less often.
+        others: how many are no samples of that batch at all.
+    """
+
+    repeated: tuple[int, ...] = ()
+    left_out: tuple[int, ...] = ()
+    others: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.repeated or self.left_out or self.others)
+
+
+def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
+    """Return an id for each of ``size`` samples; none where no tensor has a row for each.
+
+    An id is a hash of the bits of a sample's rows: the same in any order and on any rank, and equal
+    samples have equal ids.
+    """
+    found = []
+    for tensor in tensors((inputs, targets)):
+        if has_rows(tensor, size) and tensor.layout == torch.strided and tensor.numel():
+            rows = bits_of(tensor.detach().cpu().resolve_conj().resolve_neg())
+            found.append(rows.view(size, -1).numpy())
+    samples = [b"".join(map(bytes, rows)) for rows in zip(*found, strict=True)]
+    return [hashlib.blake2b(sample, digest_size=8).digest() for sample in samples]
+
+
+def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int]) -> Rows:
+    """Compare the row ids of one device (``theirs``) with those of a strategy, in any order.
+
+    ``samples`` are the numbers in the dataset of ``theirs``; where they aren't known, places in the
+    batch are given.
+    """
+    known = len(samples) == len(theirs)
+    names = dict(zip(theirs, samples if known else range(len(theirs)), strict=True))
+    counts = Counter(ours)
+    wanted = Counter(theirs)
+    more = counts - wanted
+    fewer = wanted - counts
+    return Rows(
+        repeated=tuple(sorted(names[row] for row in more if row in names)),
+        left_out=tuple(sorted(names[row] for row in fewer)),
+        others=sum(count for row, count in more.items() if row not in names),
+    )

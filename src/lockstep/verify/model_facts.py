@@ -1,0 +1,81 @@
+"""Model facts: what a comparison needs to know of a model beside its parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.tensors.digest import digest
+from lockstep.tensors.pytree import graph_nodes
+
+_NORMS = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
+"""Layers whose running statistics act in evaluation only."""
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+
+
+def buffer_digests(model: nn.Module) -> dict[str, Any]:
+    """Return by name what tells the values of buffers from others, without running statistics."""
+    found = {}
+    for way, module in model.named_modules():
+        if isinstance(module, _NORMS):
+            continue
+        for name, buffer in module.named_buffers(way, recurse=False):
+            found[name] = digest(buffer)
+    return found
+
+
+def attribute_values(model: nn.Module) -> dict[str, Any]:
+    """Return the values of plain attributes (``"body.calls"``): numbers, texts, tensors, and lists,
+    tuples and dictionaries of these.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found = {}
+    for way, module in model.named_modules():
+        for key, held in vars(module).items():
+            if key not in _OF_EVERY_MODULE:
+                found[f"{way}.{key}".lstrip(".")] = _value(held, own)
+    return found
+
+
+def _value(held: Any, own: set[int]) -> Any:
+    """What can be compared; the model's own tensors (a list of an RNN's weights) are left out."""
+    if isinstance(held, torch.Tensor):
+        return None if id(held) in own else digest(held)
+    if isinstance(held, dict):
+        return [(key, _value(value, own)) for key, value in held.items()]
+    if isinstance(held, list | tuple):
+        return [_value(value, own) for value in held]
+    return repr(held) if isinstance(held, int | float | complex | str) else None
+
+
+def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of parameters with a hook on their gradient."""
+    return tuple(
+        name
+        for name, p in model.named_parameters()
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+    )
+
+
+def own_functions(outputs: Any) -> set[str]:
+    """Return the names of autograd functions in the graph of outputs that aren't PyTorch's own."""
+    found = set()
+    for node in graph_nodes(outputs):
+        kind = getattr(node, "_forward_cls", None)
+        if kind is not None and not kind.__module__.startswith(("torch.", "lockstep.")):
+            found.add(kind.__name__)
+    return found
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether there are dropout layers."""
+    return any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
+
+
+def normalises(model: nn.Module) -> bool:
+    """Whether a batch norm takes the statistics of what a forward sees."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    return any(norm.training or not norm.track_running_stats for norm in norms)
