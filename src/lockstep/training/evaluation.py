@@ -119,19 +119,12 @@ def evaluate_sets(
 
 
 class Evaluations:
-    """The evaluations of one training.
-
-    Attributes:
-        owed: whether one is due at this step.
-        judged: the loss of the last one, until the scheduler of epochs has seen it.
-    """
+    """The evaluations of one training."""
 
     def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader]) -> None:
         self._job = job
         self._step = step
         self._loaders = loaders
-        self.owed = False
-        self.judged: float | None = None
         self._at: int | None = None
         self._found: dict[str, float] = {}
 
@@ -160,7 +153,6 @@ class Evaluations:
                 prefix="eval_",
             )
             self._at = world.step
-        self.owed, self.judged = False, self._found.get("eval_loss")
         return self._found
 
 

@@ -1,170 +1,160 @@
-"""What the training loop tells of itself: events, the pace, and the memory that it takes."""
+"""How far a training has come: what each checkpoint keeps beside the states of the model, the
+optimizer and the callbacks.
+"""
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.data import AnyLoader
-from lockstep.data.dataset_state import has_state
-from lockstep.errors import JobError
-from lockstep.job import Job
-from lockstep.launch.events import Event, Memory, Progress
-from lockstep.launch.memory import memory_now
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.world import World
-from lockstep.strategies.steps.update_result import Sums
-from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.model.losses.loss import Loss
+
+_SAVED = (
+    "epoch",
+    "position",
+    "step",
+    "record",
+    "data",
+    "stopped",
+    "ends_unevaluated",
+    "owed",
+    "judged",
+)
+_SAVED_LOSSES = ("partial", "recent")
 
 
-class Pace:
-    """Tells the display where the training is, some times a second; ``epochs`` and ``steps`` are
-    all, where known.
+@dataclass
+class TrainingProgress:
+    """How far a training has come, and whether it is over; alike on every rank.
+
+    Attributes:
+        last_epoch: the number of epochs to train; None where only the steps are counted.
+        last_step: the job's number of steps; None where only the epochs are counted.
+
+        epoch: completed epochs.
+        position: completed batches of the next epoch.
+        step: completed updates.
+        record: the last record of an epoch in ``metrics.jsonl``; None before the first one.
+        data: a fingerprint of the training data; empty before the first batch.
+        stopped: what ended the training early: ``on_event``, or the name of a callback.
+        ends_unevaluated: whether the training ends where no evaluation was due.
+        owed: whether an evaluation is due at this step.
+        judged: the last evaluation's loss, until the scheduler of epochs has been given it.
+        partial: the loss of the completed batches of the next epoch.
+        recent: the loss of the updates since the last log.
+
+        values: what is known of the last epoch, by name.
+        interrupted: whether the ranks stop because of a signal.
+        samples: samples that this process has trained on.
+        seconds: seconds in which it trained on them.
+        paused: seconds of evaluations, and of all that an epoch ends with.
     """
 
-    def __init__(self, world: World, epochs: int | None, steps: int | None) -> None:
-        self._world = world
-        self._epochs = epochs
-        self._steps = steps
-        self._began = self._last = time.perf_counter()
-        self._first_step = world.step
-        self._interval = (
-            0.2 if world.is_first and world.device.is_slot else 1.0
-        )  # (an accelerator is waited for)
+    last_epoch: int | None
+    last_step: int | None
 
-    def show(self, epoch: int, samples: int, sums: Sums) -> None:
-        """Tell, unless it was told a moment ago. Ranks other than 0 tell their memory only.
+    # What a checkpoint keeps.
+    epoch: int = 0
+    position: int = 0
+    step: int = 0
+    record: dict[str, Any] | None = None
+    data: dict[str, Any] = field(default_factory=dict)
+    stopped: str = ""
+    ends_unevaluated: bool = False
+    owed: bool = False
+    judged: float | None = None
+    partial: Loss = field(default_factory=lambda: Loss(0.0, 0.0))
+    recent: Loss = field(default_factory=lambda: Loss(0.0, 0.0))
 
-        Epochs count from 1, ``samples`` since the pace began; the loss is that of the epoch so far,
-        total / count.
+    # What counts in this process only.
+    values: dict[str, float] = field(default_factory=dict)
+    interrupted: bool = False
+    samples: int = 0
+    seconds: float = 0.0
+    paused: float = 0.0
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as plain values."""
+        state = {name: getattr(self, name) for name in _SAVED}
+        for name in _SAVED_LOSSES:
+            loss: Loss = getattr(self, name)
+            state[name] = (loss.total, loss.count, loss.parts)
+        return state
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state`` gave, perhaps in an earlier version, which had fewer values."""
+        for name in _SAVED:
+            setattr(self, name, state.get(name, getattr(self, name)))
+        for name in _SAVED_LOSSES:
+            if state.get(name) is not None:
+                setattr(self, name, Loss(*state[name]))
+        if state.get("stopped") is True:  # in earlier versions only on_event could stop a training
+            self.stopped = "on_event"
+        if self.record is not None:  # the run may lack only its last files
+            self.values = {n: v for n, v in self.record.items() if n not in ("epoch", "step")}
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def stop(self, by: str) -> None:
+        """End the training at this step; "" changes nothing."""
+        self.stopped = by or self.stopped
+
+    @property
+    def is_at_last_step(self) -> bool:
+        """Whether no further update is to be made."""
+        return bool(self.stopped) or (self.last_step is not None and self.step >= self.last_step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training has come to its end, and its last epoch has a record.
+
+        A run that was interrupted in its last step has no record of it yet.
         """
-        now = time.perf_counter()
-        if now - self._last < self._interval:
-            return
-        self._last = now
-        if not self._world.is_first:
-            self._world.tell(Memory(memory_now(self._world)))
-            return
-        total, count = sums.read()
-        elapsed = now - self._began
-        step = self._world.step
-        left = (
-            None
-            if self._steps is None
-            else (self._steps - step) * elapsed / (step - self._first_step)
-        )
-        self._world.tell(
-            Progress(
-                epoch=epoch,
-                epochs=self._epochs,
-                step=step,
-                steps=self._steps,
-                loss=total / count if count else math.nan,
-                samples_per_second=samples / elapsed,
-                seconds_left=left,
-                memory=memory_now(self._world),
-            )
-        )
+        is_recorded = self.record is not None and self.record["step"] == self.step
+        if self.stopped or (self.is_at_last_step and is_recorded):
+            return True
+        return self.last_epoch is not None and self.epoch >= self.last_epoch
 
+    @property
+    def is_beyond_end(self) -> bool:
+        """Whether more was done than is asked for now."""
+        if self.last_step is not None and self.step > self.last_step:
+            return True
+        return self.last_epoch is not None and (self.epoch, self.position) > (self.last_epoch, 0)
 
-class Teller(Callback):
-    """Passes on what happens, on rank 0: to the records, TensorBoard, the display, and the
-    person's functions.
-    """
+    def ends_with_epoch(self, *, finished: bool) -> bool:
+        """Return whether the training ends with the epoch that was trained just now."""
+        return self.is_at_last_step or (finished and self.number == self.last_epoch)
 
-    def __init__(self, world: World, job: Job, folder: RunFolder) -> None:
-        self._folder = folder
-        self._functions: list[Any] = list(job.on_event) if world.is_first else []
-        self._tensorboard = job.tensorboard and world.is_first
-        self._writer: Any = None
+    # ---- epochs ----------------------------------------------------------------------------------
 
-    def on_start(self, training: TrainingContext) -> None:
-        """Told as ``"started"``."""
-        if self._tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise JobError(
-                    "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
-                ) from error
-            self._writer = SummaryWriter(
-                str(training.folder), purge_step=training.step + 1 if training.step else None
-            )
-        self._tell("started", training)
+    @property
+    def number(self) -> int:
+        """The number, from 1, of the epoch that is trained next or now."""
+        return self.epoch + 1
 
-    def on_logged(self, training: TrainingContext) -> None:
-        """Told as ``"logged"``: a log within an epoch."""
-        if training.world.is_first:
-            self._folder.add_metrics(
-                {"epoch": training.epoch, "step": training.step, **training.metrics}
-            )
-        self._write(training)
-        self._tell("logged", training)
+    def end_batch(self, step: int) -> None:
+        """Count a batch, with which the updates came to ``step``."""
+        self.position += 1
+        self.step = step
 
-    def on_epoch(self, training: TrainingContext) -> None:
-        """Told as ``"epoch"``."""
-        self._tell("epoch", training)
+    def end_training_of_epoch(self, samples: int, seconds: float) -> None:
+        """Count what was trained in an epoch, or in the rest of one."""
+        self.samples += samples
+        self.seconds += seconds
 
-    def on_evaluated(self, training: TrainingContext) -> None:
-        """Told as ``"evaluated"``."""
-        self._write(training)
-        self._tell("evaluated", training)
+    def end_epoch(self) -> None:
+        """Begin with the next epoch."""
+        self.epoch += 1
+        self.position = 0
 
-    def on_saved(self, training: TrainingContext) -> None:
-        """Told as ``"saved"``."""
-        self._tell("saved", training)
+    def write_record(self, number: int) -> dict[str, Any]:
+        """Make the values of an epoch the last record, and return it."""
+        self.record = {"epoch": number, "step": self.step, **self.values}
+        return self.record
 
-    def on_finish(self, training: TrainingContext) -> None:
-        """Told as ``"finished"``."""
-        self._tell("finished", training)
-
-    def _write(self, training: TrainingContext) -> None:
-        for name, value in training.metrics.items() if self._writer is not None else ():
-            self._writer.add_scalar(name, value, training.step)
-
-    def _tell(self, kind: Any, training: TrainingContext) -> None:
-        if not training.world.is_first:
-            return
-        event = Event(
-            kind, training.epoch, training.step, dict(training.metrics), str(training.folder)
-        )
-        training.world.tell(event)
-        if not self._functions:
-            return
-        answers = [function(event) for function in self._functions]
-        for answer in answers:
-            if answer not in (None, "stop"):
-                raise JobError(
-                    f'on_event: a function answered {answer!r}; None or "stop" is expected'
-                )
-        if "stop" in answers:
-            training.stop()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Those of the functions that have one, in their order."""
-        states = [
-            function.state_dict() if has_state(function) else None for function in self._functions
-        ]
-        return {"functions": states} if any(state is not None for state in states) else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the functions theirs."""
-        for function, kept in zip(self._functions, state["functions"], strict=False):
-            if kept is not None and has_state(function):
-                function.load_state_dict(kept)
-
-    def close(self) -> None:
-        """Write out what TensorBoard hasn't got yet."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-def held_out(loaders: Mapping[str, AnyLoader]) -> str:
-    """``, 1,000 (clean) + a stream (noisy) for evaluation``."""
-    said = []
-    for name, loader in loaders.items():
-        size = "a stream" if loader.samples is None else f"{loader.samples:,}"
-        said.append(f"{size} ({name})" if name else size)
-    return f", {' + '.join(said)} for evaluation" if said else ""
+    def end_evaluation(self, values: Mapping[str, float]) -> None:
+        """Note that this step was evaluated."""
+        self.owed = False
+        self.judged = values.get("eval_loss")

@@ -1,8 +1,11 @@
-"""Run: a training that was, its numbers and its model."""
+"""A run: a training that has ended or was stopped, its numbers and its model."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +20,11 @@ from lockstep.job import Job
 from lockstep.jobfile import HIDDEN, JobFile, as_job, the_job
 from lockstep.launch.run_folder import RunFolder
 from lockstep.model.build import trained_model
-from lockstep.training.resume import refuse_another_file
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training that was: its folder, and what it reached.
+    """A training that has ended or was stopped: its folder, and what it reached.
 
     Attributes:
         folder: where its files are (see ``lockstep.launch.run_folder``).
@@ -55,11 +57,11 @@ class Run:
         Raises:
             FolderError: no run is kept there.
         """
-        kept = RunFolder.existing(folder)
-        summary = kept.read_json(kept.summary) if kept.summary.is_file() else {}
+        run = RunFolder.existing(folder)
+        summary = run.read_json(run.summary) if run.summary.is_file() else {}
         if isinstance(job, str | Path) or (job is None and trust_job):
             job = job_of(folder, job=job, trust=trust_job)
-        return cls(kept.path, summary, job)
+        return cls(run.path, summary, job)
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r}, metrics={self.metrics})"
@@ -69,7 +71,9 @@ class Run:
         """The last evaluation's metrics, and the loss as ``"loss"``; empty where the training
         was stopped.
         """
-        return {"loss": self.summary["loss"], **self.summary["metrics"]} if self.summary else {}
+        if not self.summary:
+            return {}
+        return {"loss": self.summary["loss"], **self.summary["metrics"]}
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -109,7 +113,8 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
     """
     folder = RunFolder.existing(run)
     checkpoints = CheckpointFolder(folder.checkpoints)
-    lines, whole = [], True
+    lines = []
+    are_whole = True
     for step in checkpoints.steps():
         path = checkpoints.of_step(step)
         try:
@@ -117,21 +122,17 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
             if verify:
                 index.check(path)
         except FolderError as error:
-            whole = False
+            are_whole = False
             lines.append(f"step {step:>8}  damaged: {error}")
             continue
-        size = sum(size for size, _ in index.files.values())
-        where = (
-            f"{counted(index.about['epoch'], 'epoch')} and "
-            f"{counted(index.about['position'], 'batch', 'es')}"
-        )
+        epochs = counted(index.about["epoch"], "epoch")
+        batches = counted(index.about["position"], "batch", "es")
         parts = counted(len(index.files), "part")
-        lines.append(
-            f"step {step:>8}  after {where}, {parts}, {size / 1e6:,.1f} "
-            f"MB{', whole' if verify else ''}"
-        )
+        megabytes = sum(size for size, _ in index.files.values()) / 1e6
+        line = f"step {step:>8}  after {epochs} and {batches}, {parts}, {megabytes:,.1f} MB"
+        lines.append(f"{line}, whole" if verify else line)
     lines += [f"set aside: {path.name}" for path in sorted(folder.checkpoints.glob("*.damaged*"))]
-    return lines or [f"{folder.path}: it has no checkpoint"], whole
+    return lines or [f"{folder.path}: it has no checkpoint"], are_whole
 
 
 def trained_of(
@@ -149,9 +150,9 @@ def trained_of(
         run: a Run or the path of its folder.
         best: the weights of the best evaluation.
         weights: another safetensors file: in the run's folder, or else by its path.
-        job_parameters: keyword arguments for the function of its job file, over those it was run
-            with.
-        job, trust: as for ``job_of``; a job itself too.
+        job_parameters: keyword arguments for the function of the job file, over those of the run.
+        job: a job, or as for ``job_of``.
+        trust: as for ``job_of``.
 
     Raises:
         FolderError: there is no such run or file, or its job was not a file, or is another one now.
@@ -163,28 +164,30 @@ def trained_of(
         if best:
             raise InputError(f"weights: {weights}, and --best as well: give one of them")
         file = _weights_in(folder.path, Path(weights))
-    known = run.job if job is None and isinstance(run, Run) else job
-    if known is None or isinstance(known, str | Path):
-        return job_of(folder.path, job_parameters, job=known, trust=trust), file
-    known = as_job(known)
-    if isinstance(known, JobFile) and job_parameters:
-        known = dataclasses.replace(known, parameters={**known.parameters, **job_parameters})
-    return known, file
+    if job is None and isinstance(run, Run):
+        job = run.job
+    if job is None or isinstance(job, str | Path):
+        return job_of(folder.path, job_parameters, job=job, trust=trust), file
+    job = as_job(job)
+    if isinstance(job, JobFile) and job_parameters:
+        job = dataclasses.replace(job, parameters={**job.parameters, **job_parameters})
+    return job, file
 
 
 def _weights_in(folder: Path, file: Path) -> Path:
     """Where a file is: in a run's folder, or by its own path.
 
     Raises:
-        FolderError: in neither.
+        FolderError: in neither place.
     """
     for path in (folder / file, file):
         if path.is_file():
             return path
-    every = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
-    its = ", ".join(str(path) for path in every if path.parts[0] != "checkpoints") or "none"
+    found = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
+    names = [str(path) for path in found if path.parts[0] != "checkpoints"]
     raise FolderError(
-        f"weights: there is no file {file}, in {folder} or by this path; the run has {its}"
+        f"weights: there is no file {file}, in {folder} or by this path; the run has "
+        f"{', '.join(names) or 'none'}"
     )
 
 
@@ -198,8 +201,12 @@ def job_of(
 ) -> JobFile:
     """The job of a run, as it was run, with some parameters and settings replaced.
 
-    ``job`` is the path of another job file than the one that the folder names; ``trust`` takes that
-    one, whatever is in it.
+    Args:
+        run: its folder.
+        parameters: that replace those of the run.
+        settings: that replace those of the run.
+        job: the path of another job file than the one that the folder names.
+        trust: take the job file that the folder names, though it has changed.
 
     Raises:
         FolderError: there is no such run, its job was not a file or is another one now, or a secret
@@ -207,25 +214,67 @@ def job_of(
     """
     folder = RunFolder.existing(run)
     config = folder.read_json(folder.config)
-    if job is None and config["file"] is None:
-        raise FolderError(
-            f"{folder.path}: its job was not a file, so it can't be built again: "
-            "in Python, give it with lockstep.Run.open(folder, job)"
-        )
-    if job is None and not trust:
-        refuse_another_file(folder.path, config)
-    parameters, settings = parameters or {}, settings or {}
+    if job is None:
+        if config["file"] is None:
+            raise FolderError(
+                f"{folder.path}: its job was not a file, so it can't be built again: "
+                "in Python, give it with lockstep.Run.open(folder, job)"
+            )
+        if not trust:
+            _refuse_another_file(folder.path, config)
+    parameters = parameters or {}
     for name, value in config["set"].items():
         if value == HIDDEN and name not in parameters:
             raise FolderError(
                 f"{folder.path}: {name} looks like a secret and isn't kept: give it, --set "
                 f"{name}=VALUE"
             )
-    # A parameter with a setting's name, given now, wins over that setting as it was.
-    before, given = (
-        {name: value for name, value in config[key].items() if name not in parameters}
-        for key in ("settings", "given")
-    )
+    # A parameter with a setting's name, given now, wins over that setting of the run.
+    before = {name: value for name, value in config["settings"].items() if name not in parameters}
+    given = {name: value for name, value in config["given"].items() if name not in parameters}
     return JobFile(
-        str(job or config["file"]), {**config["set"], **parameters}, {**given, **settings}, before
+        str(job or config["file"]),
+        {**config["set"], **parameters},
+        {**given, **(settings or {})},
+        before,
     )
+
+
+def _refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:
+    """Refuse the job file that a run's folder names where it isn't the one that was trained.
+
+    Whoever names a job file by hand trusts it. One that is found through a folder is executed too,
+    and somebody else may have made that folder. No training leaves a job file in the folder, or
+    names it without its whole path.
+
+    Raises:
+        FolderError: it is another one, or isn't there.
+    """
+    file = Path(config["file"])
+    its = f"{run}: its job file {file}"
+    ways = "--trust-job runs it as it is now, --job FILE gives another"
+    if not os.path.isfile(file) or not os.access(file, os.R_OK):
+        raise FolderError(
+            f"{its} isn't there, or can't be read: --job FILE gives it from another place"
+        )
+    if not file.is_absolute() or file.resolve().is_relative_to(run.resolve()):
+        raise FolderError(
+            f"{its} lies in that folder or isn't a whole path, so no training named it: {ways}"
+        )
+    now = hash_of(file)
+    before = str(config["sources"].get(file.name, ""))
+    if len(before) < 16:  # earlier versions kept that much
+        if os.environ.get("RANK", "0") == "0":
+            print(
+                f"note: {run} doesn't say what was in its job file {file} when it was trained",
+                file=sys.stderr,
+            )
+    elif not now.startswith(before):
+        raise FolderError(
+            f"{its} isn't the one that was trained (SHA-256 {now[:8]}, was {before[:8]}): {ways}"
+        )
+
+
+def hash_of(file: str | Path) -> str:
+    """The SHA-256 of a file."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is in a checkpoint beside the step's state, and how it is taken up."""
+"""What a checkpoint holds beside the step's state, and how it is taken up."""
 
 from __future__ import annotations
 
@@ -11,96 +11,95 @@ from typing import Any
 from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
-from lockstep.data import AnyLoader, is_stream
+from lockstep.data import is_stream
 from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
 from lockstep.data.stream import StreamLoader
 from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
-from lockstep.job import Job, best_of
-from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies.steps.step import Step
+from lockstep.job import best_of
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
+from lockstep.training.setup import Setup
 
 
 class Saves:
-    """Saves one training, and takes it up; the same on every rank."""
+    """Writes the checkpoints of one training, and takes up the newest; the same on every rank.
 
-    def __init__(
-        self,
-        job: Job,
-        folder: RunFolder,
-        step: Step,
-        scheduler: Any,
-        train_data: Any,
-        loader: AnyLoader,
-        callbacks: Callbacks,
-    ) -> None:
-        world = step.world
-        self._job, self._world, self._folder, self._step, self._scheduler = (
-            job,
-            world,
-            folder,
-            step,
-            scheduler,
-        )
-        self._loader, self._callbacks = loader, callbacks
-        self._data = train_data if has_state(train_data) else None
+    Attributes:
+        notes: what a person has to know of what is saved and taken up.
+        check: raises what the writing of a checkpoint raised meanwhile.
+        finish: waits for the last checkpoint.
+        settle: waits for it, whatever comes of it.
+    """
+
+    def __init__(self, setup: Setup, callbacks: Callbacks) -> None:
+        self._job = setup.job
+        self._world = setup.world
+        self._folder = setup.folder
+        self._step = setup.step
+        self._scheduler = setup.scheduler
+        self._loader = setup.loader
+        self._callbacks = callbacks
         self.notes: list[str] = []
-        self._is_stream = is_stream(train_data)
-        if self._data is not None and job.loader_workers != 0 and not self._is_stream:
-            self._data = None
+        self._is_stream = is_stream(setup.train_data)
+        self._data = self._saveable(setup.train_data)
+        if self._data is not None:
+            self._loader.keep_states()
+        self._data_states: list[Any] | None = None
+        self._metric, self._more_is_better = best_of(self._job.best)
+        self._best = math.inf  # the best value so far, with a minus where more is better
+        self._writer = Writer(
+            self._folder.checkpoints, self._world, self._job.keep, alike=self._step.alike
+        )
+        self.check = self._writer.check
+        self.finish = self._writer.finish
+        self.settle = self._writer.settle
+
+    def _saveable(self, train_data: Any) -> Any:
+        """The training data if they have a state that can be saved, else None."""
+        if not has_state(train_data):
+            return None
+        if self._job.loader_workers != 0 and not self._is_stream:
             self.notes.append(
                 "train_data has a state, which loader workers would change: loader_workers=0 "
                 "saves it"
             )
-        if self._data is not None and forgets_samples(train_data):
-            self._data = None
+            return None
+        if forgets_samples(train_data):
             self.notes.append(
                 "train_data has a shuffle buffer that is not in its state: a resumed run goes "
-                "through it again to its "
-                "place"
+                "through it again to its place"
             )
-        if self._data is not None:
-            loader.keep_states()
-        self._metric, self._more_is_better = best_of(job.best)
-        self._best = math.inf  # the value so far, with a minus where more is better
-        self._data_states: list[Any] | None = None
-        self._writer = Writer(folder.checkpoints, world, job.keep, alike=step.alike)
-        self.check = self._writer.check
-        self.finish = self._writer.finish
-        self.settle = self._writer.settle
+            return None
+        return train_data
+
+    # ---- saving ----------------------------------------------------------------------------------
 
     def refuse_unsaveable(self) -> None:
         """Before the first step, refuse what no checkpoint can hold.
 
         Raises:
-            JobError: something is no tensor and no plain value.
+            JobError: something is neither a tensor nor a plain value.
         """
-        own = {"model": self._step.model.state_dict(), **self._beside({"epoch": 0, "position": 0})}
+        state = {"model": self._step.model.state_dict(), **self._beside(0, 0)}
         if self._is_stream and self._data is not None:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
-                own["train_data"] = state_of(self._data)
+                state["train_data"] = state_of(self._data)
+        state["optimizer"] = self._step.optimizer_state(whole=not self._step.keeps_shards)
         try:
-            encoded(
-                {**own, "optimizer": self._step.optimizer_state(whole=not self._step.keeps_shards)}
-            )
+            encoded(state)
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
-    def _beside(self, place: Mapping[str, Any], *, whole: bool = True) -> dict[str, Any]:
-        """The states of what is around the step; those of callbacks are rank 0's, or rows unless
-        they are ``whole``.
-        """
+    def _beside(self, epoch: int, position: int, *, whole: bool = True) -> dict[str, Any]:
+        """The states of what is around the step; of averages this rank's rows unless ``whole``."""
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "callbacks": self._callbacks.state_dict(whole=whole),
-            "train_data": self._data_state(place["epoch"], place["position"]),
+            "train_data": self._data_state(epoch, position),
         }
 
     def _data_state(self, epoch: int, position: int) -> Any:
-        """Of a stream, which all ranks read, rank 0's; else that of each rank; None where there
-        is none.
-        """
+        """Rank 0's state of a stream, which all ranks read; else the state of each rank's data."""
         if self._data is None:
             return None
         state = self._loader.state_at(epoch, position)
@@ -108,18 +107,74 @@ class Saves:
             return state
         return self._world.gather_objects(state_of(self._data) if state is None else state)
 
-    def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse what goes by a metric that an evaluation, which gave these,
-        doesn't have.
+    def save(self, progress: Mapping[str, Any], values: Mapping[str, float] | None = None) -> None:
+        """Begin to write a checkpoint.
+
+        Args:
+            progress: of the training, as plain values.
+            values: of an evaluation, which decides whether the weights are the best ones so far;
+                None where there was no evaluation.
 
         Raises:
-            JobError: something does.
+            SaveError: it, or the one before, can't be written.
+        """
+        shards = self._step.keeps_shards and self._writer.is_shared
+        state = self._step.state_dict(whole=not shards)
+        write_best: Callable[[], None] | None = None
+        if values is not None and self.is_best(values):
+            self._best = self._measured(values)
+            write_best = self._best_weights(shards=shards)
+        whole = {
+            **state,
+            **self._beside(progress["epoch"], progress["position"], whole=not shards),
+            **progress,
+            "best": self._best,
+            "best_of": [self._metric, self._more_is_better],
+            "seed": self._job.seed,
+            "batch_size": self._job.batch_size,
+        }
+        about = {name: progress[name] for name in ("step", "epoch", "position")}
+        self._writer.save(progress["step"], whole, about, write_best)
+
+    def _best_weights(self, *, shards: bool) -> Callable[[], None] | None:
+        """Take the weights that were evaluated; gives what writes them on rank 0.
+
+        Ranks that keep shards write them here, together.
+        """
+        with self._callbacks.evaluating():
+            if shards:
+                self._step.write_weights(self._folder.best)
+                return None
+            weights = self._step.weights_for_file()
+            if not self._world.is_first:
+                return None
+            return partial(save_weights, self._folder.best, weights_on_cpu(weights))
+
+    def save_best(self, values: Mapping[str, float]) -> None:
+        """Write the weights of an evaluation after which no checkpoint is made, if they are the
+        best ones so far.
+        """
+        if not self.is_best(values):
+            return
+        self._best = self._measured(values)
+        self.finish()
+        with self._callbacks.evaluating():
+            self._step.write_weights(self._folder.best)
+
+    # ---- the best evaluation ---------------------------------------------------------------------
+
+    def refuse_unknown(self, known: Mapping[str, float]) -> None:
+        """Before the first step, refuse a metric that an evaluation, which gave these, doesn't
+        have.
+
+        Raises:
+            JobError: ``best`` or a callback goes by such a metric.
         """
         self.is_best(known)
         self._callbacks.refuse_unknown(known)
 
     def is_best(self, values: Mapping[str, float]) -> bool:
-        """Whether an evaluation is better than all before it.
+        """Return whether an evaluation is better than all before it.
 
         Raises:
             JobError: it has no such metric.
@@ -127,7 +182,7 @@ class Saves:
         return self._measured(values) < self._best
 
     def _measured(self, values: Mapping[str, float]) -> float:
-        """What is to be small; NaN where there are no values of an evaluation."""
+        """The value of which less is better; NaN where there are no values of an evaluation."""
         value = values.get(self._metric, math.nan)
         if self._metric not in values and "eval_loss" in values:
             raise JobError(
@@ -135,82 +190,36 @@ class Saves:
             )
         return -value if self._more_is_better else value
 
-    def save(self, place: Mapping[str, Any], values: Mapping[str, float] | None = None) -> None:
-        """Begin to write a checkpoint.
-
-        Args:
-            place: where the training is, as plain values; ``step`` and ``epoch`` among them.
-            values: of an evaluation, which decides whether the weights are the best ones so far;
-                None where none was.
-
-        Raises:
-            SaveError: it, or the one before, can't be written.
-        """
-        shards = self._step.keeps_shards and self._writer.is_shared
-        state = self._step.state_dict(whole=not shards)
-        before: Callable[[], None] | None = None
-        if values is not None and self.is_best(values):
-            self._best = self._measured(values)
-            with self._callbacks.evaluating():  # the weights that the loss is of
-                if shards:
-                    self._step.write_weights(self._folder.best)
-                else:  # (anew: it may have put other tensors in the place of those in the state)
-                    weights = self._step.weights_for_file()
-                    if self._world.is_first:
-                        before = partial(save_weights, self._folder.best, weights_on_cpu(weights))
-        whole = {
-            **state,
-            **self._beside(place, whole=not shards),
-            **place,
-            "best": self._best,
-            "best_of": [self._metric, self._more_is_better],
-            "seed": self._job.seed,
-            "batch_size": self._job.batch_size,
-        }
-        about = {name: place[name] for name in ("step", "epoch", "position")}
-        self._writer.save(place["step"], whole, about, before)
-
-    def save_best(self, values: Mapping[str, float]) -> None:
-        """Write the weights of an evaluation after which no checkpoint is made, if they are the
-        best ones so far.
-        """
-        if self.is_best(values):
-            self._best = self._measured(values)
-            self.finish()
-            with self._callbacks.evaluating():
-                self._step.write_weights(self._folder.best)
+    # ---- taking up -------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Any]:
-        """Take up the newest whole checkpoint; gives its place.
+        """Take up the newest whole checkpoint, and return its content.
 
         Raises:
             FolderError: there is none.
             InputError: it is of another model, or optimizer.
             JobError: it was made with another seed or batch size.
         """
-        if self._folder.earlier_state.is_file() and not self._folder.checkpoints.is_dir():
-            state = load_earlier(self._folder.earlier_state)
+        folder = self._folder
+        if folder.earlier_state.is_file() and not folder.checkpoints.is_dir():
+            state = load_earlier(folder.earlier_state)
         else:
-            state = load_newest(
-                self._folder.checkpoints, self._world, self.notes.append, self._split
-            )
+            state = load_newest(folder.checkpoints, self._world, self.notes.append, self._split)
         for name in ("seed", "batch_size"):
-            if state[name] != getattr(self._job, name):
+            now = getattr(self._job, name)
+            if state[name] != now:
                 raise JobError(
-                    f"{name}: the run was made with {state[name]}, not "
-                    f"{getattr(self._job, name)}: resume it with that"
+                    f"{name}: the run was made with {state[name]}, not {now}: resume it with that"
                 )
         self._step.load_state_dict(state)
-        best: float = self._world.broadcast_object(
-            self._best_in(state) if self._world.is_first else math.inf
-        )
-        self._best = best
+        best = self._best_in(state) if self._world.is_first else math.inf
+        self._best = self._world.broadcast_object(best)
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        earlier = (
-            {"on_event": {"functions": state["on_event"]}} if state.get("on_event") else {}
-        )  # earlier versions
-        self._callbacks.load_state_dict({**earlier, **state.get("callbacks", {})})
+        callbacks = dict(state.get("callbacks", {}))
+        if state.get("on_event"):  # earlier versions
+            callbacks.setdefault("on_event", {"functions": state["on_event"]})
+        self._callbacks.load_state_dict(callbacks)
         self.notes += self._callbacks.notes
         self._data_states = state.get("train_data")
         if self._is_stream and self._data is not None and self._data_states is not None:
@@ -219,52 +228,50 @@ class Saves:
         return state
 
     def _split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """As ``Step.split``; of what callbacks keep beside a parameter, as of that."""
+        """How a tensor is split over the ranks; what a callback keeps beside a parameter is split
+        as that parameter.
+        """
         return self._step.split(self._callbacks.beside(name), shape)
 
     def _best_in(self, state: Mapping[str, Any]) -> float:
-        """The best value of a run that is taken up, its evaluation after that checkpoint
-        included; on rank 0.
+        """The best value of a run that is resumed, on rank 0; an evaluation after its last
+        checkpoint counts too.
         """
-        if not self._has_best(state):
+        best: float = state["best"]
+        has_best = not math.isinf(best)
+        if has_best and not (self._is_by_same_metric(state) and self._has_best_weights()):
             return math.inf
-        records = self._folder.read_metrics() if self._folder.best.is_file() else []
-        last = [of for of in records if of["step"] == state["step"] and self._metric in of]
-        before: float = state["best"]
-        return min([before, *map(self._measured, last)])
+        if not self._folder.best.is_file():
+            return best
+        for record in self._folder.read_metrics():
+            if record["step"] == state["step"] and self._metric in record:
+                best = min(best, self._measured(record))
+        return best
 
-    def _has_best(self, state: Mapping[str, Any]) -> bool:
-        """Whether the best weights so far are there as they were written, and were chosen by the
-        same metric.
-        """
-        if math.isinf(state["best"]):
-            return True
+    def _is_by_same_metric(self, state: Mapping[str, Any]) -> bool:
         name, more = state.get("best_of", ("eval_loss", False))
-        if (name, more) != (self._metric, self._more_is_better):
-            was, now = (
-                f"{n}:{'max' if m else 'min'}"
-                for n, m in ((name, more), (self._metric, self._more_is_better))
-            )
-            self.notes.append(
-                f"best: it was {was} and is {now}: the best weights are looked for anew from here "
-                "on"
-            )
-            return False
+        if (name, more) == (self._metric, self._more_is_better):
+            return True
+        was = _setting(name, more_is_better=more)
+        now = _setting(self._metric, more_is_better=self._more_is_better)
+        self.notes.append(
+            f"best: it was {was} and is {now}: the best weights are looked for anew from here on"
+        )
+        return False
+
+    def _has_best_weights(self) -> bool:
+        path = self._folder.best
         try:
-            load_weights(self._folder.best)
+            load_weights(path)
         except FolderError as error:
-            why = (
-                first_line(error)
-                if self._folder.best.is_file()
-                else f"{self._folder.best} isn't there any more"
-            )
+            why = first_line(error) if path.is_file() else f"{path} isn't there any more"
             self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return False
         return True
 
     def load_data(self) -> None:
-        """Give the training data their state back; nothing may look at a sample between this and
-        the first step.
+        """Give the training data their state back; nothing may read a sample between this and the
+        first step.
 
         Raises:
             JobError: they don't take it.
@@ -272,11 +279,15 @@ class Saves:
         states = self._data_states
         if self._data is None or not states or self._is_stream:
             return
-        if len(states) != self._world.size:
+        size = self._world.size
+        if len(states) != size:
             self.notes.append(
-                f"train_data's state was saved by {len(states)} processes, and these are "
-                f"{self._world.size}: each "
-                "begins with that of the first"
+                f"train_data's state was saved by {len(states)} processes, and these are {size}: "
+                "each begins with that of the first"
             )
-            states = states[:1] * self._world.size
+            states = states[:1] * size
         load_state(self._data, states[self._world.rank], "train_data")
+
+
+def _setting(metric: str, *, more_is_better: bool) -> str:
+    return f"{metric}:{'max' if more_is_better else 'min'}"

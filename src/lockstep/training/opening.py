@@ -1,0 +1,231 @@
+"""What is logged before the first step: what is trained on what, and what has changed since a
+resumed run was begun.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.data import change_of, is_stream, note_on_workers, stream_notes
+from lockstep.errors import counted
+from lockstep.job import Job
+from lockstep.jobfile import JobFile
+from lockstep.launch.devices import note_on_threads
+from lockstep.launch.events import Line
+from lockstep.model.precision import note_on_precision
+from lockstep.tensors.rows import share_sizes
+from lockstep.training.progress import TrainingProgress
+from lockstep.training.resume import changed_parameters
+from lockstep.training.run import hash_of
+from lockstep.training.setup import Setup
+
+
+def opening(setup: Setup, epoch: int) -> Iterator[Line]:
+    """The lines before the first step of a training that has completed ``epoch`` epochs."""
+    yield Line(_headline(setup))
+    mesh = setup.strategy.mesh(setup.devices)
+    yield from map(Line, mesh if len(mesh) <= 8 else [*mesh[:4], "...", mesh[-1]])
+    if setup.plan.batch_size_per_device is not None:
+        yield Line(_batch_size_per_device(setup, setup.plan.batch_size_per_device))
+    yield Line(_batches(setup))
+    if setup.plan.resume:
+        yield Line(f"resuming after epoch {epoch}, step {setup.world.step}")
+    yield from (Line.note(note) for note in _notes(setup) if note)
+    yield from setup.notes
+
+
+def _headline(setup: Setup) -> str:
+    """``job.py: ddp on 2 devices (cpu:0, cpu:1), gloo``."""
+    devices, device = setup.devices, setup.world.device
+    where = str(device)
+    if len(devices) > 1:
+        where = f"{len(devices)} devices ({_abridged(devices, ', ')})"
+    elif device.is_slot:
+        where = f"one CPU device of {counted(device.threads, 'core')}"
+    via = f", {setup.world.backend}" if setup.world.backend else ""
+    return f"{setup.plan.name}: {setup.strategy.name} on {where}{via}"
+
+
+def _batch_size_per_device(setup: Setup, size: int) -> str:
+    """``batch_size_per_device: 8 x 2 replicas x 4 micro-batches = batches of 64``."""
+    factors = f"{size} x {counted(setup.world.layout.local_batches, 'replica')}"
+    if setup.job.accumulate > 1:
+        factors += f" x {setup.job.accumulate} micro-batches"
+    return f"batch_size_per_device: {factors} = batches of {setup.job.batch_size:,}"
+
+
+def _batches(setup: Setup) -> str:
+    """``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16 steps an
+    epoch, 200 for evaluation``.
+    """
+    job, shares = setup.job, _shares(setup)
+    line = f"batches of {job.batch_size:,}"
+    if len(shares) > 1:
+        line += f" = {_abridged([str(share) for share in shares], ' + ')} over the {_over(setup)}s"
+    parts = min(setup.parts, job.batch_size)  # no micro-batch is empty
+    if parts > 1:
+        line += f", in {parts} micro-batches"
+    steps = setup.loader.batches_of(0)
+    if steps:
+        line += f"; {setup.loader.samples:,} samples, {counted(steps, 'step')} an epoch"
+    else:
+        line += "; a stream"
+    sets = []
+    for name, loader in setup.eval_loaders.items():
+        samples = "a stream" if loader.samples is None else f"{loader.samples:,}"
+        sets.append(f"{samples} ({name})" if name else samples)
+    return f"{line}, {' + '.join(sets)} for evaluation" if sets else line
+
+
+def _shares(setup: Setup) -> list[int]:
+    return share_sizes(setup.job.batch_size, setup.world.layout.local_batches)
+
+
+def _over(setup: Setup) -> str:
+    return "replica" if len(setup.devices) > len(_shares(setup)) else "device"
+
+
+def _notes(setup: Setup) -> Iterator[str | None]:
+    job, world = setup.job, setup.world
+    if setup.plan.resume:
+        yield _moved(setup)
+        if setup.scheduler is not None and not any(
+            group["lr"] for group in setup.step.optimizer.param_groups
+        ):
+            yield "the learning rate is 0: the scheduler resumes as it was saved, at its end"
+    yield note_on_threads(world.device)
+    yield note_on_precision(job.precision, world.device.type)
+    cores = os.cpu_count() or 1
+    if world.device.is_slot and len(setup.devices) > 4 * cores:
+        yield f"{len(setup.devices)} CPU devices take turns on {counted(cores, 'core')}"
+    shares = _shares(setup)
+    empty = shares.count(0)
+    if empty:
+        over = counted(empty, _over(setup))
+        yield f"{over} of {len(shares)} get no sample: increase batch_size"
+    if setup.parts > job.batch_size:
+        yield (
+            f"{setup.parts} micro-batches of {job.batch_size} samples: {job.batch_size} are made"
+        )
+    yield note_on_workers(job.loader_workers, world.local_size)
+    yield setup.length_note
+    if job.metrics and not setup.eval_data:
+        yield "metrics are computed on eval_data, and the job has none"
+    if is_stream(setup.train_data):
+        waits = world.size > 1 and not setup.step.together
+        yield from stream_notes(job.shuffle, meets=waits)
+
+
+def _abridged(words: list[str], between: str) -> str:
+    return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])
+
+
+# ---- what has changed since a resumed run was begun ----------------------------------------------
+
+
+def _moved(setup: Setup) -> str | None:
+    """``was pp on 2 CPU devices, resumes as single on 1 CPU device``; None where neither has
+    changed.
+    """
+    strategy, devices = setup.strategy.name, setup.devices
+    was, were = setup.before["strategy"], setup.before["devices"]
+    if (was, len(were)) == (strategy, len(devices)):
+        return None
+    return f"was {was} on {_counted(were)}, resumes as {strategy} on {_counted(devices)}"
+
+
+def _counted(devices: Sequence[str]) -> str:
+    are_slots = all(name.startswith("cpu:") for name in devices)
+    return counted(len(devices), "CPU device" if are_slots else "device")
+
+
+def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
+    """What has changed since the run was begun, in lines, each once.
+
+    Args:
+        setup: what is trained now.
+        data: a fingerprint of the training data of then.
+    """
+    before, job, file = setup.before, setup.job, setup.file
+    lines: list[str | None] = []
+    resumed_with: set[str] = set()
+    if file is not None:
+        lines.append(_changed_file(before, file.path))
+        resumed_with = {*file.unfollowed, *file.settings}
+    lines.append(change_of(data, setup.train_data, seed=job.seed, name="train_data"))
+    if file is not None:
+        lines += _not_followed(file, job)
+        for name, (then, now) in changed_parameters(before, file).items():
+            lines.append(
+                f"--set {name}: it is {_given(now)}, and was {_given(then)} when the run was begun"
+            )
+    for name, now in job.settings.items():
+        then = before["settings"].get(name, now)
+        if then != now and name not in _MAY_CHANGE and name not in resumed_with:
+            lines.append(f"{name}: it is {now}, and was {then} when the run was begun")
+    for then_group, group in zip(before.get("optimizer", []), setup.optimizer, strict=False):
+        for name, then in then_group.items():
+            if group.get(name, then) != then:
+                lines.append(
+                    f"{name}: the optimizer goes on as it was saved, with {then}, and not "
+                    f"{group[name]}"
+                )
+    return [line for line in dict.fromkeys(lines) if line is not None]
+
+
+_MAY_CHANGE = (
+    "epochs",
+    "steps",
+    "log_every",
+    "eval_every",
+    "save_every",
+    "keep",
+    "loader_workers",
+    "keep_memory",
+)
+"""Settings that a run may well be resumed with another value of."""
+
+
+def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
+    """Say that the job file is another one, or that it was edited; None where neither holds."""
+    now = Path(path).resolve()
+    was = Path(before["file"] or now)
+    sums = before["sources"]
+    if now != was:
+        then = str(sums.get(was.name, "unknown"))[:8]
+        return (
+            f"the job file is {now} ({hash_of(now)[:8]}), and was {was} ({then}) when the run was "
+            "begun"
+        )
+    if now.name in sums and not hash_of(now).startswith(str(sums[now.name])):
+        return f"{now.name} has changed since the run was begun"
+    return None
+
+
+def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
+    """Settings that the job file has changed, and that a run keeps unless they are given."""
+    for name, now in file.unfollowed.items():
+        way = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
+        if name in ("seed", "batch_size"):
+            way = "a run keeps it"
+        yield (
+            f"{name}: the run goes on with {job.settings[name]}, the job file says {now} now: {way}"
+        )
+
+
+def _given(value: Any) -> str:
+    return "as the job file has it" if value is None else str(value)
+
+
+def keep_records(setup: Setup, progress: TrainingProgress) -> None:
+    """Leave the records up to this step in ``metrics.jsonl``, and remove how the run had ended."""
+    folder = setup.folder
+    kept = folder.keep_metrics(progress.step, progress.record)
+    if kept < progress.epoch:
+        lost = f"{kept} of the {progress.epoch} records are there, the others are lost"
+        setup.notes.append(Line.note(f"{folder.metrics}: {lost}"))
+    for file in (folder.failure, folder.summary):
+        file.unlink(missing_ok=True)
