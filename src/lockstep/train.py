@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import (
@@ -67,11 +67,11 @@ def train(
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
         devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None
             is ``"auto"``.
-        resume: the folder of a run to go on with, under any strategy and number of devices. Where
-            these are None it goes on under its own strategy, with that one's settings, and on its
-            devices as far as they are here. ``"auto"`` is the newest run of this job under
-            ``folder`` that isn't at its end, or a new one. Ranks that torchrun has started again go
-            on with their run by themselves.
+        resume: the folder of a run to resume, under any strategy and number of devices. Where these
+            are None it resumes under its own strategy, with the settings of that strategy, and on
+            its devices as far as they are here. ``"auto"`` is the newest run of this job under
+            ``folder`` that isn't at its end, or a new one. Ranks that torchrun has started again
+            resume their run by themselves.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
         profile: profile a few steps: a trace for each rank, and a table of where the time goes
@@ -79,14 +79,13 @@ def train(
         quiet: print nothing.
         audit: write down the samples of each step, for ``lockstep audit`` (see
             lockstep.training.audit).
-        grace: seconds that the step may take to end after Ctrl-C or SIGTERM, before the process
-            stops all the same.
+        grace: seconds allowed for the current step to finish after Ctrl-C or SIGTERM.
         restarts: how many times ranks of this machine that were lost are started again, from the
             last checkpoint.
-        min_devices: go on with fewer devices, at least so many, where a rank is lost twice without
-            coming further.
+        min_devices: the smallest number of devices to resume with, where a rank is lost twice
+            without coming further.
         timeout: seconds without progress after which the run ends; 0 is never. Which rank the
-            others wait for is said after 30 s, or ten usual steps (see
+            others wait for is reported after 30 s, or ten usual steps (see
             lockstep.launch.hang_report).
         batch_size_per_device: samples that each replica of the model computes at once;
             ``batch_size`` is that times the replicas, times ``accumulate``.
@@ -102,68 +101,96 @@ def train(
     """
     _world.not_within_a_rank()
     job = with_settings(as_job(job), settings)
-    given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
-    if batch_size_per_device is not None and (batch_size_per_device < 1 or "batch_size" in given):
-        both = (
-            f"{batch_size_per_device} and batch_size {given['batch_size']}"
-            if "batch_size" in given
-            else ""
-        )
-        raise InputError(
-            f"batch_size_per_device: {both or batch_size_per_device}: give one of them, from 1"
-        )
+    if batch_size_per_device is not None:
+        _check_batch_size_per_device(batch_size_per_device, job, settings)
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
     name = job.name if isinstance(job, JobFile) else "job"
     with Display(quiet=quiet or not first) as display:
         find = functools.partial(_to_resume, resume, folder, job, name)
-        begun, config, again = started_ranks.read_by_first(find) if torchrun else find()
-        if config is not None:
-            strategy, devices = as_it_went(config, strategy, devices, own_devices=not torchrun)
+        found = started_ranks.read_by_first(find) if torchrun else find()
+        if found.config is not None:
+            strategy, devices = as_it_went(
+                found.config, strategy, devices, own_devices=not torchrun
+            )
         chosen = _devices.parse(devices_for(strategy, devices))
         check_backend(backend, chosen)
-        way = choose(strategy, () if torchrun else chosen)
-        if torchrun and way.in_one_process:
-            raise StrategyError(
-                f"{way.name} is one process for all devices, and torchrun starts one for each: "
-                "take ddp"
-            )
-        if min_devices is not None and way.devices_needed is not None:
-            raise InputError(
-                f"min_devices: {way.name} is for {way.devices_needed} devices, and no fewer: "
-                "leave it out"
-            )
+        planned = choose(strategy, () if torchrun else chosen)
+        _check_restarts(planned, chosen, restarts, min_devices, torchrun=torchrun)
         lost = LostRanks(restarts, min_devices, chosen)
-        if restarts and (torchrun or needs_one_process(way, chosen)):
-            one = f"{way.name} is one process here: start the command again, with --resume auto"
-            raise InputError(f"restarts: {'torchrun has --max-restarts' if torchrun else one}")
-        run = (
-            RunFolder(begun)
-            if begun is not None
-            else RunFolder.new(folder, f"{name}-{way.name}")
-            if first
-            else None
+        run: RunFolder | None = None
+        if found.folder is not None:
+            run = RunFolder(found.folder)
+        elif first:
+            run = RunFolder.new(folder, f"{name}-{planned.name}")
+        plan = Plan(
+            job=job,
+            strategy=planned,
+            name=name,
+            folder=None if run is None else str(run.path.resolve()),
+            resume=found.config is not None,
+            profile=profile,
+            audit=audit,
+            timeout=timeout,
+            batch_size_per_device=batch_size_per_device,
+            again=found.again,
         )
-        path = None if run is None else str(run.path.resolve())
-        plan = Plan(job, way, name, path, config is not None, profile, audit, timeout)
-        plan = dataclasses.replace(plan, again=again, batch_size_per_device=batch_size_per_device)
-        if begun is not None and (again or resume == "auto"):
-            display.line(f"{'resuming' if plan.resume else 'beginning again in'} {begun}")
+        if found.folder is not None and (found.again or resume == "auto"):
+            display.line(f"{'resuming' if plan.resume else 'beginning again in'} {found.folder}")
+        restarted = None if torchrun else run
         try:
             with StopRequest(_has_begun, grace) as request:
-                summary, path = _with_restarts(
-                    plan, chosen, backend, display, None if torchrun else run, lost
-                )
+                summary, path = _with_restarts(plan, chosen, backend, display, restarted, lost)
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:
             if run is not None and first:
-                _left_behind(run, error, display, resumed=plan.resume)
+                _after_error(run, error, display, resumed=plan.resume)
             raise
         run = run or RunFolder(path)
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
+
+
+def _check_batch_size_per_device(
+    size: int, job: Job | JobFile, settings: Mapping[str, Any]
+) -> None:
+    """Refuse a ``batch_size_per_device`` beside a ``batch_size``, or below 1."""
+    given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
+    what = str(size)
+    if "batch_size" in given:
+        what += f" and batch_size {given['batch_size']}"
+    elif size >= 1:
+        return
+    raise InputError(f"batch_size_per_device: {what}: give one of them, from 1")
+
+
+def _check_restarts(
+    strategy: Strategy,
+    devices: tuple[Device, ...],
+    restarts: int,
+    min_devices: int | None,
+    *,
+    torchrun: bool,
+) -> None:
+    """Refuse a strategy, and restarts, that the way of starting the ranks doesn't allow."""
+    name = strategy.name
+    if torchrun and strategy.in_one_process:
+        raise StrategyError(
+            f"{name} is one process for all devices, and torchrun starts one for each: take ddp"
+        )
+    if min_devices is not None and strategy.devices_needed is not None:
+        raise InputError(
+            f"min_devices: {name} is for {strategy.devices_needed} devices, and no fewer: "
+            "leave it out"
+        )
+    if restarts and torchrun:
+        raise InputError("restarts: torchrun has --max-restarts")
+    if restarts and needs_one_process(strategy, devices):
+        raise InputError(
+            f"restarts: {name} is one process here: start the command again, with --resume auto"
+        )
 
 
 _NEVER = 1e7
@@ -178,12 +205,12 @@ def _with_restarts(
     run: RunFolder | None,
     lost: LostRanks,
 ) -> tuple[dict[str, Any], str]:
-    """Train, and go on with ranks that were lost; ``run`` is None where others start them again."""
+    """Train, and resume when ranks are lost; ``run`` is None where others start them again."""
     before = None if run is None else run.written_at(run.summary)
+    # A collective waits longer, so that the report of who has not arrived comes first.
+    longest = plan.timeout + 60 if plan.timeout else _NEVER
     while True:
         try:
-            # A collective waits longer, so that the report of who has not arrived comes first.
-            longest = plan.timeout + 60 if plan.timeout else _NEVER
             return on_devices(train_on, plan, devices, backend, plan.folder, display, longest)
         except Lost as error:
             if run is None:
@@ -197,60 +224,71 @@ def _with_restarts(
             plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
 
 
+class _Found(NamedTuple):
+    """The run that is resumed.
+
+    Attributes:
+        folder: of the run; None where a new one is made.
+        config: of the run; None where it begins anew in its folder.
+        again: whether torchrun has started the ranks again.
+    """
+
+    folder: str | None
+    config: dict[str, Any] | None
+    again: bool
+
+
 def _to_resume(
     resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
-) -> tuple[str | None, dict[str, Any] | None, bool]:
-    """The folder of the run to go on with, its config, and whether torchrun has started the ranks
-    again.
-
-    Without config the run has to begin anew in its folder.
-    """
+) -> _Found:
+    """Find the run to resume: the one that was given, the newest, or that of torchrun."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") if started_ranks.restarts() else None
     again = run_id is not None
     if resume is None and not again:
-        return None, None, again
+        return _Found(None, None, again)
     if resume in (None, "auto"):
         newest = newest_of(parent, job, name, run_id)
-        if newest is None or not newest.is_resumable:
-            return None if newest is None else str(newest.path), None, again
+        if newest is None:
+            return _Found(None, None, again)
+        if not newest.is_resumable:
+            return _Found(str(newest.path), None, again)
         resume = newest.path
-    found = RunFolder.existing(resume)
-    return str(found.path), found.read_json(found.config), again
+    run = RunFolder.existing(resume)
+    return _Found(str(run.path), run.read_json(run.config), again)
 
 
 def _has_begun() -> bool:
-    """Whether this process has made an update, not only begun with one."""
+    """Return whether this process has made an update, and not only begun with one."""
     world = _world.current()
     return world is not None and world.step > 1
 
 
-def _left_behind(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
-    """Take away the folder of a run that was refused, or was stopped before it had anything; else
-    say where it is.
-
-    What failed is written there, for its report.
+def _after_error(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
+    """Remove the folder of a run that was refused, or was stopped before it had anything; else
+    log where it is, and write what failed.
     """
-    stopped = not isinstance(error, Exception)
-    if not resumed and not run.is_resumable and (isinstance(error, InputError) or stopped):
+    is_stopped = not isinstance(error, Exception)
+    is_refused = isinstance(error, InputError)
+    if not resumed and not run.is_resumable and (is_refused or is_stopped):
         run.remove()
-        if stopped:
+        if is_stopped:
             display.line("nothing was saved yet, so no run is kept")
-    elif not isinstance(error, InputError) or (run.is_resumable and not resumed):
-        if not stopped:
-            with contextlib.suppress(FolderError):  # a full disk, say: that is said already
-                said = (
-                    str(error).partition("\n")[0]
-                    if isinstance(error, LockstepError)
-                    else told(error)
-                )
-                run.write_json(run.failure, {"error": said})
-        go_on = f"; resume it with --resume {run.path}" if run.is_resumable else ""
-        display.line(f"run: {run.path}{go_on}")
+        return
+    if is_refused and (resumed or not run.is_resumable):
+        return
+    if not is_stopped:
+        text = told(error)
+        if isinstance(error, LockstepError):
+            text = str(error).partition("\n")[0]
+        with contextlib.suppress(FolderError):  # a full disk, say, which was reported already
+            run.write_json(run.failure, {"error": text})
+    how = f"; resume it with --resume {run.path}" if run.is_resumable else ""
+    display.line(f"run: {run.path}{how}")
 
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """What each rank is told of an evaluation."""
+    """What each rank is given for an evaluation."""
 
     job: Job | JobFile
     strategy: Strategy
@@ -291,9 +329,8 @@ def evaluate(
         ``"clean/loss"`` and so on; ``"loss"`` is then that of the first.
     """
     file: Path | None = None
-    its: Job | JobFile
     if isinstance(what, Run) or (isinstance(what, str | Path) and os.path.isdir(what)):
-        its, file = trained_of(
+        evaluated, file = trained_of(
             what,
             best=best,
             weights=weights,
@@ -302,27 +339,25 @@ def evaluate(
             trust=trust_job,
         )
     else:
-        its = (
-            JobFile(str(what), job_parameters or {})
-            if isinstance(what, str | Path)
-            else as_job(what)
-        )
-        if best or job is not None or weights is not None:
-            option = "best" if best else "weights" if weights is not None else "job"
-            instead = f": --init {weights} gives it these" if option == "weights" else ""
-            raise InputError(
-                f"{what}: --{option} is for a run, and this is a job that was not trained{instead}"
-            )
-    its = with_settings(its, settings)
+        for option, value in (("best", best or None), ("weights", weights), ("job", job)):
+            if value is not None:
+                instead = f": --init {weights} gives it these" if option == "weights" else ""
+                raise InputError(
+                    f"{what}: --{option} is for a run, and this is a job that was not trained"
+                    f"{instead}"
+                )
+        is_path = isinstance(what, str | Path)
+        evaluated = JobFile(str(what), job_parameters or {}) if is_path else as_job(what)
+    evaluated = with_settings(evaluated, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
-    plan = _Evaluation(its, choose(strategy, chosen), file)
+    plan = _Evaluation(evaluated, choose(strategy, chosen), file)
     with Display() as display:
         return on_devices(evaluate_on, plan, chosen, backend, None, display)
 
 
 def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
-    """Evaluate on this rank; the same values on every one."""
+    """Evaluate on this rank; the values are the same on every rank."""
     job = the_job(plan.job)
     if job.eval_data is None:
         raise JobError("eval_data: the job has none, so there is nothing to evaluate on")

@@ -233,10 +233,6 @@ class Changes(Callback):
             Changes("rate"),
             r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently',
         ),
-        slow(
-            Changes("attribute"),
-            r'callbacks change "model.temperature" on rank 0 and rank 1 differently',
-        ),
         slow(Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
     ],
     ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
@@ -320,17 +316,6 @@ def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
         LockstepError, match="a callback changes modules, parameters or hooks of the model"
     ):
         trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
-
-
-def test_hooks_on_parameters_that_a_callback_adds_are_said_to_see_parts(
-    tmp_path: Path, capfd: Any
-) -> None:
-    for accumulate, step, said in ((1, 0, False), (2, 0, True), (2, 3, True)):
-        its = job(Hooks(True, step), accumulate=accumulate)
-        lockstep.train(its, strategy="single", devices="1xcpu", folder=tmp_path)
-        assert (
-            "hooks on parameters see the gradient of a local batch" in capfd.readouterr().out
-        ) is said
 
 
 class Thaws(Callback):

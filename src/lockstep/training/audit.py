@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +23,17 @@ from lockstep.errors import FolderError, counted
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 
-_FILE = re.compile(r"(\d+)-rank-(\d+)\.jsonl")
+_FILE = re.compile(r"(\d+)-rank-\d+\.jsonl")
 
 
 class Audit:
     """Writes this process's lines. Every rank makes one, together.
+
+    Args:
+        world: this rank's.
+        folder: of the run.
+        train_data: what is trained on.
+        order: whether the job has an order of its own, which may leave out and repeat samples.
 
     Raises:
         OSError: it can't be written.
@@ -37,39 +41,42 @@ class Audit:
 
     def __init__(self, world: World, folder: RunFolder, train_data: Any, *, order: bool) -> None:
         self._several = world.size > 1
-        starts = [
-            int(found[1])
-            for path in folder.audit.glob("*")
-            if (found := _FILE.fullmatch(path.name))
-        ]
+        found = [_FILE.fullmatch(path.name) for path in folder.audit.glob("*")]
+        starts = [int(match[1]) for match in found if match]
         start = world.broadcast_object(max(starts, default=0) + 1)
+
         folder.audit.mkdir(parents=True, exist_ok=True, mode=0o700)
-        head = {
-            "start": start,
-            "rank": world.rank,
-            "ranks": world.size,
-            "step": world.step,
-            "samples": None if is_stream(train_data) else len(train_data),
-            "order": order,
-        }
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL
-        self._file = os.open(folder.audit / f"{start}-rank-{world.rank}.jsonl", flags, 0o600)
-        self._write(head)
+        self._file = os.open(
+            folder.audit / f"{start}-rank-{world.rank}.jsonl",
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL,
+            0o600,
+        )
+
+        self._write(
+            {
+                "start": start,
+                "rank": world.rank,
+                "ranks": world.size,
+                "step": world.step,
+                "samples": None if is_stream(train_data) else len(train_data),
+                "order": order,
+            }
+        )
 
     def note(self, step: int, batch: Batch) -> None:
         """Write the line of an update."""
-        if self._several:
-            samples = [
-                int(index)
-                for part in batch.parts
-                if part.samples is not None
-                for index in part.samples
-            ]
+        samples: list[int] = []
+
+        if not self._several:
+            samples += [] if batch.samples is None else batch.samples.tolist()
         else:
-            samples = [] if batch.samples is None else batch.samples.tolist()
+            for part in batch.parts:
+                samples += [] if part.samples is None else map(int, part.samples)
+
         self._write([step, batch.epoch, batch.index, samples])
 
     def _write(self, line: Any) -> None:
+        """Append a line."""
         os.write(self._file, json.dumps(line).encode() + b"\n")  # unbuffered: a death loses nothing
 
     def close(self) -> None:
@@ -77,99 +84,104 @@ class Audit:
         os.close(self._file)
 
 
-@dataclass
-class Epoch:
-    """What was used in an epoch.
-
-    Attributes:
-        number: from 1.
-        samples: how many times each was used.
-        steps: the steps in which it was.
-        whole: whether a later epoch was begun, or the run has ended.
-    """
-
-    number: int
-    samples: Counter[int] = field(default_factory=Counter)
-    steps: dict[int, list[int]] = field(default_factory=dict)
-    whole: bool = False
+Uses = dict[int, list[int]]
+"""The steps in which each sample was used."""
 
 
 def added_up(folder: str | Path) -> tuple[list[str], bool]:
-    """The lines that say what a run has used, an epoch each, and whether each sample was used once.
+    """The lines that report what a run has used, an epoch each, and whether each sample was used
+    once.
 
     Raises:
         FolderError: there is no such run, or it was trained without an audit.
     """
     run = RunFolder.existing(folder)
-    files = sorted(path for path in run.audit.glob("*") if _FILE.fullmatch(path.name))
-    if not files:
+    starts = _starts(run)
+    if not starts:
         raise FolderError(f"{folder}: it was trained without an audit: train it with --audit")
-    starts: dict[int, list[list[Any]]] = {}
-    for path in files:
-        starts.setdefault(int(path.name.partition("-")[0]), []).append(_lines(path))
-    numbers = sorted(starts)
-    began = {number: max(lines[0]["step"] for lines in starts[number]) for number in numbers}
-    head = starts[numbers[-1]][0][0]
-    epochs: dict[int, Epoch] = {}
-    seen: Counter[int] = Counter()  # ranks by step
-    for number, later in zip(numbers, [*numbers[1:], None], strict=True):
-        end = None if later is None else min(began[n] for n in numbers if n >= later)
+
+    epochs: dict[int, Uses] = {}
+    last_step = 0
+    end: float = float("inf")  # where the next start began
+    for number in sorted(starts, reverse=True):
         for lines in starts[number]:
             for step, epoch, _, samples in lines[1:]:
-                if end is None or step <= end:
-                    one = epochs.setdefault(epoch, Epoch(epoch + 1))
-                    one.samples.update(samples)
-                    seen[step] += 1
-                    for sample in samples:
-                        one.steps.setdefault(sample, []).append(step)
-    for epoch in epochs.values():
-        epoch.whole = epoch.number < max(epochs) + 1 or _has_ended(run, epoch.number)
-    said = [_said(epoch, head) for _, epoch in sorted(epochs.items())]
-    first = began[numbers[0]]
-    return [
-        f"{counted(len(numbers), 'start')}, {counted(max(seen, default=0), 'step')}",
-        *([f"steps 1 to {first} were trained without --audit"] if first else []),
-        *(line for line, _ in said),
-    ], (all(right for _, right in said))
+                if step > end:
+                    continue
+                last_step = max(last_step, step)
+                uses = epochs.setdefault(epoch, {})
+                for sample in samples:
+                    uses.setdefault(sample, []).append(step)
+        end = min(end, _began(starts[number]))
+
+    first = _began(starts[min(starts)])
+    lines = [f"{counted(len(starts), 'start')}, {counted(last_step, 'step')}"]
+    if first:
+        lines.append(f"steps 1 to {first} were trained without --audit")
+    head = starts[max(starts)][0][0]
+    ended = run.read_json(run.summary)["epochs"] if run.summary.is_file() else 0
+    is_right = True
+
+    for epoch, uses in sorted(epochs.items()):
+        is_whole = epoch < max(max(epochs), ended)
+        line = f"epoch {epoch + 1}: {counted(sum(map(len, uses.values())), 'sample')}"
+        line += "" if is_whole else " so far"
+        if head["order"]:
+            lines.append(f"{line}, in the job's own order")
+            continue
+        wrong = _wrong(uses, head["samples"] if is_whole else None)
+        lines.append(f"{line}: {'; '.join(wrong)}" if wrong else f"{line}, each once")
+        is_right = is_right and not wrong
+    return lines, is_right
+
+
+def _starts(run: RunFolder) -> dict[int, list[list[Any]]]:
+    """The lines of each file, by the number of the start of the run."""
+    starts: dict[int, list[list[Any]]] = {}
+    for path in sorted(run.audit.glob("*")):
+        found = _FILE.fullmatch(path.name)
+        if found:
+            starts.setdefault(int(found[1]), []).append(_lines(path))
+    return starts
 
 
 def _lines(path: Path) -> list[Any]:
-    """Those of a file, but for one that was cut off."""
-    found = []
+    """The lines of a file, but for one that was cut off."""
+    lines = []
     for line in path.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            lines.append(json.loads(line))
         except ValueError:
             break
-    if not found:
+
+    if not lines:
         raise FolderError(f"{path}: it has no head: take it out")
-    return found
+    return lines
 
 
-def _has_ended(run: RunFolder, epochs: int) -> bool:
-    return run.summary.is_file() and run.read_json(run.summary)["epochs"] >= epochs
+def _began(files: list[list[Any]]) -> int:
+    """The step at which a start of the run began."""
+    steps: list[int] = [lines[0]["step"] for lines in files]
+    return max(steps)
 
 
-def _said(epoch: Epoch, head: dict[str, Any]) -> tuple[str, bool]:
-    """An epoch's line, and whether nothing is wrong with it. A person's own order may leave out
-    and repeat samples.
+def _wrong(uses: Uses, samples: int | None) -> list[str]:
+    """What is wrong with an epoch.
+
+    Args:
+        uses: of its samples.
+        samples: how many there are; None where an epoch isn't whole, or of a stream.
     """
-    of = head["samples"]
-    twice = sorted(sample for sample, times in epoch.samples.items() if times > 1)
-    never = (
-        []
-        if of is None or not epoch.whole
-        else [sample for sample in range(of) if sample not in epoch.samples]
-    )
-    used = counted(epoch.samples.total(), "sample")
-    so_far = "" if epoch.whole else " so far"
-    if head["order"]:
-        return f"epoch {epoch.number}: {used}{so_far}, in the job's own order", True
-    if not twice and not never:
-        return f"epoch {epoch.number}: {used}{so_far}, each once", True
-    wrong = [f"{counted(len(twice), 'sample')} more than once"] if twice else []
-    wrong += [f"{counted(len(never), 'sample')} never"] if never else []
+    twice = sorted(sample for sample, steps in uses.items() if len(steps) > 1)
+    never = [sample for sample in range(samples or 0) if sample not in uses]
+    wrong = []
+
+    if twice:
+        wrong.append(f"{counted(len(twice), 'sample')} more than once")
+    if never:
+        wrong.append(f"{counted(len(never), 'sample')} never")
     for sample in twice[:3]:
-        wrong.append(f"sample {sample} in steps {', '.join(map(str, epoch.steps[sample]))}")
-    wrong += [f"sample {sample} in none" for sample in never[:3]]
-    return f"epoch {epoch.number}: {used}{so_far}: {'; '.join(wrong)}", False
+        wrong.append(f"sample {sample} in steps {', '.join(map(str, sorted(uses[sample])))}")
+    for sample in never[:3]:
+        wrong.append(f"sample {sample} in none")
+    return wrong

@@ -1,12 +1,11 @@
-"""The first step, looked at once: shapes inside (a replica's share) and outside (the global batch).
+"""The first step's shapes: inside (a replica's share) and outside (the global batch).
 
-A batch of 30 on two devices is 30 x 8 outside and 15 x 8 inside. Nothing of this costs a later step
-anything.
+A batch of 30 on two devices is 30 x 8 outside and 15 x 8 inside. Later steps cost nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data import Part
 from lockstep.launch.observer import Observer
@@ -14,137 +13,143 @@ from lockstep.launch.world import World
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.pytree import each, named_tensors
 
-Shape = list[int | list[int]]
-"""A dimension that differs between devices is ``[smallest, largest]``."""
+Shapes = dict[str, list[int]]
+"""By the path to the tensor: ``logits``, ``hidden.2``, or "" where there is one only."""
 
 _LONG = 80
-"""Characters beyond which the shapes inside are not said too."""
+"""Characters beyond which the line leaves out the shapes on each device."""
 
-Shapes = dict[str, Shape]
-"""By the way to the tensor: ``logits``, ``hidden.2``, or "" where there is one only."""
+
+class _Forward(NamedTuple):
+    """The samples and the shapes of one replica's first forward."""
+
+    size: int
+    inputs: Shapes
+    outputs: Shapes
 
 
 class FirstStep(Observer):
-    """Listens to a step during its next update."""
+    """Observes the next update of a step."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._seen: dict[str, tuple[int, Shapes, Shapes]] = {}
+        self._forwards: dict[str, _Forward] = {}
         step.observers.append(self)
 
     def forwarded(self, where: str, part: Part, outputs: Any) -> None:
-        """Take note of a forward; replicas on threads do so at the same time."""
-        if where in self._seen:
-            return  # another micro-batch
-        self._seen[where] = part.size, shapes_of(part.inputs), shapes_of(outputs)
+        """Note the shapes of a replica's first micro-batch; replicas on threads call this at the
+        same time.
+        """
+        if where not in self._forwards:
+            forward = _Forward(part.size, shapes_of(part.inputs), shapes_of(outputs))
+            self._forwards[where] = forward
 
     def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
-        """After the update on a global batch of ``size``: the shapes over all ranks and their
-        devices, alike on each.
+        """After the update, return the shapes over all ranks and their devices, alike on each rank.
+
+        Args:
+            world: this rank's.
+            devices: the names of all ranks' devices.
+            size: of the global batch.
 
         Returns:
-            ``inputs`` and ``outputs`` of the global batch, and of the first micro-batch in each
-            replica, by the first of its ``devices``.
+            ``inputs`` and ``outputs`` of the global batch, and those of the first micro-batch in
+            each replica, by the first of its ``devices``.
         """
         self._step.observers.remove(self)
-        mine = [
-            self._seen[where] for where in sorted(self._seen, key=lambda where: (len(where), where))
-        ]
-        found = [one for theirs in world.gather_objects(mine) for one in theirs]
-        if not found:  # a strategy whose forward is its own
+        places = sorted(self._forwards, key=lambda where: (len(where), where))
+        of_ranks = world.gather_objects([self._forwards[where] for where in places])
+        forwards = [forward for of_rank in of_ranks for forward in of_rank]
+        if not forwards:  # a strategy whose forward is its own
             return {"inputs": {}, "outputs": {}, "devices": []}
+
+        # The devices without a sample are the last ones.
         firsts = devices[:: world.layout.devices // world.layout.local_batches]
-        # Devices without a sample are the last ones.
         inside = [
-            {"device": d, "inputs": given, "outputs": made}
-            for d, (_, given, made) in zip(firsts, found, strict=False)
+            {"device": device, "inputs": forward.inputs, "outputs": forward.outputs}
+            for device, forward in zip(firsts, forwards, strict=False)
         ]
-        sizes = [rows for rows, _, _ in found]
+
+        first = forwards[0]
         return {
-            "inputs": _together([given for _, given, _ in found], sizes, size),
-            "outputs": _together([made for _, _, made in found], sizes, size),
+            "inputs": _whole(first.inputs, first.size, size),
+            "outputs": _whole(first.outputs, first.size, size),
             "devices": inside,
         }
 
 
 def shapes_of(nest: Any) -> Shapes:
-    """The shapes of all tensors in a nest, but for nested ones, whose rows are of different
-    sizes.
-    """
+    """The shapes of all tensors in a nest, but for nested tensors, whose rows differ in size."""
     unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
     return {
-        way: list(tensor.shape) for way, tensor in named_tensors(unpacked) if not tensor.is_nested
+        path: list(tensor.shape) for path, tensor in named_tensors(unpacked) if not tensor.is_nested
     }
 
 
-def _together(every: list[Shapes], sizes: list[int], size: int) -> Shapes:
-    """The shapes of the global batch, of ``size`` samples, where those of its shares are
-    ``every``.
+def _whole(shapes: Shapes, samples: int, size: int) -> Shapes:
+    """The shapes of the global batch.
+
+    Args:
+        shapes: those of the first share.
+        samples: of the first share.
+        size: the samples of the global batch.
     """
     whole: Shapes = {}
-    for name, first in every[0].items():
-        alike = [
-            shapes[name] for shapes in every if name in shapes and len(shapes[name]) == len(first)
-        ]
-        spans: Shape = [
-            min(column) if len(set(column)) == 1 else [min(column), max(column)]
-            for column in zip(*alike, strict=True)
-        ]
-        if (
-            first
-            and len(alike) == len(sizes)
-            and all(s[0] == n for s, n in zip(alike, sizes, strict=True))
-        ):
-            spans[0] = size
-        whole[name] = spans
+    for name, shape in shapes.items():
+        whole[name] = [size, *shape[1:]] if shape[:1] == [samples] else shape
     return whole
 
 
 def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
     """``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``; None where there is no
-    tensor to tell of.
+    tensor.
     """
     if not shapes["inputs"] or not shapes["outputs"]:
         return None
-    said = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
-    groups: dict[str, list[str]] = {}
-    for one in shapes["devices"]:
-        if one["inputs"] and one["outputs"]:
-            groups.setdefault(f"{written(one['inputs'])} -> {written(one['outputs'])}", []).append(
-                one["device"]
-            )
+
+    line = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
     several = len(shapes["devices"]) > 1
     if not several and micro_batches == 1:
-        return said
-    if len(said) > _LONG:
-        return f"{said}; summary.json has them for each device"
-    of = " in a micro-batch" if micro_batches > 1 else ""
-    if len(groups) == 1:
-        return (
-            f"{said}; {f'each device{of}' if several else 'each micro-batch'}: {next(iter(groups))}"
-        )
-    shown = [f"{_listed(devices)}{of}: {words}" for words, devices in groups.items()]
-    return "; ".join([said, *(shown if len(shown) <= 4 else [*shown[:3], "..."])])
+        return line
+    if len(line) > _LONG:
+        return f"{line}; summary.json has them for each device"
+
+    by_shapes: dict[str, list[str]] = {}
+    for inside in shapes["devices"]:
+        if inside["inputs"] and inside["outputs"]:
+            words = f"{written(inside['inputs'])} -> {written(inside['outputs'])}"
+            by_shapes.setdefault(words, []).append(inside["device"])
+
+    within = " in a micro-batch" if micro_batches > 1 else ""
+    if len(by_shapes) == 1:
+        who = f"each device{within}" if several else "each micro-batch"
+        return f"{line}; {who}: {next(iter(by_shapes))}"
+
+    groups = [f"{_listed(devices)}{within}: {words}" for words, devices in by_shapes.items()]
+    if len(groups) > 4:
+        groups = [*groups[:3], "..."]
+    return "; ".join([line, *groups])
 
 
 def written(shapes: Shapes) -> str:
     """``30 x 8``, ``(tokens 30 x 12, mask 30 x 12)``."""
-    words = [
-        f"{name} {_dimensions(shape)}" if not _is_number(name) else _dimensions(shape)
-        for name, shape in shapes.items()
-    ]
-    shown = words if len(words) <= 4 else [*words[:3], f"... {len(words)} in all"]
-    return shown[0] if len(words) == 1 else f"({', '.join(shown)})"
+    words = []
+    for name, shape in shapes.items():
+        is_number = not name.replace(".", "").strip("0123456789")
+        words.append(_dimensions(shape) if is_number else f"{name} {_dimensions(shape)}")
+    if len(words) == 1:
+        return words[0]
+
+    if len(words) > 4:
+        words = [*words[:3], f"... {len(words)} in all"]
+    return f"({', '.join(words)})"
 
 
-def _is_number(name: str) -> bool:
-    return not name.replace(".", "").strip("0123456789")
-
-
-def _dimensions(shape: Shape) -> str:
-    sizes = [f"({d[0]} to {d[1]})" if isinstance(d, list) else str(d) for d in shape]
-    return " x ".join(sizes) or "a scalar"
+def _dimensions(shape: list[int]) -> str:
+    """``30 x 8``."""
+    return " x ".join(map(str, shape)) or "a scalar"
 
 
 def _listed(devices: list[str]) -> str:
+    """Devices by name, the middle of many left out."""
     return ", ".join(devices) if len(devices) <= 4 else f"{devices[0]}, ..., {devices[-1]}"

@@ -44,6 +44,7 @@ class Logs:
         self._are_tokens: bool | None = None
         self._earlier_count = float(progress.recent.count)  # counted by an earlier process
         self._samples = 0
+
         self._first = step.world.step
         self._began = time.perf_counter()
         self._last = self._began
@@ -66,17 +67,20 @@ class Logs:
         return values
 
     def _values(self, now: float) -> dict[str, float]:
+        """What the updates since the last log came to, by name; begin anew with the next ones."""
         progress = self._progress
         group = self._step.optimizer.param_groups[0]
         values = progress.recent.means("")
         values["lr"] = float(group.get("lr", math.nan))
         if self._step.grad_norm is not None:
             values["grad_norm"] = float(self._step.grad_norm)
+
         seconds = now - self._last - (progress.paused - self._paused)
         values["samples_per_second"] = self._samples / seconds
         tokens = float(progress.recent.count) - self._earlier_count
         if self._are_tokens and tokens > self._samples:
             values["tokens_per_second"] = tokens / seconds
+
         progress.recent = Loss(0.0, 0.0)
         self._earlier_count = 0.0
         self._samples = 0
@@ -90,11 +94,13 @@ class Logs:
         """
         step = self._step.world.step
         words = [f"step {step:,}/{self._steps:,}" if self._steps else f"step {step:,}"]
+
         for name, value in values.items():
             if name.endswith("_per_second"):
                 words.append(f"{value:,.0f} {name.removesuffix('_per_second')}/s")
             else:
                 words.append(f"{name.replace('_', ' ')} {number(value)}")
+
         if self._steps is not None:
             seconds = (self._last - self._began) / (step - self._first)
             words.append(f"{duration((self._steps - step) * seconds)} left")
@@ -113,6 +119,7 @@ def _are_tokens(batch: Batch) -> bool | None:
 
 
 def _are_integers(targets: Any) -> bool:
+    """Return whether targets are a tensor of integers."""
     if not isinstance(targets, torch.Tensor):
         return False
     return not (targets.is_floating_point() or targets.is_complex())
@@ -149,10 +156,12 @@ class Pace:
         if now - self._last < self._interval:
             return
         self._last = now
+
         world = self._world
         if not world.is_first:
             world.tell(Memory(memory_now(world)))
             return
+
         elapsed = now - self._began
         seconds_left = None
         if self._steps is not None:

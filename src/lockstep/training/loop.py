@@ -2,6 +2,17 @@
 
 The loop is the same under every strategy. Whatever the ranks must agree on (the end, the best
 epoch, a stop) follows from numbers that were summed over the ranks, or is sent by rank 0.
+
+A training goes through these, in this order::
+
+    resume            take up the newest checkpoint, where a run is resumed
+    open the run      config.json, the opening lines, on_start
+    begin             what is closed at the end, and a trial evaluation
+    each epoch        updates; logs, evaluations and checkpoints within the epoch
+                      the evaluation at its end, the scheduler, the checkpoint, the record
+    end               an evaluation that was not due, the final weights, summary.json, on_finish
+
+How far it has come is one object, ``TrainingProgress``, which every checkpoint keeps.
 """
 
 from __future__ import annotations
@@ -43,8 +54,14 @@ from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
 
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
-    """Train on this rank; return the run's summary (empty where it was stopped) and its folder,
-    alike on every rank.
+    """Train on this rank.
+
+    Args:
+        world: this rank's.
+        plan: what every rank is given.
+
+    Returns:
+        the run's summary (empty where it was stopped) and its folder, alike on every rank.
     """
     plan = for_devices(plan, world)
     job = the_job(plan.job)
@@ -52,6 +69,7 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     assert path is not None
     world.folder = path
     folder = RunFolder(path)
+
     with contextlib.ExitStack() as stack:
         if world.is_first:
             stack.enter_context(folder.held())
@@ -60,27 +78,42 @@ def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
             stack.enter_context(left_to_the_launcher())
         if job.keep_memory:
             stack.enter_context(freed_memory_kept())
+
         return _Training(world, plan, job, folder).run(), path
 
 
 class _Training:
-    """One training on one rank."""
+    """One training on one rank.
+
+    Attributes:
+        setup: what the training is made of.
+        progress: how far it has come.
+        shapes: of the first update, for the summary.
+        logs: on rank 0, where the job has logs within epochs.
+        audit: where the samples of each step are written down.
+        profiler: where steps are profiled.
+    """
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
         self.world = world
         self.plan = plan
         self.job = job
         self.folder = folder
+
         self.setup = Setup(world, plan, job, folder)
         self.step = self.setup.step
         self.loader = self.setup.loader
         self.progress = TrainingProgress(self.setup.epochs, job.steps)
-        self.first_step: FirstStep | None = FirstStep(self.step)
+
+        # Ranks that don't meet in their updates would wait here for one another.
+        self.first_step = FirstStep(self.step) if self.step.together else None
         self.shapes: dict[str, Any] = {}
+
         self.evaluations = Evaluations(job, self.step, self.setup.eval_loaders)
         self.reporter = EventReporter(world, job, folder)
         self.callbacks = Callbacks(job, self.step, folder.path, self.reporter)
         self.saves = Saves(self.setup, self.callbacks)
+
         self.logs: Logs | None = None
         self.audit: Audit | None = None
         self.profiler: Profiler | None = None
@@ -93,9 +126,8 @@ class _Training:
         progress = self.progress
         if self.plan.resume:
             self._resume()
-        else:
-            self.saves.refuse_unsaveable()
         self._open_run()
+
         with contextlib.ExitStack() as stack:
             self._begin(stack)
             while not (progress.is_over or progress.interrupted):
@@ -103,12 +135,14 @@ class _Training:
             if progress.interrupted:
                 self.saves.finish()
                 return {}
+
             if progress.ends_unevaluated:
                 self._evaluate_end()
             self.step.check()
             self.step.skips.refuse_all()
             self.saves.finish()
             self.step.write_weights(self.folder.model)
+
             seconds = time.perf_counter() - began
             summary = write_summary(self.setup, progress, self.shapes, seconds)
             self.callbacks.call("finish", progress.epoch, progress.values)
@@ -126,6 +160,7 @@ class _Training:
         world.step = progress.step
         if self.step.together or world.is_first:
             self.step.skips.number = state.get("skipped", 0)
+
         if self._has_ended():
             if progress.stopped:
                 after = counted(progress.epoch, "epoch")
@@ -138,6 +173,7 @@ class _Training:
                 raise nothing_left(progress.epoch, world.step, None)
             if progress.is_over:
                 raise nothing_left(progress.epoch, world.step, progress.last_epoch or 1)
+
         if world.is_first:
             self.setup.notes += map(Line.note, changes(self.setup, progress.data))
         self.saves.load_data()
@@ -153,39 +189,57 @@ class _Training:
         return self.world.broadcast_object(has_ended(self.folder, self.world.step))
 
     def _open_run(self) -> None:
-        """Write the run's config and log what is trained; from here on nothing is refused."""
+        """Write the run's config, log what is trained, and call ``on_start``.
+
+        Only here, when a resumed run can no longer be refused, does its folder change.
+        """
         progress, setup, world = self.progress, self.setup, self.world
         self.triggers = Triggers(
             self.job, world, self.loader.batches_of, together=self.step.together
         )
         setup.notes += map(Line.note, [*self.saves.notes, *self.triggers.notes()])
+
         if world.is_first:
             write_config(setup)
             keep_records(setup, progress)
             for line in opening(setup, progress.epoch):
                 world.tell(line)
             self.step.tell_once(self.step.caveats())
+
         self.callbacks.call("start", progress.epoch, {})
+        if not self.plan.resume:
+            self.saves.refuse_unsaveable()
         self.step.tell_what_is_not_kept()
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
-        """Make what is closed at the end, and evaluate a first batch."""
+        """Make what is closed at the end, and evaluate a first batch.
+
+        Args:
+            stack: is left at the end of the training, however it ends.
+
+        Raises:
+            JobError: a metric is wrong, or the job goes by one that there is not.
+        """
         job, setup, world = self.job, self.setup, self.world
         stack.callback(self.saves.settle)
         stack.callback(self.reporter.close)
         for loader in (self.loader, *setup.eval_loaders.values()):
             stack.callback(loader.close)
+
         if self.plan.profile:
             to_go = None if setup.steps is None else setup.steps - world.step
             self.profiler = stack.enter_context(Profiler(world, self.step, self.folder, to_go))
+
         had_audit = self.plan.resume and world.broadcast_object(self.folder.audit.is_dir())
         if self.plan.audit or had_audit:  # an audit with a gap would say nothing
             has_order = job.order is not None
             self.audit = Audit(world, self.folder, setup.train_data, order=has_order)
             stack.callback(self.audit.close)
+
         if not self.plan.resume and not any(map(is_stream, setup.eval_data.values())):
             values = try_out(self.step, setup.eval_loaders, job.metrics, world, job.seed)
             self.saves.refuse_unknown(values)
+
         if job.log_every is not None and world.is_first:
             self.logs = Logs(job, self.step, setup.steps, self.progress)
 
@@ -195,15 +249,18 @@ class _Training:
         """Train an epoch, or what is left of one, evaluate it and save."""
         progress, setup = self.progress, self.setup
         number = progress.number
+
         paused = progress.paused
         began = time.perf_counter()
         samples, finished = self._train_epoch()
         trained = time.perf_counter()
         seconds = trained - began - (progress.paused - paused)
+
         self.step.check()
         if progress.interrupted:
             self._save_interrupted()
             return
+
         progress.end_training_of_epoch(samples, seconds)
         lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
         if finished:
@@ -211,6 +268,7 @@ class _Training:
             self._call("epoch", number)
         if self.callbacks:  # they may have changed the weights that were evaluated
             self.evaluations.forget()
+
         ends = progress.ends_with_epoch(finished=finished)
         evaluates = finished and (
             progress.owed or self.triggers.evaluates_at_end(number, setup.eval_loaders)
@@ -218,6 +276,7 @@ class _Training:
         progress.ends_unevaluated = ends and not evaluates
         if evaluates:
             progress.values |= self._evaluate()
+
         progress.values |= {
             "lr": lr,
             "seconds": seconds,
@@ -227,9 +286,11 @@ class _Training:
         is_shown = is_shown and not progress.ends_unevaluated
         if is_shown:
             self._call("evaluated", number, whole=evaluates or not setup.eval_loaders)
+
         if finished:
             progress.end_epoch()
             self._move_scheduler_of_epochs()
+
         is_saved = (
             ends
             or bool(progress.stopped)
@@ -240,7 +301,11 @@ class _Training:
         progress.paused += time.perf_counter() - trained
 
     def _train_epoch(self) -> tuple[int, bool]:
-        """Go through the rest of an epoch; return its samples, and whether it came to its end."""
+        """Make the updates of an epoch that are still to come.
+
+        Returns:
+            the samples of these updates, and whether the epoch came to its end.
+        """
         progress, world = self.progress, self.world
         has_partial = self.step.together or world.is_first  # else rank 0 has it of all
         sums = Sums(
@@ -249,31 +314,32 @@ class _Training:
         )
         batches = self._batches()
         pace = Pace(world, progress.last_epoch, self.setup.steps)
-        samples = first_size = 0
+        samples = 0
+
         self._after_events()
         if progress.owed:
             self._within(frozenset(), sums)
+
         for batch in self._until_all_stop(batches):
             result = self._update(batch)
             sums.add(result)
             samples += batch.size
-            first_size = first_size or batch.size
-            if self.first_step is not None and self.step.together:
+            if self.first_step is not None:
                 self._report_shapes(batch.size)
             self._after_update(batch, result)
             pace.show(progress.number, samples, sums)
+
             due = self.triggers.after_step(progress.epoch, progress.position)
             if due:
                 progress.owed = EVALUATE in due
                 if LOG in due:
                     self._log(sums)
                 self._within(due, sums)
+
         finished = self._has_finished(batches)
         if self.profiler is not None:
             self.profiler.end_epoch()
         loss = self.step.over_ranks(sums.read())
-        if self.first_step is not None and first_size:
-            self._report_shapes(first_size)
         progress.partial = Loss(0.0, 0.0) if finished else loss
         if not progress.interrupted:
             progress.values = loss.means("train_")
@@ -288,10 +354,12 @@ class _Training:
         return batches if self.profiler is None else self.profiler.over(batches)
 
     def _update(self, batch: Batch) -> Result:
+        """Make one update; the first one also notes which data they are."""
         if not self.progress.data:
             data = self.setup.train_data
             length = None if is_stream(data) else len(data)
             self.progress.data = fingerprint(batch, length, self.job.collate)
+
         self.step.seed(self.job.seed)
         return self.step.update(batch)
 
@@ -302,6 +370,7 @@ class _Training:
         if self.audit is not None:
             self.audit.note(progress.step, batch)
         self.saves.check()
+
         if self.job.lr_scheduler_every == "step":
             move_on(self.setup.scheduler, result, self.step)
         if self.callbacks.by_step:
@@ -310,10 +379,11 @@ class _Training:
             self.logs.note(batch)
 
     def _until_all_stop(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches up to the last step, or to where the ranks stop together because they were
-        asked to.
+        """Yield the batches up to the last step, or to where the ranks stop together because they
+        were asked to.
         """
         progress, step = self.progress, self.step
+
         # Ranks that read a stream wait for one another at each batch, so none may leave before the
         # others.
         may_stop = step.together or not is_stream(self.setup.train_data)
@@ -324,13 +394,15 @@ class _Training:
             yield batch
             if step.stopping and may_stop:
                 break
+
         if self.world.size > 1 and not step.together:
             yield from self._up_to_the_others(batches)
         progress.interrupted = step.stopping
 
     def _up_to_the_others(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The batches up to the rank that went furthest, of ranks that learn of a stop at
-        different batches.
+        """Yield the batches up to the rank that went furthest.
+
+        Ranks that don't meet in their updates learn of a stop at different batches.
         """
         progress, step = self.progress, self.step
         places = self.world.gather_objects((progress.position, step.stopping, progress.stopped))
@@ -350,7 +422,7 @@ class _Training:
         return progress.position >= length
 
     def _report_shapes(self, size: int) -> None:
-        """After the first update: log the shapes of the whole batch and on each device."""
+        """Log the shapes of the first update, of ``size`` samples, outside and on each device."""
         assert self.first_step is not None
         self.shapes = self.first_step.done(self.world, self.setup.devices, size)
         self.first_step = None
@@ -359,8 +431,10 @@ class _Training:
             self.world.tell(Line(line))
 
     def _move_scheduler_of_epochs(self) -> None:
+        """Move a scheduler on that moves once an epoch, by the last loss that it wasn't given."""
         if self.job.lr_scheduler_every != "epoch":
             return
+
         progress = self.progress
         loss = progress.judged if self.setup.eval_loaders else progress.values["train_loss"]
         move_on(self.setup.scheduler, loss, self.step)
@@ -369,6 +443,7 @@ class _Training:
     # ---- evaluation and logs ---------------------------------------------------------------------
 
     def _evaluate(self) -> dict[str, float]:
+        """Evaluate this step, with the weights that callbacks put in place."""
         with self.callbacks.evaluating():
             values = self.evaluations.make()
         self.progress.end_evaluation(values)
@@ -385,6 +460,7 @@ class _Training:
         is_end = progress.position == self.loader.batches_of(progress.epoch)
         if is_end or progress.is_at_last_step or self.step.stopping:
             return
+
         self.step.check()
         progress.partial = sums.read()
         values: dict[str, float] = {}
@@ -396,6 +472,7 @@ class _Training:
                 self._add_record({"epoch": progress.number, "step": progress.step, **values})
             progress.paused += time.perf_counter() - began
             self._after_events()
+
         if SAVE in due or progress.stopped or self.saves.is_best(values):
             self._checkpoint(values)
 
@@ -411,6 +488,7 @@ class _Training:
         if is_within:
             self._call("log", number)
             self._call("epoch", number, whole=False)
+
         values = self._evaluate()
         progress.values |= values
         self._call("evaluated", number)
@@ -438,20 +516,29 @@ class _Training:
         self.progress.stop(self.callbacks.call(kind, number, values, whole=whole))
 
     def _after_events(self) -> None:
+        """Look for what callbacks and functions may have changed."""
         if self.job.on_event or self.callbacks:
             self.step.after_events()
 
     def _add_record(self, record: dict[str, Any]) -> None:
+        """Write a line of ``metrics.jsonl``, on rank 0."""
         if self.world.is_first:
             self.folder.add_metrics(record)
 
     # ---- saving ----------------------------------------------------------------------------------
 
     def _end_epoch(self, number: int, *, is_saved: bool, is_shown: bool) -> None:
-        """Write an epoch's checkpoint and its record."""
+        """Write an epoch's checkpoint and its record.
+
+        Args:
+            number: of the epoch, from 1.
+            is_saved: whether there is a checkpoint.
+            is_shown: whether the epoch has a line in ``metrics.jsonl``.
+        """
         progress = self.progress
         if not self.evaluations.is_done:  # an evaluation does this itself
             self.step.after_events()
+
         record = progress.write_record(number)
         if is_saved:
             self._checkpoint(progress.values)
@@ -461,6 +548,7 @@ class _Training:
             self._call_saved(number)
 
     def _save_interrupted(self) -> None:
+        """Write the checkpoint of a training that a signal stops within an epoch."""
         self.step.after_events()
         self._checkpoint()
         if not self.progress.ends_unevaluated:
@@ -474,6 +562,7 @@ class _Training:
             self._checkpoint()
 
     def _checkpoint(self, values: dict[str, float] | None = None) -> None:
+        """Begin to write a checkpoint; ``values`` are those of an evaluation of this step."""
         place = {**self.progress.state(), "skipped": self.step.skips.number}
         self.saves.save(place, values)
         self.triggers.done(SAVE)

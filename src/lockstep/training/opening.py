@@ -4,7 +4,6 @@ resumed run was begun.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,18 @@ from lockstep.training.setup import Setup
 
 
 def opening(setup: Setup, epoch: int) -> Iterator[Line]:
-    """The lines before the first step of a training that has completed ``epoch`` epochs."""
+    """The lines before the first step::
+
+        digits: ddp on 2 devices (cpu:0, cpu:1), gloo
+        rank 0: cpu:0
+        rank 1: cpu:1
+        batches of 64 = 32 + 32 over the devices; 1,437 samples, 23 steps an epoch
+        note: ...
+
+    Args:
+        setup: what is trained.
+        epoch: completed epochs.
+    """
     yield Line(_headline(setup))
     mesh = setup.strategy.mesh(setup.devices)
     yield from map(Line, mesh if len(mesh) <= 8 else [*mesh[:4], "...", mesh[-1]])
@@ -39,7 +49,8 @@ def opening(setup: Setup, epoch: int) -> Iterator[Line]:
 
 def _headline(setup: Setup) -> str:
     """``job.py: ddp on 2 devices (cpu:0, cpu:1), gloo``."""
-    devices, device = setup.devices, setup.world.device
+    devices = setup.devices
+    device = setup.world.device
     where = str(device)
     if len(devices) > 1:
         where = f"{len(devices)} devices ({_abridged(devices, ', ')})"
@@ -61,18 +72,21 @@ def _batches(setup: Setup) -> str:
     """``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16 steps an
     epoch, 200 for evaluation``.
     """
-    job, shares = setup.job, _shares(setup)
+    job = setup.job
+    shares = _shares(setup)
     line = f"batches of {job.batch_size:,}"
     if len(shares) > 1:
         line += f" = {_abridged([str(share) for share in shares], ' + ')} over the {_over(setup)}s"
     parts = min(setup.parts, job.batch_size)  # no micro-batch is empty
     if parts > 1:
         line += f", in {parts} micro-batches"
+
     steps = setup.loader.batches_of(0)
     if steps:
         line += f"; {setup.loader.samples:,} samples, {counted(steps, 'step')} an epoch"
     else:
         line += "; a stream"
+
     sets = []
     for name, loader in setup.eval_loaders.items():
         samples = "a stream" if loader.samples is None else f"{loader.samples:,}"
@@ -81,15 +95,19 @@ def _batches(setup: Setup) -> str:
 
 
 def _shares(setup: Setup) -> list[int]:
+    """The samples of each local batch."""
     return share_sizes(setup.job.batch_size, setup.world.layout.local_batches)
 
 
 def _over(setup: Setup) -> str:
+    """What a batch is divided over: devices, or replicas that have several each."""
     return "replica" if len(setup.devices) > len(_shares(setup)) else "device"
 
 
 def _notes(setup: Setup) -> Iterator[str | None]:
-    job, world = setup.job, setup.world
+    """What to know before the first step; None is nothing."""
+    job = setup.job
+    world = setup.world
     if setup.plan.resume:
         yield _moved(setup)
         if setup.scheduler is not None and not any(
@@ -98,18 +116,13 @@ def _notes(setup: Setup) -> Iterator[str | None]:
             yield "the learning rate is 0: the scheduler resumes as it was saved, at its end"
     yield note_on_threads(world.device)
     yield note_on_precision(job.precision, world.device.type)
-    cores = os.cpu_count() or 1
-    if world.device.is_slot and len(setup.devices) > 4 * cores:
-        yield f"{len(setup.devices)} CPU devices take turns on {counted(cores, 'core')}"
+
     shares = _shares(setup)
     empty = shares.count(0)
     if empty:
         over = counted(empty, _over(setup))
         yield f"{over} of {len(shares)} get no sample: increase batch_size"
-    if setup.parts > job.batch_size:
-        yield (
-            f"{setup.parts} micro-batches of {job.batch_size} samples: {job.batch_size} are made"
-        )
+
     yield note_on_workers(job.loader_workers, world.local_size)
     yield setup.length_note
     if job.metrics and not setup.eval_data:
@@ -120,6 +133,7 @@ def _notes(setup: Setup) -> Iterator[str | None]:
 
 
 def _abridged(words: list[str], between: str) -> str:
+    """Words in one line, the middle of many left out."""
     return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])
 
 
@@ -130,14 +144,17 @@ def _moved(setup: Setup) -> str | None:
     """``was pp on 2 CPU devices, resumes as single on 1 CPU device``; None where neither has
     changed.
     """
-    strategy, devices = setup.strategy.name, setup.devices
-    was, were = setup.before["strategy"], setup.before["devices"]
+    strategy = setup.strategy.name
+    devices = setup.devices
+    was = setup.before["strategy"]
+    were = setup.before["devices"]
     if (was, len(were)) == (strategy, len(devices)):
         return None
     return f"was {was} on {_counted(were)}, resumes as {strategy} on {_counted(devices)}"
 
 
 def _counted(devices: Sequence[str]) -> str:
+    """``2 CPU devices``."""
     are_slots = all(name.startswith("cpu:") for name in devices)
     return counted(len(devices), "CPU device" if are_slots else "device")
 
@@ -149,12 +166,15 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
         setup: what is trained now.
         data: a fingerprint of the training data of then.
     """
-    before, job, file = setup.before, setup.job, setup.file
+    before = setup.before
+    job = setup.job
+    file = setup.file
     lines: list[str | None] = []
     resumed_with: set[str] = set()
     if file is not None:
         lines.append(_changed_file(before, file.path))
         resumed_with = {*file.unfollowed, *file.settings}
+
     lines.append(change_of(data, setup.train_data, seed=job.seed, name="train_data"))
     if file is not None:
         lines += _not_followed(file, job)
@@ -162,10 +182,12 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
             lines.append(
                 f"--set {name}: it is {_given(now)}, and was {_given(then)} when the run was begun"
             )
+
     for name, now in job.settings.items():
         then = before["settings"].get(name, now)
         if then != now and name not in _MAY_CHANGE and name not in resumed_with:
             lines.append(f"{name}: it is {now}, and was {then} when the run was begun")
+
     for then_group, group in zip(before.get("optimizer", []), setup.optimizer, strict=False):
         for name, then in then_group.items():
             if group.get(name, then) != then:
@@ -194,6 +216,7 @@ def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
     now = Path(path).resolve()
     was = Path(before["file"] or now)
     sums = before["sources"]
+
     if now != was:
         then = str(sums.get(was.name, "unknown"))[:8]
         return (
@@ -217,6 +240,7 @@ def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
 
 
 def _given(value: Any) -> str:
+    """A parameter of ``--set`` in words."""
     return "as the job file has it" if value is None else str(value)
 
 

@@ -36,16 +36,19 @@ def as_it_went(
         devices: as given; None leaves them open.
         own_devices: False where this process was given its devices already (torchrun).
     """
-    before, names = config["strategy"], config["devices"]
+    before = config["strategy"]
+    names = config["devices"]
     wanted = strategy.name if isinstance(strategy, Strategy) else strategy or before
     is_same = wanted == before
     if not is_same:
         devices = devices_for(strategy, devices)
+
     takes_devices_of_run = is_same or (wanted != "single" and len(names) > 1)
     if devices is None and own_devices and takes_devices_of_run:
         devices = _still_here(names)
     if isinstance(strategy, Strategy) or not is_same or not _is_known(before):
         return strategy, devices
+
     if strategy is None:
         is_single_on_several = (
             before == "single" and devices is not None and len(_devices.parse(devices)) > 1
@@ -76,10 +79,12 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
     """The devices of those names; where they aren't here, as many others as there are."""
     if all(name.startswith("cpu:") for name in names):
         return _devices.slots(len(names))
+
     here = _devices.accelerators()
     same = tuple(device for device in here if str(device) in names)
     if len(same) == len(names):
         return same
+
     alike = tuple(device for device in here if names[0].startswith(f"{device.type}:"))
     return (alike or _devices.parse("auto"))[: len(names)]
 
@@ -99,6 +104,7 @@ def newest_of(
     """
     newest: RunFolder | None = None
     newest_time = 0.0
+
     for path in Path(parent).glob("*/config.json"):
         folder = RunFolder(path.parent)
         with contextlib.suppress(FolderError, AttributeError, TypeError):  # no run, or damaged
@@ -109,6 +115,12 @@ def newest_of(
 
 
 def _is_taken(folder: RunFolder, job: Job | JobFile, name: str, run_id: str | None) -> bool:
+    """Return whether ``--resume auto`` may take the run in a folder; arguments as for
+    ``newest_of``.
+
+    Raises:
+        FolderError: the folder has no run, or a damaged one.
+    """
     config = folder.read_json(folder.config)
     file = str(Path(job.path).resolve()) if isinstance(job, JobFile) else None
     if (config.get("file"), config.get("job")) != (file, name):
@@ -135,7 +147,8 @@ def changed_parameters(
     """The parameters of a job file (``--set``) that differ from a run's, by name: then and now;
     None is the job file's own value.
     """
-    before, now = config.get("set", {}), written(job.parameters)
+    before = config.get("set", {})
+    now = written(job.parameters)
     found = {}
     for name in sorted(before.keys() | now.keys()):
         pair = before.get(name), now.get(name)
@@ -148,6 +161,7 @@ def has_ended(folder: RunFolder, step: int) -> bool:
     """Return whether a run has come to its end at this step, and its last file is whole."""
     if not folder.summary.is_file() or folder.read_json(folder.summary).get("steps") != step:
         return False
+
     try:
         load_weights(folder.model)
     except FolderError:
@@ -156,8 +170,12 @@ def has_ended(folder: RunFolder, step: int) -> bool:
 
 
 def nothing_left(epoch: int, step: int, epochs: int | None) -> JobError:
-    """The error of a run that has done all that is asked for: ``epochs``, or steps where that is
-    None.
+    """The error of a run that has done all that is asked for.
+
+    Args:
+        epoch: completed epochs.
+        step: completed updates.
+        epochs: asked for; None where steps are asked for.
     """
     if epochs is None:
         return JobError(f"steps: the run has done {step}: ask for more, --steps {2 * step} say")

@@ -17,7 +17,10 @@ from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
 from lockstep.strategies import kind_of
 
-_NOT_CURVES = {
+Record = Mapping[str, Any]
+"""A line of ``metrics.jsonl``."""
+
+_NO_METRICS = {
     "epoch",
     "step",
     "lr",
@@ -28,8 +31,10 @@ _NOT_CURVES = {
     "train_loss",
     "eval_loss",
 }
+"""What a record has beside metrics."""
 
-_CHOSEN = ("microbatches", "split_size", "schedule")  # which may have been chosen for this machine
+_CHOSEN = ("microbatches", "split_size", "schedule")
+"""Settings of strategies that may have been chosen for the machine."""
 
 
 def write_page(folder: str | Path) -> Path:
@@ -39,205 +44,236 @@ def write_page(folder: str | Path) -> Path:
         FolderError: there is no such run, or the report can't be written.
         InputError: what a report needs isn't installed.
     """
-    kept = RunFolder.existing(folder)
-    return write(page_of(kept), kept.path)
+    run = RunFolder.existing(folder)
+    return write(page_of(run), run.path)
 
 
-def page_of(kept: RunFolder) -> Page:
-    """All that a run's folder tells."""
-    config = kept.read_json(kept.config)
-    summary = kept.read_json(kept.summary) if kept.summary.is_file() else {}
-    history = kept.read_metrics()
+def page_of(run: RunFolder) -> Page:
+    """All that a run's folder has of it."""
+    config = run.read_json(run.config)
+    summary = run.read_json(run.summary) if run.summary.is_file() else {}
+    history = run.read_metrics()
+
     devices = config["devices"]
     where = devices[0] if len(devices) == 1 else f"{len(devices)} devices"
-    facts = [
-        ("job", config["file"] or config["job"]),
-        ("strategy", config["strategy"]),
-        ("devices", ", ".join(devices)),
-        *(
-            (who, what)
-            for who, _, what in (line.partition(": ") for line in config.get("mesh", ()))
-        ),
-        *((name, str(value)) for name, value in summary.get("versions", {}).items()),
-    ]
+    notes = []
+    if run.failure.is_file():
+        notes.append(f"The training failed: {run.read_json(run.failure)['error']}")
+    elif not summary:
+        notes.append("The training was stopped before its end.")
+
     return Page(
         title=f"{config['job']}: {config['strategy']} on {where}",
         verdict=_verdict(summary, history),
-        notes=_ends(kept, summary),
-        sections=[one for one in _sections(kept, config, summary, history) if one.parts],
-        facts=facts,
+        notes=notes,
+        sections=list(_sections(run, config, summary, history)),
+        facts=list(_facts(config, summary)),
         command=command(config),
     )
 
 
-def _ends(kept: RunFolder, summary: Mapping[str, Any]) -> list[str]:
-    """How the training ended, unless it went to its end."""
-    if kept.failure.is_file():
-        return [f"The training failed: {kept.read_json(kept.failure)['error']}"]
-    return [] if summary else ["The training was stopped before its end."]
+def _facts(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What was trained where, by name."""
+    yield "job", config["file"] or config["job"]
+    yield "strategy", config["strategy"]
+    yield "devices", ", ".join(config["devices"])
+    for line in config.get("mesh", ()):
+        name, _, place = line.partition(": ")
+        yield name, place
+    for name, version in summary.get("versions", {}).items():
+        yield name, str(version)
 
 
-def _verdict(summary: Mapping[str, Any], history: Sequence[Mapping[str, Any]]) -> str:
+def _verdict(summary: Mapping[str, Any], history: Sequence[Record]) -> str:
+    """``Evaluation loss 0.12, accuracy 0.97 after 3 epochs, 9,000 samples per second, 12 s in
+    all.``
+    """
     if not history:
         return "No epoch was finished."
+
     last = history[-1]
-    found = (("Evaluation loss", "eval_loss"), ("Training loss", "train_loss"), ("Loss", "loss"))
-    which, loss = next((which, last[name]) for which, name in found if name in last)
-    reached = [f"{which} {short(loss)}"]
-    reached += [
-        f"{name} {short(last[name])}"
-        for name in last
-        if name not in _NOT_CURVES and last[name] is not None
-    ]
-    said = f"{', '.join(reached)} after {counted(last['epoch'], 'epoch')}"
+    names = {"eval_loss": "Evaluation loss", "train_loss": "Training loss", "loss": "Loss"}
+    loss = next(name for name in names if name in last)
+    words = [f"{names[loss]} {short(last[loss])}"]
+    for name in _metrics([last]):
+        if last[name] is not None:
+            words.append(f"{name} {short(last[name])}")
+
+    text = f"{', '.join(words)} after {counted(last['epoch'], 'epoch')}"
     if summary:
-        said += (
-            f", {short(summary['samples_per_second'])} samples per second, "
-            f"{short(summary['seconds'])} s in all"
-        )
-    return f"{said}."
+        text += f", {short(summary['samples_per_second'])} samples per second"
+        text += f", {short(summary['seconds'])} s in all"
+    return f"{text}."
+
+
+def _metrics(history: Sequence[Record]) -> list[str]:
+    """The names of all metrics, in their order."""
+    names = dict.fromkeys(name for record in history for name in record)
+    return [name for name in names if name not in _NO_METRICS]
 
 
 def _sections(
-    kept: RunFolder,
+    run: RunFolder,
     config: Mapping[str, Any],
     summary: Mapping[str, Any],
-    history: Sequence[Mapping[str, Any]],
+    history: Sequence[Record],
 ) -> Iterator[Section]:
-    yield Section("What was learned", list(_curves(history)))
-    yield Section("How fast", list(_rates(history)))
-    profile = kept.profile / "summary.json"
-    if profile.is_file():
-        yield _time(kept.read_json(profile))
-        yield Section("Who computes when", list(_turns(kept)))
-    if summary.get("peak_memory_bytes"):
-        peaks = summary["peak_memory_bytes"]
-        devices = summary["devices"]
-        names = (
-            devices if len(devices) == len(peaks) else [f"process {i}" for i in range(len(peaks))]
-        )
-        chart = Bars("MiB", names, [peak / 2**20 for peak in peaks])
-        yield Section(
-            "Memory",
-            [Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")],
-        )
-    if inside := summary.get("shapes", {}).get("devices"):
-        rows = [[one["device"], _sizes(one["inputs"]), _sizes(one["outputs"])] for one in inside]
-        title = "Sizes of the first micro-batch"
-        yield Section(
-            "What each device sees",
-            [Table("devices", title, ["device", "inputs", "outputs"], rows)],
-        )
-    settings = [
-        [name, str(value)] for name, value in config["settings"].items() if value is not None
-    ]
-    yield Section("Settings", [Table("settings", "Of the job", ["setting", "value"], settings)])
-
-
-def _curves(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
-    # An epoch that ended early has a record too, and another one where it was resumed.
-    by = "epoch" if len({record["epoch"] for record in history}) == len(history) else "step"
-    losses = {name: _points(history, by, f"{name}_loss") for name in ("train", "eval")}
-    losses["train, since the last log"] = _points(history, by, "loss")
+    """The parts of the page that this run has something for."""
     if history:
-        yield Figure(
-            "loss", "Loss", Lines(by, "loss", {name: line for name, line in losses.items() if line})
-        )
-    for name in dict.fromkeys(
-        name for record in history for name in record if name not in _NOT_CURVES
-    ):
-        yield Figure(_file_of(name), name, Lines(by, name, {name: _points(history, by, name)}))
-
-
-def _rates(history: Sequence[Mapping[str, Any]]) -> Iterator[Figure]:
+        yield Section("What was learned", list(_curves(history)))
     epochs = [record for record in history if "train_loss" in record]
     if epochs:
-        names = [f"epoch {record['epoch']}" for record in epochs[:40]]
-        rates = [record["samples_per_second"] for record in epochs[:40]]
-        caption = "The first epoch warms up." + (
-            " The first 40 epochs." if len(epochs) > 40 else ""
-        )
-        yield Figure(
-            "speed", "Samples per second", Bars("samples per second", names, rates), caption
-        )
+        yield Section("How fast", [_rates(epochs)])
+
+    profile = run.profile / "summary.json"
+    timeline = run.profile / "timeline.json"
+    if profile.is_file():
+        yield _time(run.read_json(profile))
+    if profile.is_file() and timeline.is_file():
+        chart, caption = turns_of(run.read_json(timeline)["timelines"])
+        title = "The stages' turns in one step, in milliseconds"
+        yield Section("Who computes when", [Figure("turns", title, chart, caption)])
+
+    if summary.get("peak_memory_bytes"):
+        yield Section("Memory", [_memory(summary)])
+
+    devices = summary.get("shapes", {}).get("devices")
+    if devices:
+        rows = [[one["device"], _sizes(one["inputs"]), _sizes(one["outputs"])] for one in devices]
+        head = ["device", "inputs", "outputs"]
+        table = Table("devices", "Sizes of the first micro-batch", head, rows)
+        yield Section("What each device sees", [table])
+
+    settings = config["settings"].items()
+    rows = [[name, str(value)] for name, value in settings if value is not None]
+    if rows:
+        table = Table("settings", "Of the job", ["setting", "value"], rows)
+        yield Section("Settings", [table])
 
 
-def _points(history: Sequence[Mapping[str, Any]], by: str, name: str) -> list[tuple[float, float]]:
-    return [
-        (float(one[by]), float(one[name]))
-        for one in history
-        if isinstance(one.get(name), int | float)
-    ]
+def _curves(history: Sequence[Record]) -> Iterator[Figure]:
+    """The losses, then each metric."""
+    # An epoch that ended early has a record too, and another one where it was resumed.
+    is_by_epoch = len({record["epoch"] for record in history}) == len(history)
+    by = "epoch" if is_by_epoch else "step"
+    losses = {
+        "train": _points(history, by, "train_loss"),
+        "eval": _points(history, by, "eval_loss"),
+        "train, since the last log": _points(history, by, "loss"),
+    }
+    losses = {name: points for name, points in losses.items() if points}
+    yield Figure("loss", "Loss", Lines(by, "loss", losses))
+
+    for name in _metrics(history):
+        # ``clean/accuracy`` is in no folder.
+        file = "".join(letter if letter.isalnum() else "-" for letter in name)
+        yield Figure(file, name, Lines(by, name, {name: _points(history, by, name)}))
+
+
+def _points(history: Sequence[Record], by: str, name: str) -> list[tuple[float, float]]:
+    """The points of a curve, from the records that have that value.
+
+    Args:
+        history: the records.
+        by: ``epoch`` or ``step``, the horizontal axis.
+        name: of the value.
+    """
+    points = []
+    for record in history:
+        if isinstance(record.get(name), int | float):
+            points.append((float(record[by]), float(record[name])))
+    return points
+
+
+def _rates(epochs: Sequence[Record]) -> Figure:
+    """How fast each epoch was trained."""
+    caption = "The first epoch warms up."
+    if len(epochs) > 40:
+        caption += " The first 40 epochs."
+        epochs = epochs[:40]
+
+    names = [f"epoch {record['epoch']}" for record in epochs]
+    rates = [record["samples_per_second"] for record in epochs]
+    chart = Bars("samples per second", names, rates)
+    return Figure("speed", "Samples per second", chart, caption)
+
+
+def _memory(summary: Mapping[str, Any]) -> Figure:
+    """The largest memory of each process, or accelerator."""
+    peaks = summary["peak_memory_bytes"]
+    names = summary["devices"]
+    if len(names) != len(peaks):
+        names = [f"process {i}" for i in range(len(peaks))]
+    chart = Bars("MiB", names, [peak / 2**20 for peak in peaks])
+    return Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")
 
 
 def _time(profile: Mapping[str, Any]) -> Section:
-    whose = next(whose for whose in ("replica", "device", "rank") if f"{whose}s" in profile)
-    rows = profile[f"{whose}s"]
-    names = [
-        row["device"] if whose == "device" else f"{whose} {row[whose]} {row['device']}"
-        for row in rows
-    ]
-    parts = {kind: [1e3 * row["seconds"][kind] for row in rows] for kind in rows[0]["seconds"]}
-    steps = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
-    figure = Figure("time", "A step, in milliseconds", Stacks("ms", names, parts), steps)
+    """What the profiled steps spent their time on."""
+    kind = next(kind for kind in ("replica", "device", "rank") if f"{kind}s" in profile)
+    rows = profile[f"{kind}s"]
+    names = [row["device"] for row in rows]
+    if kind != "device":
+        names = [f"{kind} {row[kind]} {row['device']}" for row in rows]
+
+    milliseconds = {
+        name: [1e3 * row["seconds"][name] for row in rows] for name in rows[0]["seconds"]
+    }
+    chart = Stacks("ms", names, milliseconds)
+    caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
+    figure = Figure("time", "A step, in milliseconds", chart, caption)
     return Section("Where the time goes", [figure], profile["notes"])
 
 
-def _turns(kept: RunFolder) -> Iterator[Figure]:
-    path = kept.profile / "timeline.json"
-    if path.is_file():
-        chart, caption = turns_of(kept.read_json(path)["timelines"])
-        yield Figure("turns", "The stages' turns in one step, in milliseconds", chart, caption)
-
-
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:
-    return ", ".join(
-        f"{name} {' x '.join(map(str, shape))}".strip() for name, shape in shapes.items()
-    )
-
-
-def _file_of(name: str) -> str:
-    """A metric's name as one of a file: ``clean/accuracy`` is in no folder."""
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
+    """``tokens 4 x 12, mask 4 x 12``."""
+    sizes = []
+    for name, shape in shapes.items():
+        sizes.append(f"{name} {' x '.join(map(str, shape))}".strip())
+    return ", ".join(sizes)
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """What trains the same again; "" where the job isn't a file, or no word names its strategy."""
+    """The command that trains the same again; "" where the job isn't a file, or the strategy has no
+    name.
+    """
     if config["file"] is None:
         return ""
+
     try:
-        own, strategy = config["strategy_settings"], kind_of(config["strategy"])
+        strategy = kind_of(config["strategy"])
     except StrategyError:
         return ""
-    devices = config["devices"]
-    kind = devices[0].partition(":")[0]
-    said = (
-        f"{len(devices)}xcpu"
-        if kind == "cpu"
-        else f"{kind}:{','.join(d.partition(':')[2] for d in devices)}"
-    )
-    words = [
-        "lockstep",
-        "train",
-        config["file"],
-        "--strategy",
-        config["strategy"],
-        "--devices",
-        said,
-    ]
+
+    options: dict[str, Any] = {
+        "strategy": config["strategy"],
+        "devices": _devices(config["devices"]),
+    }
+    settings = config["strategy_settings"]
     usual = strategy.usual()
     for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
-        value = own.get(name)
+        value = settings.get(name)
         if value is not None and (name in _CHOSEN or value != usual[name]):
-            words += [
-                f"--{name.replace('_', '-')}",
-                str(value).lower() if isinstance(value, bool) else str(value),
-            ]
-    if own.get("device_map") is not None:  # the one that was found too
-        words += ["--map", json.dumps(own["device_map"])]
-    words += [
-        word for name, value in config["set"].items() for word in ("--set", f"{name}={value}")
-    ]
-    for name, value in config["given"].items():
-        words += [f"--{name.replace('_', '-')}", str(value).lower()]
-    return shlex.join(words)
+            options[name] = value
+    if settings.get("device_map") is not None:  # the one that was found too
+        options["map"] = json.dumps(settings["device_map"])
+
+    words = ["lockstep", "train", config["file"], *_words(options)]
+    for name, value in config["set"].items():
+        words += ["--set", f"{name}={value}"]
+    return shlex.join([*words, *_words(config["given"])])
+
+
+def _devices(names: Sequence[str]) -> str:
+    """``2xcpu``, ``cuda:0,2``."""
+    kind = names[0].partition(":")[0]
+    if kind == "cpu":
+        return f"{len(names)}xcpu"
+    return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
+
+
+def _words(options: Mapping[str, Any]) -> Iterator[str]:
+    """``--batch-size 8 --shuffle false``."""
+    for name, value in options.items():
+        yield f"--{name.replace('_', '-')}"
+        yield str(value).lower() if isinstance(value, bool) else str(value)

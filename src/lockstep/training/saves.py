@@ -40,13 +40,16 @@ class Saves:
         self._loader = setup.loader
         self._callbacks = callbacks
         self.notes: list[str] = []
+
         self._is_stream = is_stream(setup.train_data)
         self._data = self._saveable(setup.train_data)
         if self._data is not None:
             self._loader.keep_states()
         self._data_states: list[Any] | None = None
+
         self._metric, self._more_is_better = best_of(self._job.best)
         self._best = math.inf  # the best value so far, with a minus where more is better
+
         self._writer = Writer(
             self._folder.checkpoints, self._world, self._job.keep, alike=self._step.alike
         )
@@ -58,18 +61,21 @@ class Saves:
         """The training data if they have a state that can be saved, else None."""
         if not has_state(train_data):
             return None
+
         if self._job.loader_workers != 0 and not self._is_stream:
             self.notes.append(
                 "train_data has a state, which loader workers would change: loader_workers=0 "
                 "saves it"
             )
             return None
+
         if forgets_samples(train_data):
             self.notes.append(
                 "train_data has a shuffle buffer that is not in its state: a resumed run goes "
                 "through it again to its place"
             )
             return None
+
         return train_data
 
     # ---- saving ----------------------------------------------------------------------------------
@@ -84,6 +90,7 @@ class Saves:
         if self._is_stream and self._data is not None:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
                 state["train_data"] = state_of(self._data)
+
         state["optimizer"] = self._step.optimizer_state(whole=not self._step.keeps_shards)
         try:
             encoded(state)
@@ -124,6 +131,7 @@ class Saves:
         if values is not None and self.is_best(values):
             self._best = self._measured(values)
             write_best = self._best_weights(shards=shards)
+
         whole = {
             **state,
             **self._beside(progress["epoch"], progress["position"], whole=not shards),
@@ -151,11 +159,13 @@ class Saves:
             return partial(save_weights, self._folder.best, weights_on_cpu(weights))
 
     def save_best(self, values: Mapping[str, float]) -> None:
-        """Write the weights of an evaluation after which no checkpoint is made, if they are the
-        best ones so far.
+        """Write the weights that were evaluated, if they are the best ones so far.
+
+        This is for an evaluation after which no checkpoint is made.
         """
         if not self.is_best(values):
             return
+
         self._best = self._measured(values)
         self.finish()
         with self._callbacks.evaluating():
@@ -205,22 +215,23 @@ class Saves:
             state = load_earlier(folder.earlier_state)
         else:
             state = load_newest(folder.checkpoints, self._world, self.notes.append, self._split)
+
         for name in ("seed", "batch_size"):
             now = getattr(self._job, name)
             if state[name] != now:
                 raise JobError(
                     f"{name}: the run was made with {state[name]}, not {now}: resume it with that"
                 )
+
         self._step.load_state_dict(state)
         best = self._best_in(state) if self._world.is_first else math.inf
         self._best = self._world.broadcast_object(best)
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        callbacks = dict(state.get("callbacks", {}))
-        if state.get("on_event"):  # earlier versions
-            callbacks.setdefault("on_event", {"functions": state["on_event"]})
-        self._callbacks.load_state_dict(callbacks)
+
+        self._callbacks.load_state_dict(state.get("callbacks", {}))
         self.notes += self._callbacks.notes
+
         self._data_states = state.get("train_data")
         if self._is_stream and self._data is not None and self._data_states is not None:
             assert isinstance(self._loader, StreamLoader)
@@ -243,15 +254,18 @@ class Saves:
             return math.inf
         if not self._folder.best.is_file():
             return best
+
         for record in self._folder.read_metrics():
             if record["step"] == state["step"] and self._metric in record:
                 best = min(best, self._measured(record))
         return best
 
     def _is_by_same_metric(self, state: Mapping[str, Any]) -> bool:
+        """Return whether the best weights were chosen as they are now; note it where not."""
         name, more = state.get("best_of", ("eval_loss", False))
         if (name, more) == (self._metric, self._more_is_better):
             return True
+
         was = _setting(name, more_is_better=more)
         now = _setting(self._metric, more_is_better=self._more_is_better)
         self.notes.append(
@@ -260,6 +274,7 @@ class Saves:
         return False
 
     def _has_best_weights(self) -> bool:
+        """Return whether the file of the best weights is there and whole; note it where not."""
         path = self._folder.best
         try:
             load_weights(path)
@@ -279,6 +294,7 @@ class Saves:
         states = self._data_states
         if self._data is None or not states or self._is_stream:
             return
+
         size = self._world.size
         if len(states) != size:
             self.notes.append(
@@ -290,4 +306,5 @@ class Saves:
 
 
 def _setting(metric: str, *, more_is_better: bool) -> str:
+    """The setting ``best`` of a job: ``accuracy:max``."""
     return f"{metric}:{'max' if more_is_better else 'min'}"

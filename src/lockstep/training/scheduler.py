@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lockstep.errors import JobError, told
 from lockstep.job import Job
@@ -16,37 +17,37 @@ from lockstep.strategies.steps.update_result import Result
 
 
 def scheduler_of(job: Job, step: Step) -> Any:
-    """The job's scheduler over the step's optimizer, or None.
+    """Make the job's scheduler over the step's optimizer; None where it has none.
 
     Raises:
         JobError: making it raised, or it is over another optimizer.
     """
-    if job.lr_scheduler is None:
+    make = job.lr_scheduler
+    if make is None:
         return None
-    if not isinstance(job.lr_scheduler, Mapping):
-        scheduler = _made(job.lr_scheduler, step.optimizer)
-        if step.keeps_shards and not _is_of_pytorch(scheduler):
-            with step.whole_parameters():  # which it may read where it is made
-                scheduler = _made(job.lr_scheduler, step.optimizer)
-        return scheduler
-    assert isinstance(step.optimizer, Optimizers)
-    return Schedulers(
-        {name: _made(make, step.optimizer.by_name[name]) for name, make in job.lr_scheduler.items()}
-    )
+    if isinstance(make, Mapping):
+        assert isinstance(step.optimizer, Optimizers)
+        by_name = step.optimizer.by_name
+        return Schedulers({name: _made(one, by_name[name]) for name, one in make.items()})
+    scheduler = _made(make, step.optimizer)
+    if step.keeps_shards and not _is_of_pytorch(scheduler):
+        with step.whole_parameters():  # which it may read where it is made
+            scheduler = _made(make, step.optimizer)
+    return scheduler
 
 
 class Schedulers:
-    """Those of several optimizers, by name."""
+    """The schedulers of several optimizers, by name."""
 
     def __init__(self, by_name: dict[str, Any]) -> None:
         self.by_name = by_name
 
     def state_dict(self) -> dict[str, Any]:
-        """Of each, by name."""
+        """Return the state of each, by name."""
         return {name: scheduler.state_dict() for name, scheduler in self.by_name.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """What ``state_dict`` gave."""
+        """Take over what ``state_dict`` returned."""
         for name, scheduler in self.by_name.items():
             scheduler.load_state_dict(state[name])
 
@@ -64,54 +65,57 @@ def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.O
     if not hasattr(scheduler, "state_dict"):
         raise JobError(
             f"lr_scheduler: the function gave a {type(scheduler).__name__}, which has no "
-            "state_dict: give one that "
-            "makes a scheduler of the optimizer (lambda optimizer: StepLR(optimizer, 10))"
+            "state_dict: give one that makes a scheduler of the optimizer "
+            "(lambda optimizer: StepLR(optimizer, 10))"
         )
     return scheduler
 
 
 def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
-    """What the person has to know where a scheduler of a fixed length is moved on more or less
-    often than that.
+    """What to know of a OneCycleLR that is moved on less often than it is made for.
 
-    ``moves`` is how often the training moves it on, once in ``every`` step or epoch; None where
-    that isn't known.
+    Args:
+        scheduler: of the job.
+        moves: how often the training moves it on; None where that isn't known.
+        every: whether that is once in each ``"step"`` or ``"epoch"``.
 
     Raises:
         JobError: it would raise before the end.
     """
     if isinstance(scheduler, Schedulers):
-        notes = [note_on_length(one, moves, every) for one in scheduler.by_name.values()]
-        return next((note for note in notes if note is not None), None)
-    if moves is None or not isinstance(scheduler, torch.optim.lr_scheduler.OneCycleLR):
+        for one in scheduler.by_name.values():
+            note = note_on_length(one, moves, every)
+            if note is not None:
+                return note
+        return None
+    if moves is None or not isinstance(scheduler, OneCycleLR):
         return None
     length = scheduler.total_steps
     once = "once a step" if every == "step" else "once an epoch"
-    said = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, {once}"
+    text = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, {once}"
     if moves > length:
-        raise JobError(f"lr_scheduler: {said}")
-    return (
-        f'{said}: lr_scheduler_every="step" moves it on more often'
-        if every == "epoch" and moves < length
-        else None
-    )
+        raise JobError(f"lr_scheduler: {text}")
+    if moves == length or every == "step":
+        return None
+    return f'{text}: lr_scheduler_every="step" moves it on more often'
 
 
 def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
-    """Move a scheduler on by one; one that looks at a loss is shown this one, and stays where there
-    is none.
+    """Move a scheduler on by one.
 
-    One that isn't PyTorch's may read what the optimizer of the ``step`` has: it is lent what it has
-    on one device.
+    Args:
+        scheduler: of the job; None does nothing.
+        loss: for a scheduler that looks at a loss; where there is none, that one stays.
+        step: whose optimizer it moves. A scheduler that isn't PyTorch's sees whole parameters.
     """
+    if scheduler is None:
+        return
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
             move_on(one, loss, step)
         return
-    if scheduler is None:
-        return
     with nullcontext() if _is_of_pytorch(scheduler) else step.whole_parameters():
-        if not isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()
         elif isinstance(loss, Result):
             if not loss.skipped:
@@ -121,8 +125,7 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
 
 
 def _is_of_pytorch(scheduler: Any) -> bool:
-    """Whether its class, and those of schedulers in it, are PyTorch's own."""
-    within = getattr(scheduler, "_schedulers", ())
-    return type(scheduler).__module__ == "torch.optim.lr_scheduler" and all(
-        map(_is_of_pytorch, within)
-    )
+    """Return whether its class, and those of schedulers in it, are PyTorch's own."""
+    if type(scheduler).__module__ != "torch.optim.lr_scheduler":
+        return False
+    return all(map(_is_of_pytorch, getattr(scheduler, "_schedulers", ())))

@@ -35,24 +35,38 @@ from lockstep.training.scheduler import note_on_length, scheduler_of
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank is given: the job, the strategy, and where the run is kept."""
+    """What each rank is given: the job, the strategy, and where the run is kept.
 
-    job: Job | JobFile  # or the file that each rank loads it from
+    Attributes:
+        job: what is trained, or the file that each rank loads it from.
+        strategy: what it is trained with.
+        name: what the job is called.
+        folder: of the run; None on a rank to which rank 0 sends it.
+        resume: whether to go on from the folder's newest checkpoint.
+        profile: whether to profile some steps.
+        audit: whether to write down the samples of each step.
+        timeout: seconds without progress after which the run ends; 0 is never.
+        batch_size_per_device: from which the job's batch_size follows.
+        again: whether this is a start after a failure: a run that has ended is left as it is.
+    """
+
+    job: Job | JobFile
     strategy: Strategy
-    name: str  # what the job is called
-    folder: str | None  # None on a rank to which rank 0 sends it
-    resume: bool = False  # from the folder's newest checkpoint
-    profile: bool = False  # profile some steps
-    audit: bool = False  # write down the samples of each step
-    timeout: float = 0.0  # seconds without progress after which the run ends; 0 is never
-    batch_size_per_device: int | None = None  # from which the job's batch_size follows
-    again: bool = False  # started again after a failure: a run that has ended is left as it is
+    name: str
+    folder: str | None
+    resume: bool = False
+    profile: bool = False
+    audit: bool = False
+    timeout: float = 0.0
+    batch_size_per_device: int | None = None
+    again: bool = False
 
 
 def for_devices(plan: Plan, world: World) -> Plan:
     """The plan with the batch size that ``batch_size_per_device`` makes, where that was given."""
     if plan.batch_size_per_device is None:
         return plan
+
     replicas = plan.strategy.layout(world.size * len(world.devices)).local_batches
     batch_size = plan.batch_size_per_device * replicas * the_job(plan.job).accumulate
     return dataclasses.replace(plan, job=with_settings(plan.job, {"batch_size": batch_size}))
@@ -62,6 +76,17 @@ class Setup:
     """All that a training needs, built on this rank.
 
     Attributes:
+        world: this rank's.
+        plan: what every rank was given.
+        job: what is trained.
+        folder: of the run.
+        train_data: the training data.
+        eval_data: the evaluation sets by name; "" is the name of the only one.
+        strategy: with all that it left open.
+        step: the model and its optimizer under the strategy.
+        scheduler: of the learning rate; None where the job has none.
+        loader: of the training data.
+        eval_loaders: of the evaluation sets, by name.
         before: the ``config.json`` of a run that is resumed; empty for a new run.
         notes: what is logged after the opening lines, before the first step.
         parts: the micro-batches of a global batch.
@@ -75,22 +100,28 @@ class Setup:
         self.plan = plan
         self.job = job
         self.folder = folder
+
         self.train_data = resolve(job.train_data, world, "train_data")
         self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
+
         reads = plan.resume and world.is_first  # other hosts may not have the folder
         before = folder.read_json(folder.config) if reads else {}
         self.before: dict[str, Any] = world.broadcast_object(before)
         self.notes: list[Any] = []
+
         self.strategy, self.step = self._build()
         self.optimizer = [_numbers_in(group) for group in self.step.optimizer.param_groups]
         self.scheduler = scheduler_of(job, self.step)
+
         self.parts = self.strategy.num_microbatches(job)
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
+
         self.step.last_step = self.steps
         self.step.caveats = functools.partial(
             self.strategy.caveats, job, self.step.model, self.step.replicas
         )
+
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
         self.length_note = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
         devices = world.gather_objects([str(device) for device in world.devices])
@@ -106,6 +137,7 @@ class Setup:
         made = job.replace(train_data=self.train_data, init=None if plan.resume else job.init)
         is_same = self.before.get("strategy") == plan.strategy.name
         earlier = self.before["strategy_settings"] if is_same else None
+
         tell = world.tell
         world.tell = self.notes.append
         try:
@@ -115,6 +147,7 @@ class Setup:
                 refuse_given_twice(step.model)
         finally:
             world.tell = tell
+
         self.notes = list(dict.fromkeys(self.notes))  # planning builds the model too
         if not job.save_frozen:
             step.leave_out_frozen()
@@ -144,12 +177,15 @@ class Setup:
 
 
 def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's group that are numbers."""
     return {name: value for name, value in group.items() if isinstance(value, int | float)}
 
 
 def write_config(setup: Setup) -> None:
     """Write what the run is made of; the strategies that it had before are kept."""
-    file, before, settings = setup.file, setup.before, setup.job.settings
+    file = setup.file
+    before = setup.before
+    settings = setup.job.settings
     config: dict[str, Any] = {
         "job": setup.plan.name,
         "file": None,
@@ -167,6 +203,7 @@ def write_config(setup: Setup) -> None:
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
         "resumed": [*before["resumed"], before["strategy"]] if before else [],
     }
+
     if file is not None:
         path = Path(file.path).resolve()
         config["file"] = str(path)
@@ -191,11 +228,14 @@ def write_summary(
         shapes: of the first step.
         seconds: since this process began with the training.
     """
-    world, job, values = setup.world, setup.job, progress.values
+    world = setup.world
+    job = setup.job
+    values = progress.values
     peaks = world.gather_objects(peak_memory(world))
     eval_samples = [loader.samples for loader in setup.eval_loaders.values()]
     eval_lengths = [samples for samples in eval_samples if samples is not None]
     skipped = setup.step.skips.over_ranks()
+
     summary = {
         "strategy": setup.plan.strategy.name,
         "devices": setup.devices,
@@ -219,6 +259,7 @@ def write_summary(
             "python": platform.python_version(),
         },
     }
+
     if world.is_first:
         setup.folder.write_json(setup.folder.summary, summary)
         words = words_of(values)

@@ -9,32 +9,39 @@ best weights are chosen by it, and it is written as a file at the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from lockstep.errors import JobError, StrategyError
 from lockstep.launch.events import Line
-from lockstep.tensors.row_shard import RowShard
+from lockstep.strategies.steps.step import Step
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 Tensors = dict[str, torch.Tensor]
 
 
 class Average(Callback):
-    """An average of the model's weights; ``output`` is its name in the run's folder."""
+    """An average of the model's weights.
+
+    A subclass decides, in ``on_step`` or ``on_epoch``, when the weights are added, and how much
+    they count.
+
+    Attributes:
+        output: the name of the average in the run's folder.
+        buffers: whether buffers of floats are averaged too.
+    """
 
     output = "average.safetensors"
+
     buffers = False
-    """Whether buffers of floats are averaged too."""
 
     def __init__(self) -> None:
         self._parameters: list[tuple[str, torch.Tensor]] = []
         self._average: Tensors = {}
         self._number = 0  # of weights in it
-        self._joined: Callable[[str, torch.Tensor], torch.Tensor] = lambda name, average: average
-        self._rows: Callable[[str, torch.Tensor], torch.Tensor | RowShard] = self._joined
+        self._step: Step | None = None  # from on_start on
 
     def on_start(self, training: TrainingContext) -> None:
         """Put an average that was saved on the weights' devices.
@@ -47,64 +54,65 @@ class Average(Callback):
             raise StrategyError(
                 f"{type(self).__name__}: each rank would average other weights: take ddp"
             )
-        self._joined, self._rows = training._step.joined, training._step.rows
-        now = self._weights(
-            training
-        )  # (in their memory layout too: else sums of the same numbers may round otherwise)
-        self._average = {
-            name: torch.empty_like(now[name], dtype=average.dtype).copy_(
-                training._step.part_of(name, average)
-            )
-            for name, average in self._average.items()
-        }
+
+        step = training._step
+        self._step = step
+        # (Collecting them takes as long as an average for a model of many modules.)
+        self._parameters = [
+            (name, part) for name, part in step.parts().items() if name not in training.left_out
+        ]
+        weights = self._weights(training)
+        for name, average in self._average.items():
+            # In the weights' memory layout: else sums of the same numbers may round otherwise.
+            placed = torch.empty_like(weights[name], dtype=average.dtype)
+            self._average[name] = placed.copy_(step.part_of(name, average))
 
     def _weights(self, training: TrainingContext) -> Tensors:
-        if not self._parameters:  # (for a model of many modules this takes as long as an average)
-            parts = training._step.parts().items()
-            self._parameters = [of for of in parts if of[0] not in training.left_out]
-        named = [*self._parameters, *(training.model.named_buffers() if self.buffers else ())]
+        """The weights that are averaged, as they are now."""
+        weights: Tensors = dict(self._parameters)
+        if self.buffers:
+            weights.update(training.model.named_buffers())
         return {
             name: tensor.detach()
-            for name, tensor in named
+            for name, tensor in weights.items()
             if tensor.is_floating_point() or tensor.is_complex()
         }
 
     @torch.no_grad()
     def _add(self, training: TrainingContext, weight: float) -> None:
-        """Move the average towards the weights as they are, by a fraction; the first ones are
-        taken as they are.
+        """Move the average towards the weights as they are: ``average += weight * (weights -
+        average)``.
+
+        The first weights are taken as they are.
         """
-        now = self._weights(training)
+        weights = self._weights(training)
         self._number += 1
-        if (
-            not self._average
-        ):  # (in float32 where weights have 16 bits, which would not show a small move)
-            wide = {
-                name: torch.promote_types(tensor.dtype, torch.float32)
-                for name, tensor in now.items()
-            }
-            self._average = {name: tensor.to(wide[name], copy=True) for name, tensor in now.items()}
+        if not self._average:
+            for name, tensor in weights.items():
+                # In float32 where weights have 16 bits, which would not show a small move.
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                self._average[name] = tensor.to(dtype, copy=True)
             return
-        towards = [tensor.to(self._average[name].dtype) for name, tensor in now.items()]
+
+        towards = [tensor.to(self._average[name].dtype) for name, tensor in weights.items()]
         torch._foreach_lerp_(list(self._average.values()), towards, weight)
 
     @contextlib.contextmanager
     def evaluating(self, training: TrainingContext) -> Iterator[None]:
-        """With the average in place of the model's weights."""
-        kept: Tensors = {}
-        now = self._weights(training) if self._average else {}
+        """Put the average in place of the model's weights."""
+        weights = self._weights(training) if self._average else {}
+        # All are copied before any is written: some may share memory.
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+
         try:
             with torch.no_grad():
-                kept = {
-                    name: tensor.clone() for name, tensor in now.items()
-                }  # before any: some may share memory
-                for name, tensor in now.items():
+                for name, tensor in weights.items():
                     tensor.copy_(self._average[name])
             yield
         finally:
             with torch.no_grad():
-                for name, tensor in kept.items():
-                    now[name].copy_(tensor)
+                for name, tensor in before.items():
+                    weights[name].copy_(tensor)
 
     def on_finish(self, training: TrainingContext) -> None:
         """Write the average, with the model's other buffers, as a state dict of the one-device
@@ -115,29 +123,31 @@ class Average(Callback):
         with self.evaluating(training):
             training._step.write_weights(training.folder / self.output)
         if training.world.is_first:
-            said = (
+            text = (
                 f"the averaged weights are in {self.output}, those that were trained in "
                 "model.safetensors"
             )
-            training.world.tell(Line.note(said))
+            training.world.tell(Line.note(text))
 
     def state_dict(self) -> dict[str, Any]:
-        """The average, and of how many weights it is."""
-        return self._state(self._joined)
+        """Return the average, and of how many weights it is."""
+        return self._state(rows=False)
 
     def rows(self) -> dict[str, Any]:
-        """As ``state_dict``, with this rank's rows of what it has a part of."""
-        return self._state(self._rows)
+        """Return the state with this rank's rows of what it has a part of."""
+        return self._state(rows=True)
 
-    def _state(self, of: Callable[[str, torch.Tensor], Any]) -> dict[str, Any]:
-        return {
-            "average": {name: of(name, part) for name, part in self._average.items()},
-            "number": self._number,
-        }
+    def _state(self, *, rows: bool) -> dict[str, Any]:
+        average: dict[str, Any] = dict(self._average)
+        if self._step is not None:
+            of_part = self._step.rows if rows else self._step.joined
+            average = {name: of_part(name, part) for name, part in average.items()}
+        return {"average": average, "number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
-        self._average, self._number = dict(state["average"]), state["number"]
+        """Take over what ``state_dict`` returned."""
+        self._average = dict(state["average"])
+        self._number = state["number"]
 
 
 class EMA(Average):
@@ -146,7 +156,10 @@ class EMA(Average):
 
     It begins with the parameters as they are before the first step, and moves after each update.
     Buffers (running statistics) are those of the model. Evaluations are made with it; at the end it
-    is in ``ema.safetensors``, which ``run.model("ema.safetensors")`` gives.
+    is in ``ema.safetensors``, which ``run.model("ema.safetensors")`` gives::
+
+        run = lockstep.train(job, callbacks=[EMA(0.99)])
+        model = run.model("ema.safetensors")
 
     Args:
         decay: from 0 to 1, usually 0.99 to 0.9999.
@@ -161,7 +174,8 @@ class EMA(Average):
             raise JobError(
                 f"EMA: decay is from 0 to below 1, every from 1 on, not {decay} and {every}"
             )
-        self._decay, self._every = decay, every
+        self._decay = decay
+        self._every = every
 
     def on_start(self, training: TrainingContext) -> None:
         """Begin with the parameters as they are."""
@@ -182,7 +196,12 @@ class SWA(Average):
     Buffers of floats are averaged too, as ``torch.optim.swa_utils.AveragedModel(use_buffers=True)``
     does, in place of another pass over the training data for the running statistics of batch norms.
     From the first averaged epoch on evaluations are made with the mean; at the end it is in
-    ``swa.safetensors``. ``torch.optim.swa_utils.SWALR`` is a scheduler for it.
+    ``swa.safetensors``. ``torch.optim.swa_utils.SWALR`` is a scheduler for it::
+
+        job = job.replace(
+            callbacks=[SWA(start=8)],
+            lr_scheduler=lambda optimizer: SWALR(optimizer, swa_lr=0.05),
+        )
 
     Args:
         start: the first epoch whose end is averaged, from 1.

@@ -1,4 +1,4 @@
-"""Callback: what a person hangs into a training, with the training as it sees it."""
+"""Callback: what acts on a training at each point of it, and the training as it sees it."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class TrainingContext:
         result: of the last update, in ``on_step``; on an accelerator ``result.loss`` waits for it.
         folder: of the run. Only rank 0 may write there.
         stopping: why a callback on this rank has ended the training; None where none has.
+        frozen_by: the ``Freeze`` callbacks that freeze each parameter now.
     """
 
     def __init__(
@@ -35,12 +36,20 @@ class TrainingContext:
         folder: Path,
         evaluated_weights: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._step, self._evaluated_weights = step, evaluated_weights
+        self._step = step
+        self._evaluated_weights = evaluated_weights
         self.folder = folder
         self.epoch = 0
         self.metrics: dict[str, float] = {}
         self.result: Result | None = None
         self.stopping: str | None = None
+        self.frozen_by: dict[nn.Parameter, set[Callback]] = {}
+
+    def begin_call(self, epoch: int, metrics: dict[str, float]) -> None:
+        """Set what the callbacks are to see in the next call."""
+        self.epoch = epoch
+        self.metrics = metrics
+        self.stopping = None
 
     @property
     def model(self) -> nn.Module:
@@ -110,8 +119,8 @@ class Callback:
     Write the methods that you need; each is given the training (a ``TrainingContext``). They are
     called on every rank, at the same step, on a copy of the callback, which is made when the
     training begins. What they change (parameters, which of them are frozen, the optimizer's
-    settings, attributes of the model) must be the same on all ranks: what isn't is an error that
-    names it. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
+    settings, attributes of the model) must be the same on all ranks: parameters and settings that
+    aren't are an error that names them. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
 
     Attributes:
         output: the file or folder in the run's that it writes, if it does; no other callback may

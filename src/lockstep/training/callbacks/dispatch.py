@@ -1,420 +1,364 @@
-"""Calls the callbacks of a training on every rank, and makes sure that the ranks stay alike.
+"""Calls the callbacks of a training on every rank.
 
-A rank whose callbacks have written a parameter in a step waits until every rank has written the
-same (`World.meet`, by the store of the process group). So a write on some ranks only is found in
-that step, and where nothing is written, nothing is sent. After steps 1, 2, 4, 8, ..., and between
-epochs, ranks compare what else callbacks change: settings of the optimizer, numbers and texts among
-the attributes of the model's modules, and writes to ``parameter.data``, which a parameter's version
-doesn't show.
+Each call has the same order on every rank: the job's callbacks in their order, under one random
+stream, with the weights that are evaluated; then a check that the ranks have changed the same; then
+``on_event`` on rank 0.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
-import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.data import mixed
-from lockstep.errors import JobError, RunError, StrategyError, told
+from lockstep.errors import JobError, StrategyError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
-from lockstep.launch.world import END_OF_CALLBACKS
-from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters, structure_of
-from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.hooks import structure_of
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
-from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.training.callbacks.event_reporter import EventReporter
+from lockstep.training.callbacks.rank_agreement import RankAgreement
 from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
-"""Of the numbers that callbacks draw: another one than any rank's."""
+"""The random stream of callbacks: another one than any rank's."""
+
+_ON_EVENT = "on_event"
+"""What the job's functions are called beside the callbacks' names."""
 
 
 class Callbacks:
     """The callbacks of one training on one rank.
 
     Args:
-        job: whose they are.
+        job: whose callbacks they are.
         step: the model under its strategy.
         folder: of the run.
-        last: called after the person's, and not held to act alike on all ranks; ``on_event``.
+        reporter: reports to ``on_event``, after the callbacks were called.
 
     Attributes:
-        are_own: whether some are of a class of a person's own.
+        are_own: whether some are of a person's own class.
+        by_step: whether some are called after each update.
+        notes: what a person has to know of the states that were taken up.
 
     Raises:
         JobError: one is no callback, can't be copied, or writes the same file as another.
     """
 
-    def __init__(self, job: Job, step: Step, folder: Path, last: Callback) -> None:
+    def __init__(self, job: Job, step: Step, folder: Path, reporter: EventReporter) -> None:
         self._step = step
         self._world = step.world
         self._seed = job.seed
-        self._of_ranks = step.world.size > 1
-        counts: collections.Counter[str] = collections.Counter()
-        memo = _shared_with(job)
-        self._by_name: dict[str, Callback] = {}
-        for callback in job.callbacks:
-            name = type(callback).__name__
-            counts[name] += 1
-            self._by_name[f"{name}-{counts[name]}" if counts[name] > 1 else name] = _copied(
-                callback, memo
-            )
-        outputs = collections.Counter(
-            one.output for one in self._by_name.values() if isinstance(one.output, str)
-        )
-        if (
-            twice := next((output for output, number in outputs.items() if number > 1), None)
-        ) is not None:
-            raise JobError(
-                f"callbacks: {outputs[twice]} of them would write {twice}: leave one, or give "
-                "another name"
-            )
-        # Those that come with Lockstep draw nothing, or under a seed of their own, and add no
-        # hooks: 0.2 ms a step.
-        self.are_own = step.has_own_callbacks = any(map(_is_own, self._by_name.values()))
-        self._last = {"on_event": last}
-        self._asks = bool(self._by_name or job.on_event)
-        parts = (
-            step.parts()
-        )  # (what is written to whole parameters of shards is compared where they are cut)
-        self._parameters = [
-            (name, p) for name, p in step.model.named_parameters() if parts[name] is p
-        ]
+
+        self._by_name = _copies_by_name(job)
+        _refuse_same_output(self._by_name.values())
+
+        # Lockstep's own callbacks draw nothing, or under a seed of their own, and add no hooks.
+        self.are_own = any(map(_is_own, self._by_name.values()))
+        step.has_own_callbacks = self.are_own
+        self._reporter = reporter
+        self._may_stop = bool(self._by_name or job.on_event)
+
+        self._agreement: RankAgreement | None = None
+        if self._world.size > 1 and self._by_name:
+            self._agreement = RankAgreement(step)
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
-        self._has_begun = False
 
     def __bool__(self) -> bool:
         return bool(self._by_name)
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse a metric that evaluations won't have; a person's own
-        callbacks may add some.
+        """Before the first step, refuse a metric that evaluations won't have.
+
+        A person's own callbacks may add metrics, so with them nothing is refused.
 
         Raises:
             JobError: there is no such metric.
         """
-        for callback in () if self.are_own else self._by_name.values():
+        if self.are_own:
+            return
+
+        for callback in self._by_name.values():
             if isinstance(callback, OfMetric):
                 callback.refuse_unknown(known)
 
+    # ---- calls -----------------------------------------------------------------------------------
+
     def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
-        """Call the method of that kind of each; gives the name of one that stops the training, or
-        "".
+        """Call the method ``on_<kind>`` of each callback.
 
-        Of an epoch that isn't ``whole``, since the training ends within it, or that was not
-        evaluated, ``on_event`` is told only.
+        Args:
+            kind: of the method.
+            epoch: its number, from 1.
+            metrics: what is known by then.
+            whole: False for an epoch that was cut off, or not evaluated: then only ``on_event`` is
+                called.
+
+        Returns:
+            the name of the callback that stops the training, or "".
         """
-        training = self.training
-        training.epoch = epoch
-        training.metrics = metrics
-        training.stopping = None
-        within = kind in ("step", "log")
-        looks = self.are_own and self._step.cuts_batch
-        before = structure_of(self._step.model) if looks else None
+        self.training.begin_call(epoch, metrics)
+        within_epoch = kind in ("step", "log")
+
         with contextlib.ExitStack() as stack:
-            if self._by_name and not within:
+            if self._by_name and not within_epoch:
                 stack.enter_context(self._step.evaluated_weights())
-            if self._of_ranks and self._by_name:
-                stack.enter_context(self._same_on_every_rank(within))
-            if (
-                self.are_own
-            ):  # updates leave other streams behind on each rank, and with micro-batches
+            if self._agreement is not None:
+                stack.enter_context(self._agreement.checked(within_epoch=within_epoch))
+            if self.are_own:
+                stack.enter_context(self._same_structure())
+                # Updates leave other random streams behind on each rank, and with micro-batches.
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
-            by = self._each(self._by_name if whole else {}, kind)
-        if kind == "start":
-            self._note_what_is_gathered()
-            self._has_begun = True
-        if before is not None and before != structure_of(self._step.model):
-            self._refuse_what_replicas_lack()
-        if not within:
-            last = self._each(self._last, kind)
-            by = by or last
-        if self._of_ranks and self._asks and not within:
-            by = next(filter(None, self._world.gather_objects(by)), None)
-        elif self._of_ranks and by is not None and self._step.together:
-            self._world.meet(f"the end of the training by {by[0]}")
-        if by is not None and by[1] and self._world.is_first:
-            self._world.tell(Line(f"{by[0]}: {by[1]}"))
-        return "" if by is None else by[0]
+            stop = self._each(self._by_name if whole else {}, kind)
 
-    def _refuse_what_replicas_lack(self) -> None:
-        """After a callback changed modules, parameters or hooks of the model."""
-        if self._step.replicas > 1 and self._world.size == 1:
-            raise StrategyError(
-                "dp: a callback changes modules, parameters or hooks of the model, which its "
-                "replicas don't follow: "
-                "do it where the model is built, or take ddp"
-            )
-        if self._world.is_first and hooked_parameters(self._step.model):
-            self._step.tell_once([PARAMETER_HOOKS])
+        if not within_epoch:
+            stop_by_event = self._report(kind)
+            stop = self._of_first_rank(stop or stop_by_event)
+        elif stop is not None and self._step.together:
+            self._world.meet(f"the end of the training by {stop.by}")
 
-    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> tuple[str, str] | None:
-        """Call each; gives the name of one that stops the training, and why."""
-        by = None
-        for name, callback in callbacks.items():
-            with self._parameters_for(callback, f"on_{kind}")():
-                getattr(callback, f"on_{kind}")(self.training)
-            for metric, value in self.training.metrics.items():
-                if not isinstance(value, int | float):
-                    self.training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
-            if by is None and self.training.stopping is not None:
-                by = name, self.training.stopping
-        return by
+        if stop is None:
+            return ""
+        if stop.why and self._world.is_first:
+            self._world.tell(Line(f"{stop.by}: {stop.why}"))
+        return stop.by
 
     def stepped(self, result: Result, epoch: int) -> str:
-        """After an update, as ``call``."""
+        """Call ``on_step`` after an update, as ``call``."""
         self.training.result = result
         return self.call("step", epoch, {})
 
     def logged(self, epoch: int, values: dict[str, float]) -> str:
-        """After a log within an epoch, whose values rank 0 has, as ``call``.
+        """Call ``on_log`` after a log within an epoch, whose values rank 0 has, as ``call``.
 
-        Where ranks don't meet in their updates, ``on_event`` is told only.
+        Where ranks don't meet in their updates, only ``on_event`` is called.
         """
-        training = self.training
-        meets = self._step.together and self._of_ranks
-        if meets and self._by_name:
+        stopped_by = ""
+        together = self._step.together
+        if together and self._by_name:
             values = self._world.broadcast_object(values)
-        by = self.call("log", epoch, values) if self._step.together else ""
-        training.epoch = epoch
-        training.metrics = values
-        training.stopping = None
-        last = self._each(self._last, "logged")
-        by = by or (last[0] if last is not None else "")
-        if not (meets and self._asks):
-            return by
-        return next(filter(None, self._world.gather_objects(by)), "")
+        if together:
+            stopped_by = self.call("log", epoch, values)
+
+        self.training.begin_call(epoch, values)
+        stop = self._report("logged")
+        if together:
+            stop = self._of_first_rank(stop)
+        return stopped_by or ("" if stop is None else stop.by)
+
+    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> _Stop | None:
+        """Call each; return the first stop of the training."""
+        stop: _Stop | None = None
+        training = self.training
+
+        for name, callback in callbacks.items():
+            with self._parameters_for(callback, f"on_{kind}"):
+                getattr(callback, f"on_{kind}")(training)
+            for metric, value in training.metrics.items():
+                if not isinstance(value, int | float):
+                    training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
+            if stop is None and training.stopping is not None:
+                stop = _Stop(name, training.stopping)
+        return stop
+
+    def _report(self, kind: str) -> _Stop | None:
+        """Report to ``on_event``; return the stop of the training by one of its functions."""
+        self._reporter.report(kind, self.training)
+        why = self.training.stopping
+        return None if why is None else _Stop(_ON_EVENT, why)
+
+    def _of_first_rank(self, stop: _Stop | None) -> _Stop | None:
+        """The stop of the first rank that has one, on every rank."""
+        if not self._may_stop:
+            return stop
+        stops = self._world.gather_objects(stop)
+        return next((stop for stop in stops if stop is not None), None)
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """With the weights in place that are evaluated; the later callbacks' win."""
+        """Put the weights in place that are evaluated; those of later callbacks win."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._step.evaluated_weights())
             for callback in self._by_name.values():
-                found = callback.evaluating(self.training)
-                stack.enter_context(_Within(self._parameters_for(callback, "evaluating"), found))
+                weights = callback.evaluating(self.training)
+                stack.enter_context(_EnteredWithin(self, callback, weights))
             yield
 
-    def _parameters_for(
-        self, callback: Callback, method: str
-    ) -> Callable[[], AbstractContextManager[None]]:
-        """Gives the context in which a method is called: whole parameters for a person's that
-        needs them.
+    def _parameters_for(self, callback: Callback, method: str) -> AbstractContextManager[None]:
+        """The context in which a method is called: a person's own has whole parameters if it needs
+        them.
         """
-        needs = _is_persons(callback, method) and callback.needs_model
-        return self._step.whole_parameters if needs else self._step.own_parameters
+        if callback.needs_model and _is_own(callback) and _has(callback, method):
+            return self._step.whole_parameters()
+        return self._step.own_parameters()
 
-    def _note_what_is_gathered(self) -> None:
-        for name, callback in self._by_name.items() if self._step.keeps_shards else ():
-            if _is_persons(callback, "on_step") and callback.needs_model:
-                text = (
-                    "callbacks: every rank gathers the whole model in each update for on_step "
-                    f"of {name}"
-                )
-                self._step.tell_once(
-                    [f"{text}: if it needs no parameters, set needs_model = False"]
-                )
+    @contextlib.contextmanager
+    def _same_structure(self) -> Iterator[None]:
+        """Refuse changes that the replicas of ``dp`` don't follow.
+
+        Raises:
+            StrategyError: a callback has changed modules, parameters or hooks.
+        """
+        if self._step.replicas == 1 or self._world.size > 1:
+            yield
+            return
+
+        structure = structure_of(self._step.model)
+        yield
+        if structure_of(self._step.model) != structure:
+            raise StrategyError(
+                "dp: a callback changes modules, parameters or hooks of the model, which its "
+                "replicas don't follow: do it where the model is built, or take ddp"
+            )
+
+    # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """The state of each by its name; of averages this rank's rows, unless ``whole``."""
-        states = {
-            name: callback.rows()
-            if isinstance(callback, Average) and not whole
-            else self._state_of(callback)
-            for name, callback in {**self._by_name, **self._last}.items()
-        }
+        states: dict[str, Any] = {_ON_EVENT: self._reporter.state_dict()}
+        for name, callback in self._by_name.items():
+            if isinstance(callback, Average) and not whole:
+                state = callback.rows()
+            else:
+                with self._parameters_for(callback, "state_dict"):
+                    state = each(_gathered, callback.state_dict())
+            states[name] = state
         return {name: state for name, state in states.items() if state}
 
-    def _state_of(self, callback: Callback) -> dict[str, Any] | None:
-        """That of one, whole; None of one that raises before ``on_start``, in which it may make
-        what it gives.
-        """
-        try:
-            with self._parameters_for(callback, "state_dict")():
-                kept = callback.state_dict()
-            state: dict[str, Any] = each(_gathered, kept)
-            return state
-        except Exception:
-            if self._has_begun:
-                raise
-            return None
-
-    def beside(self, name: str) -> str:
-        """In a checkpoint the name of the parameter beside which a callback keeps this tensor,
-        or the tensor's own.
-        """
-        _, callback, key, *rest = [*name.split("/", 3), "", ""]
-        is_average = isinstance(self._by_name.get(callback), Average) and key == "average"
-        if is_average and name.startswith("callbacks/"):
-            return f"model/{rest[0]}"
-        return name
-
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; callbacks that are new begin anew, which is said."""
-        for name, callback in {**self._by_name, **self._last}.items():
+        """Take over what ``state_dict`` returned; callbacks that are new begin anew."""
+        if _ON_EVENT in states:
+            self._reporter.load_state_dict(states[_ON_EVENT])
+        for name, callback in self._by_name.items():
             if name in states:
                 callback.load_state_dict(states[name])
-            elif self._state_of(callback) != {}:
+            elif _has(callback, "state_dict"):
                 self.notes.append(f"callbacks: {name} begins anew: the run had none")
-        for name in states.keys() - self._by_name.keys() - self._last.keys():
+        for name in states.keys() - self._by_name.keys() - {_ON_EVENT}:
             self.notes.append(
                 f"callbacks: the run had {name}, whose state is left out: the job has none now"
             )
 
-    # ---- what they change ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _same_on_every_rank(self, within: bool) -> Iterator[None]:
-        """Hold what is changed meanwhile to being the same on every rank.
-
-        Raises:
-            InputError, RunError: it isn't, or parameters that ranks share were written.
+    def beside(self, name: str) -> str:
+        """In a checkpoint the name of the parameter beside which a callback keeps this tensor, or
+        the tensor's own.
         """
-        together = self._step.together
-        looks = not within or (together and is_power_of_two(self._world.step))
-        versions, others = self._versions(), self._others() if looks else {}
-        yield
-        now = self._versions()
-        written = [name for name, was in versions.items() if now[name] != was]
-        if written and not together:
-            raise RunError(
-                f'callbacks: parameter "{written[0]}" was written, and all ranks share it, so '
-                "that each of them would "
-                "write it: take ddp"
-            )
-        now_is = {name: digest(p) for name, p in self._parameters if name in written}
-        changed: dict[str, Any] = {f'parameter "{name}"': its for name, its in now_is.items()}
-        after = self._others() if looks else {}
-        changed |= {
-            f'"{name}"': after.get(name)
-            for name in others | after
-            if others.get(name) != after.get(name)
-        }
-        if looks:  # all ranks come here
-            self._world.meet(END_OF_CALLBACKS, together=together)
-            for rank, theirs in enumerate(every := self._world.gather_objects(changed)):
-                if differ := [
-                    name for name in every[0] | theirs if every[0].get(name) != theirs.get(name)
-                ]:
-                    raise RunError(
-                        f"callbacks change {differ[0]} on rank 0 and rank {rank} differently: "
-                        "what they change must be "
-                        "the same on every rank"
-                    )
-        elif changed:
-            print_of = hashlib.sha256(repr(changed).encode()).hexdigest()[
-                :8
-            ]  # of all, so that ranks compare them
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            self._world.meet(
-                f"what callbacks change ({next(iter(changed))}{more}, {print_of})",
-                together=together,
-            )
-        if looks and within:
-            self._step.after_events()
+        words = name.split("/", 3)
+        if len(words) < 4:
+            return name
+        room, callback, key, parameter = words
+        is_average = isinstance(self._by_name.get(callback), Average)
+        if is_average and (room, key) == ("callbacks", "average"):
+            return f"model/{parameter}"
+        return name
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (p.data_ptr(), p._version) for name, p in self._parameters}
 
-    def _others(self) -> dict[str, Any]:
-        """Settings of the optimizer and attributes of the model's modules, as far as these are
-        numbers or texts.
-        """
-        found: dict[str, Any] = {}
-        for i, group in enumerate(self._step.optimizer.param_groups):
-            for key, value in group.items():
-                found[f"{key} of optimizer group {i}"] = value
-        for name, module in self._step.model.named_modules(prefix="model"):
-            for key, value in vars(module).items():
-                found[f"{name}.{key}"] = value
-        return {
-            name: value for name, value in found.items() if isinstance(value, int | float | str)
-        }
+class _Stop(NamedTuple):
+    """The end of a training by a callback."""
+
+    by: str
+    why: str
+
+
+class _EnteredWithin:
+    """A callback's context around an evaluation, entered and left with the parameters that the
+    callback needs; the evaluation itself has this rank's own.
+    """
+
+    def __init__(
+        self, callbacks: Callbacks, callback: Callback, weights: AbstractContextManager[None]
+    ) -> None:
+        self._callbacks = callbacks
+        self._callback = callback
+        self._weights = weights
+
+    def __enter__(self) -> None:
+        with self._callbacks._parameters_for(self._callback, "evaluating"):
+            self._weights.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        with self._callbacks._parameters_for(self._callback, "evaluating"):
+            return self._weights.__exit__(*error)
 
 
 def _number(value: Any, what: str) -> float:
+    """A metric that a callback gave as a tensor, say, as a number."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
         raise JobError(f"{what} is a {type(value).__name__}, and a metric is a number") from error
 
 
-def _shared_with(job: Job) -> dict[Any, Any]:
-    """A memo of ``copy.deepcopy`` by which callbacks share the loss, the datasets and other
-    fields of the job.
-    """
-    fields = [value for name, value in vars(job).items() if name != "callbacks"]
-    sets = [each for value in fields if isinstance(value, Mapping) for each in value.values()]
-    return {id(value): value for value in (*fields, *sets)}
+def _copies_by_name(job: Job) -> dict[str, Callback]:
+    """Copies of a job's callbacks for one training, by their classes' names: ``EMA``, ``EMA-2``.
 
-
-def _copied(callback: Any, memo: dict[Any, Any]) -> Callback:
-    """A callback of this run's own, with the objects that the job holds too, and copies that
-    other callbacks have.
+    The copies share with the job the objects that it holds too, and with one another what several
+    callbacks hold.
     """
-    if not isinstance(callback, Callback):
-        kind = (
-            f"the class {callback.__name__}"
-            if isinstance(callback, type)
-            else f"a {type(callback).__name__}"
-        )
-        raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
-    try:
-        return copy.deepcopy(callback, memo)
-    except Exception as error:
+    memo: dict[Any, Any] = {}
+    for field, value in vars(job).items():
+        if field == "callbacks":
+            continue
+        memo[id(value)] = value
+        if isinstance(value, Mapping):
+            memo.update((id(one), one) for one in value.values())
+
+    copies: dict[str, Callback] = {}
+    counts: Counter[str] = Counter()
+    for callback in job.callbacks:
         name = type(callback).__name__
-        raise JobError(
-            f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
-        ) from error
+        if not isinstance(callback, Callback):
+            is_class = isinstance(callback, type)
+            kind = f"the class {callback.__name__}" if is_class else f"a {name}"
+            raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
+
+        counts[name] += 1
+        try:
+            made = copy.deepcopy(callback, memo)
+        except Exception as error:
+            raise JobError(
+                f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
+            ) from error
+        copies[f"{name}-{counts[name]}" if counts[name] > 1 else name] = made
+    return copies
+
+
+def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
+    """Refuse callbacks that would write the same file or folder.
+
+    Raises:
+        JobError: there are such.
+    """
+    counts = Counter(callback.output for callback in callbacks if callback.output is not None)
+    for output, number in counts.items():
+        if number > 1:
+            raise JobError(
+                f"callbacks: {number} of them would write {output}: leave one, or give another name"
+            )
 
 
 def _is_own(callback: Callback) -> bool:
-    """Whether it is of a class of a person's own, not one that comes with Lockstep, or has
-    methods of theirs.
-    """
-    given = (hasattr(Callback, name) and callable(value) for name, value in vars(callback).items())
-    return not type(callback).__module__.startswith("lockstep.") or any(given)
-
-
-def _is_persons(callback: Callback, method: str) -> bool:
-    """Whether a method of a callback is a person's code."""
-    return _is_own(callback) and _has(callback, method)
+    """Return whether a callback is of a person's own class, and not of Lockstep's."""
+    return not type(callback).__module__.startswith("lockstep.")
 
 
 def _has(callback: Callback, method: str) -> bool:
-    """Whether it has a method that does anything."""
-    return getattr(getattr(callback, method), "__func__", None) is not getattr(Callback, method)
+    """Return whether a callback has a method that does anything."""
+    return getattr(type(callback), method) is not getattr(Callback, method)
 
 
 def _gathered(tensor: Any) -> Any:
     """The whole of a shard; any other tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-class _Within:
-    """A context that is entered and left within another, which its body isn't in."""
-
-    def __init__(
-        self, around: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]
-    ) -> None:
-        self._around, self._inner = around, inner
-
-    def __enter__(self) -> None:
-        with self._around():
-            self._inner.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        with self._around():
-            return self._inner.__exit__(*error)

@@ -13,72 +13,56 @@ from lockstep.job import Job
 from lockstep.launch.events import Event
 from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
-from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.training.callbacks.callback import TrainingContext
+
+_KINDS: dict[str, Any] = {
+    "start": "started",
+    "logged": "logged",
+    "epoch": "epoch",
+    "evaluated": "evaluated",
+    "saved": "saved",
+    "finish": "finished",
+}
+"""The events, by the names of the calls of callbacks that they follow."""
 
 
-class EventReporter(Callback):
-    """Reports each event after the other callbacks were called.
+class EventReporter:
+    """Reports each event after the callbacks were called.
 
-    Raises:
-        JobError: TensorBoard isn't installed, or a function gives something else than None or
-            ``"stop"``.
+    Args:
+        world: this rank's; only rank 0 reports.
+        job: has the functions.
+        folder: of the run.
     """
 
     def __init__(self, world: World, job: Job, folder: RunFolder) -> None:
+        self._is_first = world.is_first
         self._folder = folder
         self._functions: list[Any] = list(job.on_event) if world.is_first else []
         self._tensorboard = job.tensorboard and world.is_first
         self._writer: Any = None
 
-    def on_start(self, training: TrainingContext) -> None:
-        """Open TensorBoard's file, and report ``"started"``."""
-        if self._tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise JobError(
-                    "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
-                ) from error
-            purge_step = training.step + 1 if training.step else None
-            self._writer = SummaryWriter(str(training.folder), purge_step=purge_step)
-        self._report("started", training)
+    def report(self, call: str, training: TrainingContext) -> None:
+        """Report what callbacks were called for; any of the functions may stop the training.
 
-    def on_logged(self, training: TrainingContext) -> None:
-        """Write the record of a log within an epoch, and report ``"logged"``."""
-        if training.world.is_first:
-            record = {"epoch": training.epoch, "step": training.step, **training.metrics}
-            self._folder.add_metrics(record)
-        self._write(training)
-        self._report("logged", training)
-
-    def on_epoch(self, training: TrainingContext) -> None:
-        """Report ``"epoch"``."""
-        self._report("epoch", training)
-
-    def on_evaluated(self, training: TrainingContext) -> None:
-        """Report ``"evaluated"``."""
-        self._write(training)
-        self._report("evaluated", training)
-
-    def on_saved(self, training: TrainingContext) -> None:
-        """Report ``"saved"``."""
-        self._report("saved", training)
-
-    def on_finish(self, training: TrainingContext) -> None:
-        """Report ``"finished"``."""
-        self._report("finished", training)
-
-    def _write(self, training: TrainingContext) -> None:
-        if self._writer is None:
+        Raises:
+            JobError: TensorBoard isn't installed, or a function returns something else than None or
+                ``"stop"``.
+        """
+        if not self._is_first or call not in _KINDS:
             return
-        for name, value in training.metrics.items():
-            self._writer.add_scalar(name, value, training.step)
+        if call == "start" and self._tensorboard:
+            self._open_tensorboard(training)
 
-    def _report(self, kind: Any, training: TrainingContext) -> None:
-        if not training.world.is_first:
-            return
+        place = {"epoch": training.epoch, "step": training.step}
+        if call == "logged":
+            self._folder.add_metrics({**place, **training.metrics})
+        if call in ("logged", "evaluated") and self._writer is not None:
+            for name, value in training.metrics.items():
+                self._writer.add_scalar(name, value, training.step)
+
         metrics = dict(training.metrics)
-        event = Event(kind, training.epoch, training.step, metrics, str(training.folder))
+        event = Event(_KINDS[call], **place, metrics=metrics, folder=str(training.folder))
         training.world.tell(event)
         for function in self._functions:
             answer = function(event)
@@ -89,6 +73,29 @@ class EventReporter(Callback):
                     f'on_event: a function returned {answer!r}: return None, or "stop" to end '
                     "the training"
                 )
+
+    def _open_tensorboard(self, training: TrainingContext) -> None:
+        """Open TensorBoard's file of events in the run's folder.
+
+        Raises:
+            JobError: TensorBoard isn't installed.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise JobError(
+                "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
+            ) from error
+        # What was written beyond the step of a resumed run is left out.
+        purge_step = training.step + 1 if training.step else None
+        self._writer = SummaryWriter(str(training.folder), purge_step=purge_step)
+
+    def close(self) -> None:
+        """Write out what TensorBoard hasn't written yet."""
+        if self._writer is not None:
+            self._writer.close()
+
+    # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of the functions that have one, in their order."""
@@ -102,8 +109,3 @@ class EventReporter(Callback):
         for function, saved in zip(self._functions, state["functions"], strict=False):
             if saved is not None and has_state(function):
                 function.load_state_dict(saved)
-
-    def close(self) -> None:
-        """Write out what TensorBoard hasn't written yet."""
-        if self._writer is not None:
-            self._writer.close()

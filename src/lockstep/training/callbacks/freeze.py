@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
-import weakref
 from collections.abc import Sequence
 
 from torch import nn
 
 from lockstep.errors import JobError, nearest
 from lockstep.training.callbacks.callback import Callback, TrainingContext
-
-_frozen_by: weakref.WeakKeyDictionary[TrainingContext, dict[int, set[int]]] = (
-    weakref.WeakKeyDictionary()
-)
-"""In each training, for each parameter that callbacks freeze, those that do so now; all by their
-ids.
-"""
 
 
 class Freeze(Callback):
@@ -25,7 +17,9 @@ class Freeze(Callback):
     They have no gradients meanwhile, so that neither momentum nor weight decay moves them.
     Parameters that the model itself has frozen stay so. Of several callbacks that have the same
     ones, each freezes them for its steps. Running statistics of batch norms go on: freezing them
-    takes ``eval()``.
+    takes ``eval()``::
+
+        callbacks = [Freeze("encoder", until=500), Freeze("*.bias")]
 
     Args:
         names: of parameters or modules, or patterns of them: ``"encoder"``, ``"*.bias"``, or a
@@ -38,31 +32,28 @@ class Freeze(Callback):
         self, names: str | Sequence[str], *, start: int = 0, until: int | None = None
     ) -> None:
         self._names = [names] if isinstance(names, str) else list(names)
-        self._start, self._until = start, until
+        self._start = start
+        self._until = until
         self._parameters: list[nn.Parameter] = []
 
     def on_start(self, training: TrainingContext) -> None:
-        """Find them.
+        """Find the parameters, and freeze them if that is due.
 
         Raises:
             JobError: nothing has that name.
         """
         named = dict(training.model.named_parameters(remove_duplicate=False))
+
         for name in self._names:
-            found = [
-                p
-                for full, p in named.items()
-                if any(fnmatch.fnmatchcase(full, n) for n in (name, f"{name}.*"))
-            ]
+            found = [parameter for full, parameter in named.items() if _matches(full, name)]
             if not found:
                 raise JobError(
                     f'Freeze: the model has no parameter "{name}": {nearest(name, list(named))}'
                 )
-            by = _frozen_by.setdefault(training, {})
-            mine = [p for p in found if p.requires_grad or id(p) in by]
-            for p in mine:
-                by.setdefault(id(p), set())
-            self._parameters += mine
+            for parameter in found:
+                if parameter.requires_grad or parameter in training.frozen_by:
+                    self._parameters.append(parameter)
+                    training.frozen_by.setdefault(parameter, set())
         self._set(training)
 
     def on_step(self, training: TrainingContext) -> None:
@@ -71,10 +62,17 @@ class Freeze(Callback):
             self._set(training)
 
     def _set(self, training: TrainingContext) -> None:
-        is_frozen = self._start <= training.step and (
-            self._until is None or training.step < self._until
-        )
-        for p in self._parameters:
-            by = _frozen_by[training][id(p)]
-            by.add(id(self)) if is_frozen else by.discard(id(self))
-            p.requires_grad_(not by)
+        """Freeze each parameter that this callback, or another one, freezes at this step."""
+        is_over = self._until is not None and training.step >= self._until
+        for parameter in self._parameters:
+            callbacks = training.frozen_by[parameter]
+            if training.step >= self._start and not is_over:
+                callbacks.add(self)
+            else:
+                callbacks.discard(self)
+            parameter.requires_grad_(not callbacks)
+
+
+def _matches(full: str, pattern: str) -> bool:
+    """Return whether a parameter has that name, or is in a module of that name."""
+    return any(fnmatch.fnmatchcase(full, one) for one in (pattern, f"{pattern}.*"))

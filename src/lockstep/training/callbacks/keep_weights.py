@@ -1,6 +1,4 @@
-"""Files of weights beside ``best.safetensors``: those of the best evaluations, or of the last
-ones.
-"""
+"""Files of weights beside ``best.safetensors``: of the best evaluations, or of the last ones."""
 
 from __future__ import annotations
 
@@ -16,7 +14,10 @@ class KeepWeights(OfMetric):
     """Keeps weights that were evaluated, as ``best-accuracy/step-120.safetensors`` or
     ``last/step-120.safetensors``.
 
-    ``run.model("last/step-120.safetensors")`` gives a model.
+    Under ``fsdp`` too these are files of the whole model, with its one-device names::
+
+        callbacks = [KeepWeights(2, "accuracy", "max"), KeepWeights(3)]
+        model = run.model("last/step-120.safetensors")
 
     Args:
         number: how many.
@@ -32,36 +33,44 @@ class KeepWeights(OfMetric):
         self.output: str = "last" if metric is None else f"best-{metric.replace('/', '-')}"
         self._kept: list[tuple[float, int]] = []  # what they are sorted by, and their steps
 
-    def _file(self, training: TrainingContext, step: int | str) -> Path:
+    def _file(self, training: TrainingContext, step: int) -> Path:
+        """The file of the weights of a step."""
         return training.folder / self.output / f"step-{step}.safetensors"
 
     def on_start(self, training: TrainingContext) -> None:
         """Remove files that were written after the checkpoint of a resumed run."""
+        if not training.world.is_first:
+            return
+
         kept = {self._file(training, step) for _, step in self._kept}
-        pattern = self._file(training, "*")
-        for path in pattern.parent.glob(pattern.name) if training.world.is_first else ():
+        for path in (training.folder / self.output).glob("step-*.safetensors"):
             if path not in kept:
                 path.unlink()
 
     def on_evaluated(self, training: TrainingContext) -> None:
-        """Write them, if they are among the best, and remove what is no longer."""
+        """Write the weights if they are among the best, and remove those that no longer are."""
         step = training.step
         value = -step if self._metric is None else self.measured(training.metrics)
         before = [one for one in self._kept if one[1] != step]
         self._kept = sorted([*before, (value, step)])[: self._number]
         if (value, step) not in self._kept:
             return
+
+        is_first = training.world.is_first
         with training.evaluating():
-            if training.world.is_first:
-                self._file(training, step).parent.mkdir(exist_ok=True)
-            training._step.write_weights(self._file(training, step))
-        for _, old in set(before) - set(self._kept) if training.world.is_first else ():
-            self._file(training, old).unlink(missing_ok=True)
+            path = self._file(training, step)
+            if is_first:
+                path.parent.mkdir(exist_ok=True)
+            training._step.write_weights(path)
+
+        for one in before:
+            if is_first and one not in self._kept:
+                self._file(training, one[1]).unlink(missing_ok=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which there are."""
+        """Return which weights are kept."""
         return {"kept": self._kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` returned."""
         self._kept = state["kept"]

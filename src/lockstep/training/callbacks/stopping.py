@@ -13,36 +13,45 @@ from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
 class OfMetric(Callback):
-    """A callback that goes by a metric, of which less or more is better; None is none."""
+    """A callback that goes by a metric.
+
+    Args:
+        metric: its name; None where the callback goes by none.
+        mode: ``"min"`` where less is better, else ``"max"``.
+    """
 
     def __init__(self, metric: str | None, mode: str) -> None:
         if mode not in ("min", "max"):
             raise JobError(f'{type(self).__name__}: mode is "min" or "max", not {mode!r}')
-        self._metric, self._mode = metric, mode
+        self._metric = metric
+        self._mode = mode
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Refuse a metric that is not among those of an evaluation, and none that the training
-        adds.
+        """Refuse a metric that is neither among those of an evaluation nor added by the training.
 
         Raises:
-            JobError: it isn't.
+            JobError: there is no such metric.
         """
         name = self._metric
-        may_come = ("lr",) if "train_loss" in known else ("lr", "train_")  # at the end of an epoch
-        if name is not None and name not in known and not name.startswith(may_come):
-            there = nearest(name, list(known)) if known else "the job has no evaluation"
-            raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
+        if name is None or name in known or name.startswith("lr"):
+            return
+        if name.startswith("train_") and "train_loss" not in known:
+            return  # it may come at the end of an epoch
+        there = nearest(name, list(known)) if known else "the job has no evaluation"
+        raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
 
     def measured(self, metrics: Mapping[str, float]) -> float:
         """The metric of an evaluation, with its sign changed where more is better; NaN is the
         worst.
 
         Raises:
-            JobError: there is none of that name.
+            JobError: there is no such metric.
         """
         self.refuse_unknown(metrics)
         value = metrics.get(self._metric or "", math.nan)
-        return math.inf if math.isnan(value) else value if self._mode == "min" else -value
+        if math.isnan(value):
+            return math.inf
+        return value if self._mode == "min" else -value
 
 
 class EarlyStopping(OfMetric):
@@ -66,28 +75,34 @@ class EarlyStopping(OfMetric):
         min_delta: float = 0.0,
     ) -> None:
         super().__init__(metric, mode)
-        self._patience, self._least = patience, min_delta
-        self._best, self._since = math.inf, 0
+        self._patience = patience
+        self._min_delta = min_delta
+        self._best = math.inf
+        self._since = 0
 
     def on_evaluated(self, training: TrainingContext) -> None:
-        """Compare with the best one."""
+        """Compare with the best evaluation."""
         if str(self._metric).startswith("train_") and "train_loss" not in training.metrics:
             return  # of an epoch, and this evaluation is within one
         value = self.measured(training.metrics)
-        is_better = value < self._best - self._least
-        self._best, self._since = (value, 0) if is_better else (self._best, self._since + 1)
+        if value < self._best - self._min_delta:
+            self._best = value
+            self._since = 0
+        else:
+            self._since += 1
         if self._since >= self._patience:
             training.stop(
                 f"{self._metric} has not improved for {counted(self._since, 'evaluation')}"
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and how many evaluations were no better since."""
+        """Return the best value, and how many evaluations were no better since."""
         return {"best": self._best, "since": self._since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
-        self._best, self._since = state["best"], state["since"]
+        """Take over what ``state_dict`` returned."""
+        self._best = state["best"]
+        self._since = state["since"]
 
 
 class TimeLimit(Callback):
@@ -104,30 +119,33 @@ class TimeLimit(Callback):
         seconds = Every.read(limit, "TimeLimit").seconds
         if seconds is None:
             raise JobError(f"TimeLimit: {limit!r} is no time, as 10min")
-        self._seconds, self._limit = seconds, limit
+        self._seconds = seconds
+        self._limit = limit
         self._began = 0.0
-        self._first = self._look = 0
+        self._first = 0
+        self._next_look = 0
 
     def on_start(self, training: TrainingContext) -> None:
-        """The time begins."""
+        """Begin to count the time."""
         self._began = time.monotonic()
-        self._first, self._look = training.step, training.step + 1
+        self._first = training.step
+        self._next_look = training.step + 1
 
     def on_step(self, training: TrainingContext) -> None:
-        """Look at rank 0's clock, at steps that it tells: the next in about half of the time
+        """Look at rank 0's clock, at steps that rank 0 chooses: the next in about half of the time
         that is left.
         """
-        if training.step < self._look:
+        if training.step < self._next_look:
             return
         passed = time.monotonic() - self._began
-        left, done = self._seconds - passed, training.step - self._first
-        found = left <= 0, training.step + max(1, min(done, int(left / 2 * done / passed)))
-        if (
-            training.world.layout.together
-        ):  # else each rank goes by its own, and the others come after
+        left = self._seconds - passed
+        steps = training.step - self._first
+        ahead = max(1, min(steps, int(left / 2 * steps / passed)))
+        found = left <= 0, training.step + ahead
+        if training.world.layout.together:  # else each rank goes by its own clock
             found = training.world.broadcast_object(found)
-        over, self._look = found
-        if over:
+        is_over, self._next_look = found
+        if is_over:
             self._stop(training)
 
     def on_saved(self, training: TrainingContext) -> None:

@@ -14,9 +14,10 @@ from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 
 class Tracker(Callback):
-    """Sends each number once, from rank 0. Of a training that fails no end is sent."""
+    """Sends each number once, from rank 0; for a training that fails no end is sent."""
 
     module = ""
+    """The package of the service."""
 
     def __init__(self) -> None:
         self._service: Any = None
@@ -36,18 +37,26 @@ class Tracker(Callback):
             raise JobError(
                 f"{type(self).__name__}: {self.module} isn't installed: pip install {self.module}"
             ) from error
+
         self._begin(training, json.loads((training.folder / "config.json").read_text()))
 
     def on_log(self, training: TrainingContext) -> None:
         """Send what is new."""
-        new = {name: (training.step, value) for name, value in training.metrics.items()}
-        new = {name: its for name, its in new.items() if self._sent.get(name) != its}
-        if self._service is not None and new:
-            self._send({name: value for name, (_, value) in new.items()}, training.step)
-            self._sent |= new
+        if self._service is None:
+            return
+        step = training.step
+        new = {
+            name: value
+            for name, value in training.metrics.items()
+            if self._sent.get(name) != (step, value)
+        }
+        if new:
+            self._send(new, step)
+        for name, value in new.items():
+            self._sent[name] = step, value
 
     def on_evaluated(self, training: TrainingContext) -> None:
-        """Likewise."""
+        """Send what is new."""
         self.on_log(training)
 
     def on_finish(self, training: TrainingContext) -> None:
@@ -56,17 +65,27 @@ class Tracker(Callback):
             self._end()
 
     def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
+        """Begin a run of the service.
+
+        Args:
+            training: the training that begins.
+            config: the content of ``config.json``: the job, its settings, the strategy.
+        """
         raise NotImplementedError
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
+        """Send numbers, by name."""
         raise NotImplementedError
 
     def _end(self) -> None:
+        """End the run of the service."""
         raise NotImplementedError
 
 
 class WandB(Tracker):
-    """Logs to Weights & Biases; a resumed training goes on in its run, which the folder names.
+    """Logs to Weights & Biases; a resumed training goes on in its run, which the folder names::
+
+        callbacks = [WandB("digits", tags=["baseline"])]
 
     Args:
         project: of the run.
@@ -80,9 +99,8 @@ class WandB(Tracker):
         self._settings = {"project": project, **settings}
 
     def _begin(self, training: TrainingContext, config: dict[str, Any]) -> None:
-        self._service.init(
-            **{"id": training.folder.name, "resume": "allow", "config": config, **self._settings}
-        )
+        settings = {"id": training.folder.name, "resume": "allow", "config": config}
+        self._service.init(**{**settings, **self._settings})
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
         self._service.log(metrics, step=step)
@@ -92,7 +110,9 @@ class WandB(Tracker):
 
 
 class MLflow(Tracker):
-    """Logs to MLflow; a resumed training goes on in its run.
+    """Logs to MLflow; a resumed training goes on in its run::
+
+        callbacks = [MLflow(experiment_id="1")]
 
     Args:
         settings: arguments of ``mlflow.start_run``, as ``experiment_id``.
@@ -109,9 +129,8 @@ class MLflow(Tracker):
         if self._run is not None:
             self._service.start_run(**{**self._settings, "run_id": self._run})
             return
-        self._run = self._service.start_run(
-            **{"run_name": training.folder.name, **self._settings}
-        ).info.run_id
+        run = self._service.start_run(**{"run_name": training.folder.name, **self._settings})
+        self._run = run.info.run_id
         self._service.log_params({"strategy": config["strategy"], **config["settings"]})
 
     def _send(self, metrics: dict[str, float], step: int) -> None:
@@ -121,9 +140,9 @@ class MLflow(Tracker):
         self._service.end_run()
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run it is."""
+        """Return the identifier of the run."""
         return {"run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` returned."""
         self._run = state["run"]
