@@ -214,7 +214,7 @@ def test_an_own_loop_evaluates_with_the_average_and_goes_on_in_training(tmp_path
         assert float(total / count) == pytest.approx(expected["losses"][epoch], abs=1e-12)
     assert apart(model.state_dict(), expected["epochs"][-1]) < 1e-12
     step.optimizer.train()
-    step.write_weights(tmp_path / "model.safetensors")
+    step.saved.write_weights(tmp_path / "model.safetensors")
     assert apart(load_weights(tmp_path / "model.safetensors"), expected["epochs"][-1]) < 1e-12
     assert apart(model.state_dict(), expected["steps"][-1]) < 1e-12
 

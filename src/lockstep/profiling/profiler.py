@@ -268,7 +268,7 @@ def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
 
 def _bytes_kept(step: Step) -> int:
     """Of weights, gradients and the optimizer's state of this process, between updates."""
-    parts = list(step.parts().values())
+    parts = list(step.layout.parts().values())
     state = [dict(of) for of in getattr(step.optimizer, "state", {}).values()]
     held = [
         t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided

@@ -225,7 +225,7 @@ class DDPStep(Step):
         read; look for more.
         """
         if any(0 < part.of < self.world.size for part in batch.parts):
-            self._share_buffers()
+            self.share_buffers()
         elif self.is_checked:
             self._buffers.look()
 
@@ -304,7 +304,7 @@ class DDPStep(Step):
                 "DDP(reduce='flat')"
             ) from error
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Give every rank rank 0's buffers."""
         if self.world.size == 1:
             return

@@ -351,7 +351,7 @@ class DPStep(Step):
                     q.data = p.data
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Give every replica the first one's parameters, which a step or loaded weights have
         changed, and buffers.
         """

@@ -266,7 +266,7 @@ class HogwildStep(SingleStep):
 
     # ---- where all ranks meet --------------------------------------------------------------------
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Wait until nobody updates any more, and give every rank rank 0's buffers.
 
         Raises:

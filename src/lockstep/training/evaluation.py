@@ -61,7 +61,7 @@ def try_out(
     beside = [step.loss.loss, *functions_of(metrics).values()]
     size = sum(p.nbytes for p in step.model.parameters())
     # (Ranks that don't meet share their parameters, and another one may train by now.)
-    keeps_parameters = size <= _LARGEST and step.together and not step.keeps_shards
+    keeps_parameters = size <= _LARGEST and step.together and not step.layout.keeps_shards
     snapshots = [
         Snapshot(model, beside, step.accelerators, parameters=keeps_parameters)
         for model in step.models()

@@ -141,7 +141,7 @@ class _Training:
             self.step.check()
             self.step.skips.refuse_all()
             self.saves.finish()
-            self.step.write_weights(self.folder.model)
+            self.step.saved.write_weights(self.folder.model)
 
             seconds = time.perf_counter() - began
             summary = write_summary(self.setup, progress, self.shapes, seconds)
@@ -209,7 +209,7 @@ class _Training:
         self.callbacks.call("start", progress.epoch, {})
         if not self.plan.resume:
             self.saves.refuse_unsaveable()
-        self.step.tell_what_is_not_kept()
+        self.step.saved.note_what_is_not_kept()
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
         """Make what is closed at the end, and evaluate a first batch.

@@ -91,7 +91,9 @@ class Saves:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
                 state["train_data"] = state_of(self._data)
 
-        state["optimizer"] = self._step.optimizer_state(whole=not self._step.keeps_shards)
+        state["optimizer"] = self._step.layout.optimizer_state(
+            whole=not self._step.layout.keeps_shards
+        )
         try:
             encoded(state)
         except InputError as error:
@@ -125,7 +127,7 @@ class Saves:
         Raises:
             SaveError: it, or the one before, can't be written.
         """
-        shards = self._step.keeps_shards and self._writer.is_shared
+        shards = self._step.layout.keeps_shards and self._writer.is_shared
         state = self._step.state_dict(whole=not shards)
         write_best: Callable[[], None] | None = None
         if values is not None and self.is_best(values):
@@ -151,9 +153,9 @@ class Saves:
         """
         with self._callbacks.evaluating():
             if shards:
-                self._step.write_weights(self._folder.best)
+                self._step.saved.write_weights(self._folder.best)
                 return None
-            weights = self._step.weights_for_file()
+            weights = self._step.saved.weights_for_file()
             if not self._world.is_first:
                 return None
             return partial(save_weights, self._folder.best, weights_on_cpu(weights))
@@ -169,7 +171,7 @@ class Saves:
         self._best = self._measured(values)
         self.finish()
         with self._callbacks.evaluating():
-            self._step.write_weights(self._folder.best)
+            self._step.saved.write_weights(self._folder.best)
 
     # ---- the best evaluation ---------------------------------------------------------------------
 
@@ -242,7 +244,7 @@ class Saves:
         """How a tensor is split over the ranks; what a callback keeps beside a parameter is split
         as that parameter.
         """
-        return self._step.split(self._callbacks.beside(name), shape)
+        return self._step.layout.split(self._callbacks.beside(name), shape)
 
     def _best_in(self, state: Mapping[str, Any]) -> float:
         """The best value of a run that is resumed, on rank 0; an evaluation after its last

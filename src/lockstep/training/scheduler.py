@@ -30,7 +30,7 @@ def scheduler_of(job: Job, step: Step) -> Any:
         by_name = step.optimizer.by_name
         return Schedulers({name: _made(one, by_name[name]) for name, one in make.items()})
     scheduler = _made(make, step.optimizer)
-    if step.keeps_shards and not _is_of_pytorch(scheduler):
+    if step.layout.keeps_shards and not _is_of_pytorch(scheduler):
         with step.whole_parameters():  # which it may read where it is made
             scheduler = _made(make, step.optimizer)
     return scheduler

@@ -150,7 +150,7 @@ class Setup:
 
         self.notes = list(dict.fromkeys(self.notes))  # planning builds the model too
         if not job.save_frozen:
-            step.leave_out_frozen()
+            step.saved.leave_out_frozen()
         return strategy, step
 
     @property

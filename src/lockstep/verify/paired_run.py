@@ -108,7 +108,7 @@ class _PairedRun:
 
     def run(self) -> Comparison:
         ours, theirs, world = self.ours, self.theirs, self.world
-        start = ours.step.weights()
+        start = ours.step.layout.weights()
         if theirs is not None:
             self._compare_start(theirs, start)
             its_batches = theirs.batches()
@@ -121,7 +121,7 @@ class _PairedRun:
             rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
             if number == 1:
                 self._compare_replicas()
-            values = ours.step.gathered_parameters()
+            values = ours.step.layout.parameters()
             if theirs is not None:
                 self._compare(theirs, rows, values)
             self._wait()
@@ -141,7 +141,7 @@ class _PairedRun:
 
     def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
         self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
-        its = _digests(theirs.step.weights())
+        its = _digests(theirs.step.layout.weights())
         self.found.start = _unequal(its, [_digests(mine)])
 
     # ---- after an update -------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class _PairedRun:
         """Compare what is on other ranks too: parameters, plain attributes, outputs of layers."""
         ours, theirs, found = self.ours, self.theirs, self.found
         meets = self.world.size > 1 and ours.step.together
-        parameters = _digests(ours.step.gathered_parameters()) if meets else {}
+        parameters = _digests(ours.step.layout.parameters()) if meets else {}
         mine = parameters, ours.changed_attributes(), ours.watch.sums
         of_parameters, of_attributes, sums = zip(*self.world.gather_objects(mine), strict=True)
         # All ranks need to know, since they evaluate only where there is no drift.

@@ -169,7 +169,7 @@ class Side(Observer):
             for p in self.step.model.parameters():
                 if p.grad is not None:
                     p.grad.div_(_FACTOR)
-        gradients = self.step.gathered_gradients().items()
+        gradients = self.step.layout.gradients().items()
         self.gradients = {name: grad.detach().clone() for name, grad in gradients}
 
     @contextmanager

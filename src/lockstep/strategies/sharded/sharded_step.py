@@ -11,7 +11,7 @@ strategy says otherwise.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -27,8 +27,6 @@ from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import (
     gradient_values,
-    load_named_optimizer_state,
-    named_optimizer_state,
     scale_to_norm,
     sparse_parameters,
 )
@@ -38,12 +36,12 @@ from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
 from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
-from lockstep.strategies.sharded.shards import NamedParameters, Shards
-from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP, WholeParameters
+from lockstep.strategies.sharded.sharded_layout import ShardedLayout
+from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
 from lockstep.strategies.steps.update_result import Result, added, as_tensor
 from lockstep.tensors.pytree import to_device
-from lockstep.tensors.row_shard import RowShard
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
@@ -84,7 +82,7 @@ class ShardedStep(DDPStep):
             LossReads(shards.cut),
         )
         self.loss.within = self._in_loss
-        self._parameters_of_model = WholeParameters(model, optimizer, shards, world)
+        self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, self._mine, world)
 
     def _find_trained(self) -> None:
         for name, local in self._shards.local.items():
@@ -98,7 +96,7 @@ class ShardedStep(DDPStep):
         ]
 
     def _look_at_flags(self) -> None:
-        if self._parameters_of_model.are_gathered:
+        if self.layout.are_gathered:
             raise InputError(
                 "step: it is called within step.whole_parameters(): call it after that"
             )
@@ -289,7 +287,7 @@ class ShardedStep(DDPStep):
                 yield
             finally:
                 self._evaluates = before
-                if not self._parameters_of_model.are_gathered:
+                if not self.layout.are_gathered:
                     self._shards.reshard()
 
     def _of_each(
@@ -328,108 +326,8 @@ class ShardedStep(DDPStep):
         refuse_other_shards(self.loss, self._shards.cut)
         super()._begin_update(batch)
 
-    def whole_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """The model and the optimizer have whole parameters in this context, which every rank
-        enters.
-        """
-        return self._parameters_of_model.gathered()
-
-    def read_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """The model has whole parameters in this context; what is written to them is lost."""
-        return self._parameters_of_model.read()
-
-    def own_parameters(self) -> contextlib.AbstractContextManager[None]:
-        """The model has this rank's shards in this context, within ``whole_parameters`` too."""
-        return self._parameters_of_model.cut()
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """As every step's."""
-        return dict(self._mine)
-
-    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """As every step's."""
-        first = self._shards.first_names.get(name)
-        return whole if first is None else self._shards.part(first, whole)
-
-    def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """As every step's."""
-        first = self._shards.first_names.get(name)
-        return part if first is None else self._shards.joined(first, part)
-
-    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
-        """As every step's."""
-        first = self._shards.first_names.get(name)
-        return part if first is None else self._shards.rows(self._shards.as_rows(first, part))
-
-    def gathered_parameters(self) -> dict[str, torch.Tensor]:
-        """As every step's: gathered."""
-        return {name: self.joined(name, p) for name, p in self._mine.items()}
-
-    def gathered_gradients(self) -> dict[str, torch.Tensor]:
-        """As every step's: gathered."""
-        return {
-            name: self.joined(name, p.grad) for name, p in self._mine.items() if p.grad is not None
-        }
-
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """As that of ``ddp``: those that couldn't be cut."""
         return [(name, p) for name, p in self._mine.items() if name in self._shards.whole]
 
-    # ---- state -----------------------------------------------------------------------------------
-
-    keeps_shards = True
     of_own_loop = (OF_OWN_LOOP,)
-
-    def weights(self, *, whole: bool = True) -> dict[str, Any]:
-        """As every step's: gathered, on every rank, or this rank's rows."""
-        with self.own_parameters():
-            kept = self.model.state_dict()
-            self._shards.refuse_replaced(kept)
-            given = self._shards.gathered if whole else self._shards.rows
-            return {
-                name: given(value) if isinstance(value, DTensor) else value
-                for name, value in kept.items()
-            }
-
-    def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """As every step's: those of parameters, and of what the optimizer keeps of their shape."""
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            rest = rest.removeprefix("state/").rpartition("/")[0]
-        p = (
-            self._shards.cut.get(self._shards.first_names.get(rest, rest))
-            if kind in ("model", "optimizer")
-            else None
-        )
-        return self._shards.rows_of(p) if p is not None and list(p.shape) == list(shape) else None
-
-    def take_weights(self, weights: Mapping[str, Any]) -> None:
-        """As every step's: of each, this rank's part."""
-        parts = dict(weights)
-        for name, first in self._shards.first_names.items():
-            if name in parts and parts[name].shape == self._shards.cut[first].shape:
-                parts[name] = self._shards.as_cut(first, parts[name])
-        with self.own_parameters():
-            super().take_weights(parts)
-
-    def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
-        """As every step's: gathered, on every rank, or this rank's rows."""
-        cut = self._shards.cut
-        with self.own_parameters():
-            kept = named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()))
-            states = kept["state"].items()
-            joined = {
-                n: self._shards.joined_state(n, s, whole) if n in cut else s for n, s in states
-            }
-        return {**kept, "state": joined}
-
-    def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
-        """As every step's: of each tensor, this rank's part."""
-        states = saved["state"].items()
-        cut = self._shards.cut
-        mine = {
-            **saved,
-            "state": {n: self._shards.cut_state(n, s) if n in cut else s for n, s in states},
-        }
-        with self.own_parameters():
-            load_named_optimizer_state(self.optimizer, NamedParameters(self._mine.items()), mine)

@@ -104,7 +104,7 @@ class BatchSums:
         step = self._step
         in_turn = step.replicas == 1
         sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
-        with step.read_parameters():
+        with step.layout.read():
             for most in (None, self._samples_of_a_part(batch)):
                 pieces = self._pieces(batch, most)
                 if pieces is None:

@@ -26,6 +26,7 @@ from lockstep.model.losses.loss_check import LossCheck, squeezing_explained
 from lockstep.model.modes import has_own_train, set_modes
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
+from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 from lockstep.tensors.rows import batch_size_of
 from lockstep.tensors.seeding import kept_states, seed_all, seed_on
@@ -48,6 +49,7 @@ class Evaluator:
     Attributes:
         model: the model under its one-device names.
         world: this process's place among the ranks.
+        layout: what each rank has of the parameters.
         loss: gives total and count.
     """
 
@@ -56,6 +58,8 @@ class Evaluator:
 
     has_own_callbacks = False
     """Whether callbacks of a person's own see it between updates."""
+
+    layout: ParameterLayout
 
     def __init__(self, model: nn.Module, job: Recipe, world: World) -> None:
         self.model = model
@@ -102,26 +106,14 @@ class Evaluator:
         """The model and the optimizer have whole parameters in this context, which every rank
         enters.
         """
-        return nullcontext()
-
-    def read_parameters(self) -> AbstractContextManager[None]:
-        """The model has whole parameters in this context, which every rank enters; what is written
-        to them is lost.
-        """
-        return nullcontext()
-
-    def own_parameters(self) -> AbstractContextManager[None]:
-        """The model has what this rank keeps of it in this context, within ``whole_parameters``
-        too.
-        """
-        return nullcontext()
+        return self.layout.whole()
 
     def _follow_modes(self) -> None:
         """Give replicas that share the first one's parameters its mode: their own ``train``
         would write these again.
         """
 
-    def _share_buffers(self) -> None:
+    def share_buffers(self) -> None:
         """Give every replica the first one's buffers (running statistics), before an evaluation
         or a save.
         """
@@ -144,7 +136,7 @@ class Evaluator:
         own = self.models()[:1] if self._shares_parameters else self.models()
         modes = [(module, module.training) for model in own for module in model.modules()]
         stream = self._stream
-        self._share_buffers()
+        self.share_buffers()
         self.loss.follow()
         writes = any(
             has_own_train(module) for module, _ in modes

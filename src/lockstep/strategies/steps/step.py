@@ -81,14 +81,14 @@ class Step(Calls):
         self._clip_norm = job.clip_norm
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
-        self._by_count = not self.cuts_batch and self._scaler is None
+        self._by_count = not self.cuts_batch and self.scaler is None
         self.stopping = False
         self.last_step: int | None = None
         self.sums = BatchSums(self, job)
         self.grad_norm: Number | None = None
         self._began: float | None = None  # where an update is timed
         self.skips = SkippedUpdates(job, world)
-        fused = self._scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        fused = self.scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
         self.caveats: Callable[[], list[Caveat]] = list
 
@@ -125,7 +125,7 @@ class Step(Calls):
         self.loss.follow()
         self._train_weights()
         if self._updates == 1:
-            self._begin_training()
+            self.saved.begin_training()
         if self._cuts_each_batch:
             self._check_sums(batch)
         if self._updates == 1:
@@ -262,7 +262,7 @@ class Step(Calls):
         if not math.isfinite(float(loss.total)):
             return "the loss became NaN or infinite"
         # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
-        if self._scaler is None and not self._gradients_are_finite():
+        if self.scaler is None and not self._gradients_are_finite():
             return "a gradient became NaN or infinite"
         return None
 
@@ -273,8 +273,8 @@ class Step(Calls):
 
     def _move_parameters(self, size: int, count: Number) -> None:
         """With gradients of a batch of so many samples, of which the loss counted so many items."""
-        if self._scaler is not None:
-            self._scaler.unscale_(self.optimizer)
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
         self._weight(size, count)
         for observer in self.observers:
             observer.gradients_ready()
@@ -292,11 +292,11 @@ class Step(Calls):
             self._seed_all(
                 mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER)
             )
-        if self._scaler is None:
+        if self.scaler is None:
             self.optimizer.step()
         else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
-            self._scaler.step(self.optimizer)
-            self._scaler.update()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
 
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
@@ -368,8 +368,8 @@ class Step(Calls):
         if not total.requires_grad:
             return
         factor = backward_factor(total, divisor, waits=not self._on_accelerator)
-        if self._scaler is not None:
-            total = self._scaler.scale(total)
+        if self.scaler is not None:
+            total = self.scaler.scale(total)
         self._run_backward(total, factor)
 
     @observed(lambda observer, step, total, factor: observer.backward(total, sums=step._reduces))

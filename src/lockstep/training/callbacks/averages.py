@@ -59,13 +59,15 @@ class Average(Callback):
         self._step = step
         # (Collecting them takes as long as an average for a model of many modules.)
         self._parameters = [
-            (name, part) for name, part in step.parts().items() if name not in training.left_out
+            (name, part)
+            for name, part in step.layout.parts().items()
+            if name not in training.left_out
         ]
         weights = self._weights(training)
         for name, average in self._average.items():
             # In the weights' memory layout: else sums of the same numbers may round otherwise.
             placed = torch.empty_like(weights[name], dtype=average.dtype)
-            self._average[name] = placed.copy_(step.part_of(name, average))
+            self._average[name] = placed.copy_(step.layout.part_of(name, average))
 
     def _weights(self, training: TrainingContext) -> Tensors:
         """The weights that are averaged, as they are now."""
@@ -121,7 +123,7 @@ class Average(Callback):
         if not self._average:
             return
         with self.evaluating(training):
-            training._step.write_weights(training.folder / self.output)
+            training._step.saved.write_weights(training.folder / self.output)
         if training.world.is_first:
             text = (
                 f"the averaged weights are in {self.output}, those that were trained in "
@@ -140,7 +142,7 @@ class Average(Callback):
     def _state(self, *, rows: bool) -> dict[str, Any]:
         average: dict[str, Any] = dict(self._average)
         if self._step is not None:
-            of_part = self._step.rows if rows else self._step.joined
+            of_part = self._step.layout.rows if rows else self._step.layout.joined
             average = {name: of_part(name, part) for name, part in average.items()}
         return {"average": average, "number": self._number}
 

@@ -76,7 +76,7 @@ class TrainingContext:
     @property
     def left_out(self) -> Mapping[str, str]:
         """The parameters that are in no file (``save_frozen=False``), by name."""
-        return self._step.left_out
+        return self._step.saved.left_out
 
     def stop(self, why: str = "") -> None:
         """End the training at this step, as if it were its last one: it is evaluated and saved.

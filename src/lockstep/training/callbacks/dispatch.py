@@ -202,7 +202,7 @@ class Callbacks:
         """
         if callback.needs_model and _is_own(callback) and _has(callback, method):
             return self._step.whole_parameters()
-        return self._step.own_parameters()
+        return self._step.layout.own()
 
     @contextlib.contextmanager
     def _same_structure(self) -> Iterator[None]:

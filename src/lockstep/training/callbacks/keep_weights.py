@@ -61,7 +61,7 @@ class KeepWeights(OfMetric):
             path = self._file(training, step)
             if is_first:
                 path.parent.mkdir(exist_ok=True)
-            training._step.write_weights(path)
+            training._step.saved.write_weights(path)
 
         for one in before:
             if is_first and one not in self._kept:

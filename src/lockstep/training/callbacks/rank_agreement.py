@@ -32,7 +32,7 @@ class RankAgreement:
         self._step = step
         self._world = step.world
         # What is written to whole parameters of shards is compared where they are cut.
-        parts = step.parts()
+        parts = step.layout.parts()
         self._parameters = {
             name: parameter
             for name, parameter in step.model.named_parameters()

@@ -1,0 +1,147 @@
+"""The layout of ``fsdp``: each rank has some rows of most parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.launch.world import World
+from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.strategies.sharded.shards import NamedParameters, Shards
+from lockstep.strategies.sharded.whole_parameters import WholeParameters
+from lockstep.strategies.steps.parameter_layout import ParameterLayout
+from lockstep.tensors.row_shard import RowShard
+
+
+class ShardedLayout(ParameterLayout):
+    """Shards of parameters over the ranks.
+
+    Args:
+        model: the model that was cut.
+        optimizer: of this rank's parts.
+        shards: of the model.
+        mine: by name, what this rank has of each parameter.
+        world: the ranks.
+    """
+
+    keeps_shards = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Shards,
+        mine: Mapping[str, nn.Parameter],
+        world: World,
+    ) -> None:
+        super().__init__(model, optimizer)
+        self._shards = shards
+        self._mine = mine
+        self._whole = WholeParameters(model, optimizer, shards, world)
+
+    @property
+    def are_gathered(self) -> bool:
+        """Whether the model has its whole parameters now."""
+        return self._whole.are_gathered
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The model and the optimizer have whole parameters in this context."""
+        return self._whole.gathered()
+
+    def read(self) -> AbstractContextManager[None]:
+        """The model has whole parameters in this context; what is written to them is lost."""
+        return self._whole.read()
+
+    def own(self) -> AbstractContextManager[None]:
+        """The model has this rank's shards in this context, within ``whole`` too."""
+        return self._whole.cut()
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """By name, what this process has of each parameter."""
+        return dict(self._mine)
+
+    def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of the shape of a parameter, or all of a buffer."""
+        first = self._shards.first_names.get(name)
+        return whole if first is None else self._shards.part(first, whole)
+
+    def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
+        """The whole tensor of which the ranks have parts."""
+        first = self._shards.first_names.get(name)
+        return part if first is None else self._shards.joined(first, part)
+
+    def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
+        """The whole tensor, or the rows of it that this rank has."""
+        first = self._shards.first_names.get(name)
+        return part if first is None else self._shards.rows(self._shards.as_rows(first, part))
+
+    def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
+        """How many rows each rank has of a parameter, or of what the optimizer keeps of the same
+        shape.
+        """
+        kind, _, rest = name.partition("/")
+        if kind not in ("model", "optimizer"):
+            return None
+        if kind == "optimizer":
+            rest = rest.removeprefix("state/").rpartition("/")[0]
+        p = self._shards.cut.get(self._shards.first_names.get(rest, rest))
+        if p is None or list(p.shape) != list(shape):
+            return None
+        return self._shards.rows_of(p)
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """The whole parameters by name, gathered."""
+        return {name: self.joined(name, p) for name, p in self._mine.items()}
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradients, gathered."""
+        found = {}
+        for name, p in self._mine.items():
+            if p.grad is not None:
+                found[name] = self.joined(name, p.grad)
+        return found
+
+    def weights(self, *, whole: bool = True) -> dict[str, Any]:
+        """The model's state dict, gathered on every rank, or this rank's rows."""
+        with self.own():
+            kept = self._model.state_dict()
+            self._shards.refuse_replaced(kept)
+            given = self._shards.gathered if whole else self._shards.rows
+            return {
+                name: given(value) if isinstance(value, DTensor) else value
+                for name, value in kept.items()
+            }
+
+    def take_weights(self, weights: Mapping[str, Any]) -> None:
+        """Take over this rank's part of each tensor."""
+        parts = dict(weights)
+        for name, first in self._shards.first_names.items():
+            if name in parts and parts[name].shape == self._shards.cut[first].shape:
+                parts[name] = self._shards.as_cut(first, parts[name])
+        with self.own():
+            super().take_weights(parts)
+
+    def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
+        """The optimizer's state, gathered on every rank, or this rank's rows."""
+        with self.own():
+            kept = named_optimizer_state(self._optimizer, NamedParameters(self._mine.items()))
+            states = {}
+            for name, state in kept["state"].items():
+                is_cut = name in self._shards.cut
+                states[name] = self._shards.joined_state(name, state, whole) if is_cut else state
+        return {**kept, "state": states}
+
+    def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
+        """Take over this rank's part of each tensor."""
+        states = {}
+        for name, state in saved["state"].items():
+            is_cut = name in self._shards.cut
+            states[name] = self._shards.cut_state(name, state) if is_cut else state
+        mine = {**saved, "state": states}
+        with self.own():
+            load_named_optimizer_state(self._optimizer, NamedParameters(self._mine.items()), mine)

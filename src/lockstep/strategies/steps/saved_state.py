@@ -1,0 +1,226 @@
+"""What is saved of a model and its optimizer, with the names and the shapes of the single-device
+model under every strategy.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lockstep.checkpoint.weights import is_extra_state, save_weights, sum_in_place_of, with_own
+from lockstep.errors import InputError, RunError, counted
+from lockstep.launch.events import Caveat
+from lockstep.model.module_state import (
+    are_alike,
+    extra_state_of,
+    note_on_attributes,
+    plain_attributes_of,
+    set_extra_state,
+    set_flags,
+)
+from lockstep.tensors.digest import digest
+from lockstep.tensors.row_shard import RowShard
+
+if TYPE_CHECKING:
+    from lockstep.strategies.steps.step_state import StepState
+
+
+class SavedState:
+    """Gives and takes the state of one step. Every rank calls each method.
+
+    Args:
+        step: the step.
+
+    Attributes:
+        left_out: names of parameters that no state has, with what it has in their place.
+    """
+
+    def __init__(self, step: StepState) -> None:
+        self._step = step
+        self.left_out: dict[str, str] = {}
+        self._digests: dict[str, Any] = {}  # of these parameters
+        self._built_attributes: dict[str, str] | None = None
+        self._saved_attributes: Mapping[str, str] = {}
+        self._begins_anew: Caveat | None = None
+
+    def begin_training(self) -> None:
+        """Note the attributes before the first update; what was done to them until then is done
+        again.
+        """
+        self._built_attributes = plain_attributes_of(self._step.model)
+
+    # ---- what is given ---------------------------------------------------------------------------
+
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+
+        Args:
+            whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
+        """
+        step = self._step
+        self._check_left_out()
+        extra = self._extra_states()
+        weights = self._with_alike(extra, whole=whole)
+        state: dict[str, Any] = {"model": weights}
+        state["optimizer"] = step.layout.optimizer_state(whole=whole)
+        if step.scaler is not None:
+            state["scaler"] = step.scaler.state_dict()
+        named = step.model.named_buffers()
+        state["buffers"] = {name: b for name, b in named if name not in weights}
+        state["extra_state"] = [] if len(extra) > 1 and are_alike(extra) else extra
+        state["changed_attributes"] = self._changed_attributes()
+        for name in ("buffers", "extra_state", "changed_attributes"):
+            if not state[name]:
+                del state[name]
+        return state
+
+    def weights_for_file(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give the model's state dict without extra state in which replicas differ."""
+        return self._with_alike(self._extra_states(), whole=whole)
+
+    def write_weights(self, path: Path) -> None:
+        """Write the model's state dict to a file of the first rank."""
+        step = self._step
+        step.share_buffers()
+        self._check_left_out()
+        with step.evaluated_weights():
+            weights = self.weights_for_file(whole=not step.layout.keeps_shards)
+            joined = step.layout.joined
+            save_weights(path, weights, joined=joined, writes=step.world.is_first)
+
+    def _extra_states(self) -> list[dict[str, Any]]:
+        """Gather the extra state of every replica, in the order of ranks; [] where there is
+        none.
+        """
+        mine = [extra_state_of(model) for model in self._step.models()]
+        if not mine[0]:
+            return []
+        return list(itertools.chain(*self._step.world.gather_objects(mine)))
+
+    def _with_alike(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
+        weights = {**self._step.layout.weights(whole=whole), **self.left_out}
+        if not extra:
+            return weights
+        common = extra[0] if are_alike(extra) else {}
+        others = {name: value for name, value in weights.items() if not is_extra_state(name)}
+        return {**others, **common}
+
+    def _changed_attributes(self) -> dict[str, str]:
+        """Describe the attributes that have changed since the training began in this process."""
+        built = self._built_attributes
+        if built is None:  # no update was made
+            return dict(self._saved_attributes)
+        now = plain_attributes_of(self._step.model)
+        return {name: text for name, text in now.items() if built.get(name) != text}
+
+    # ---- frozen parameters, which whoever loads a state builds again -----------------------------
+
+    def leave_out_frozen(self) -> None:
+        """Leave parameters that are frozen now out of all states."""
+        named = self._step.model.named_parameters(remove_duplicate=False)
+        frozen = [name for name, p in named if not p.requires_grad]
+        own = self._step.layout.weights(whole=False) if frozen else {}
+        self.left_out = {name: self._sum_of(name, own[name]) for name in frozen}
+        self._digests = {name: _digest(own[name]) for name in frozen}
+
+    def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
+        if isinstance(part, RowShard):
+            part = self._step.layout.joined(name, part.local)
+        return sum_in_place_of(part)
+
+    def _check_left_out(self) -> None:
+        """Refuse to save where parameters that are left out aren't as the job built them.
+
+        Raises:
+            RunError: one isn't, and would be lost.
+        """
+        own = self._step.layout.weights(whole=False) if self.left_out else {}
+        for name in self.left_out:
+            is_written = _digest(own[name]) != self._digests[name]
+            if is_written or self._step.model.get_parameter(name).requires_grad:
+                raise RunError(
+                    f'save_frozen: "{name}" was frozen when the training began, so that it is not '
+                    f"saved, and {'has other values' if is_written else 'is trained'} now: leave "
+                    "save_frozen out"
+                )
+
+    # ---- what is taken ---------------------------------------------------------------------------
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, under any strategy and number of devices.
+
+        Raises:
+            InputError: the names or shapes are another model's.
+        """
+        step = self._step
+        extra = self._extra_state_in(state)
+        own = extra_state_of(step.model) if extra[0] == {} else {}
+        weights = {**own, **state["model"], **extra[0]}
+        if any(isinstance(value, str) for value in weights.values()):
+            mine = step.layout.weights(whole=False)
+            weights = with_own(weights, mine, "the checkpoint", self._sum_of)
+        try:
+            step.layout.take_weights(weights)
+        except RuntimeError as error:
+            raise InputError(
+                f"the saved model is another one: {str(error).splitlines()[-1].strip()}"
+            ) from error
+        for model, of_model in zip(step.models()[1:], extra[1:], strict=True):
+            set_extra_state(model, of_model)
+        self._take_buffers(state.get("buffers", {}))
+        earlier = dict.fromkeys(state.get("attributes", {}), "")  # (earlier versions kept them)
+        self._saved_attributes = state.get("changed_attributes", earlier)
+        step.layout.take_optimizer_state(state["optimizer"])
+        if step.scaler is not None and "scaler" in state:
+            step.scaler.load_state_dict(state["scaler"])
+
+    def _extra_state_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """The extra state in ``state`` for each replica of this process."""
+        models = len(self._step.models())
+        replicas = self._step.world.size * models
+        saved = state.get("extra_state")
+        self._begins_anew = None
+        if saved is None:  # it is the same for all
+            weights = state["model"]
+            return [{name: its for name, its in weights.items() if is_extra_state(name)}] * models
+        if len(saved) == replicas:
+            first = self._step.world.rank * models
+            return list(saved[first : first + models])
+        name = next(iter(saved[0]))
+        self._begins_anew = Caveat(
+            "state",
+            f'extra state "{name}" was saved by {counted(len(saved), "replica")} and this '
+            f"training has {replicas}, so it begins anew",
+            "resume on as many devices, or keep what does not depend on the samples in a buffer",
+        )
+        return [{}] * models
+
+    def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
+        """Take over the buffers that are not persistent."""
+        for name, buffer in buffers.items():
+            owner, _, own = name.rpartition(".")
+            module = self._step.model.get_submodule(owner)
+            now = getattr(module, own, None)
+            setattr(module, own, buffer if now is None else buffer.to(now.device))
+
+    def note_what_is_not_kept(self) -> None:
+        """Freeze what was frozen, and log what the loaded checkpoint does not have; callbacks have
+        begun.
+        """
+        step = self._step
+        set_flags(step.model, self._saved_attributes)
+        now = plain_attributes_of(step.model) if self._saved_attributes else {}
+        lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
+        notes = [self._begins_anew] if self._begins_anew is not None else []
+        if lost:
+            notes.append(note_on_attributes(lost))
+        if step.world.is_first:
+            step.tell_once(notes)
+
+
+def _digest(part: torch.Tensor | RowShard) -> Any:
+    return digest(part.local if isinstance(part, RowShard) else part)
