@@ -4,7 +4,7 @@ a run went through.
 Each start of a run has files of its own, ``audit/2-rank-0.jsonl``: first where it began, then a
 line for each update::
 
-    {"start": 2, "rank": 0, "ranks": 2, "step": 40, "samples": 1437, "order": false}
+    {"step": 40, "samples": 1437, "order": false}    where it began, all samples, an own order
     [41, 0, 40, [17, 903, ...]]                      step, epoch, batch, this process's samples
 
 What an earlier start did beyond the step where the next one began was lost, and doesn't count.
@@ -54,9 +54,6 @@ class Audit:
 
         self._write(
             {
-                "start": start,
-                "rank": world.rank,
-                "ranks": world.size,
                 "step": world.step,
                 "samples": None if is_stream(train_data) else len(train_data),
                 "order": order,

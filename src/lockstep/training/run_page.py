@@ -139,16 +139,9 @@ def _sections(
 
     devices = summary.get("shapes", {}).get("devices")
     if devices:
-        rows = [[one["device"], _sizes(one["inputs"]), _sizes(one["outputs"])] for one in devices]
-        head = ["device", "inputs", "outputs"]
-        table = Table("devices", "Sizes of the first micro-batch", head, rows)
-        yield Section("What each device sees", [table])
+        yield Section("What each device sees", [_shapes(devices)])
 
-    settings = config["settings"].items()
-    rows = [[name, str(value)] for name, value in settings if value is not None]
-    if rows:
-        table = Table("settings", "Of the job", ["setting", "value"], rows)
-        yield Section("Settings", [table])
+    yield Section("Settings", [_settings(config["settings"])])
 
 
 def _curves(history: Sequence[Record]) -> Iterator[Figure]:
@@ -223,6 +216,30 @@ def _time(profile: Mapping[str, Any]) -> Section:
     caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
     figure = Figure("time", "A step, in milliseconds", chart, caption)
     return Section("Where the time goes", [figure], profile["notes"])
+
+
+def _shapes(devices: Sequence[Mapping[str, Any]]) -> Table:
+    """The sizes that each device has computed on."""
+    rows = []
+    for one in devices:
+        inputs = _sizes(one["inputs"])
+        outputs = _sizes(one["outputs"])
+        rows.append([one["device"], inputs, outputs])
+    return Table(
+        "devices",
+        "Sizes of the first micro-batch",
+        ["device", "inputs", "outputs"],
+        rows,
+    )
+
+
+def _settings(settings: Mapping[str, Any]) -> Table:
+    """The job's settings that are set."""
+    rows = []
+    for name, value in settings.items():
+        if value is not None:
+            rows.append([name, str(value)])
+    return Table("settings", "Of the job", ["setting", "value"], rows)
 
 
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:

@@ -233,9 +233,20 @@ class Callbacks:
                 state = callback.rows()
             else:
                 with self._parameters_for(callback, "state_dict"):
-                    state = each(_gathered, callback.state_dict())
+                    state = each(_gathered, self._state_of(callback))
             states[name] = state
         return {name: state for name, state in states.items() if state}
+
+    def _state_of(self, callback: Callback) -> dict[str, Any]:
+        """The state of a callback; before the first update it may raise, since its other methods
+        may make what it returns.
+        """
+        try:
+            return callback.state_dict()
+        except Exception:
+            if self._world.step > 0:
+                raise
+            return {}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; callbacks that are new begin anew."""
@@ -350,13 +361,18 @@ def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
 
 
 def _is_own(callback: Callback) -> bool:
-    """Return whether a callback is of a person's own class, and not of Lockstep's."""
-    return not type(callback).__module__.startswith("lockstep.")
+    """Return whether a callback is of a person's own class, or was given methods of their own."""
+    if not type(callback).__module__.startswith("lockstep."):
+        return True
+    return any(
+        callable(value) and hasattr(Callback, name) for name, value in vars(callback).items()
+    )
 
 
 def _has(callback: Callback, method: str) -> bool:
     """Return whether a callback has a method that does anything."""
-    return getattr(type(callback), method) is not getattr(Callback, method)
+    function = getattr(getattr(callback, method), "__func__", None)
+    return function is not getattr(Callback, method)
 
 
 def _gathered(tensor: Any) -> Any:
