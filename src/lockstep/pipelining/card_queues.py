@@ -93,7 +93,7 @@ class CardQueues:
             self._views[key] = parameter.view_as(parameter)
 
     def enter(self, stage: int) -> None:
-        """It has the turn of a stage."""
+        """Begin the turn of a stage."""
         place = self.places[stage]
         torch.accelerator.set_device_index(place.index)
         self.wait(place)
@@ -101,15 +101,15 @@ class CardQueues:
             put_states(self._random, tuple(self._computing))
 
     def leave(self, stage: int) -> None:
-        """It gives up the turn."""
+        """End the turn of a stage."""
         if self._random is not None:
             self._random = states(tuple(self._computing))
         place = self.places[stage]
         self._left[place] = self._computing[place].record_event()
 
     def wait(self, place: torch.device) -> None:
-        """It computes on an accelerator from here on, in its turn or not, behind the copies that
-        it has made.
+        """Compute on an accelerator from here on, in its turn or not, behind the copies that it
+        has made there.
         """
         for copied in self._copied.pop(place, ()):
             self._computing[place].wait_event(copied)
@@ -121,7 +121,7 @@ class CardQueues:
             self.wait(place)
 
     def close(self) -> None:
-        """It is through, or has failed."""
+        """End: the micro-batch is through, or has failed."""
         self.wait_all()
         self._held.clear()
         self._views.clear()
@@ -179,7 +179,7 @@ class CardQueues:
 
 
 def _keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
-    """Its memory isn't given away before a stream that it wasn't made on has used it."""
+    """Keep a tensor's memory until a stream that it was not made on has used it."""
     if tensor.layout == torch.strided:  # for others autograd does it
         tensor.record_stream(stream)
 

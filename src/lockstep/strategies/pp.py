@@ -82,18 +82,18 @@ class PP(Strategy):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        for value, what in (
-            (
-                None if self.microbatches == "auto" else self.microbatches,
-                "{!r} micro-batches: give a whole number",
-            ),
-            (self.chunks, "{!r} stages on each device: give a whole number"),
-            (self.split_size, "micro-batches of {!r} samples: give a number"),
-        ):
-            if value is not None and (
-                not isinstance(value, int) or isinstance(value, bool) or value < 1
-            ):
-                raise StrategyError(f"{self.name}: {what.format(value)} from 1")
+        if self.microbatches != "auto" and not _is_count(self.microbatches):
+            raise StrategyError(
+                f"{self.name}: {self.microbatches!r} micro-batches: give a whole number from 1"
+            )
+        if not _is_count(self.chunks):
+            raise StrategyError(
+                f"{self.name}: {self.chunks!r} stages on each device: give a whole number from 1"
+            )
+        if not _is_count(self.split_size):
+            raise StrategyError(
+                f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1"
+            )
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
@@ -324,6 +324,13 @@ class MP(PP):
             )
             raise StrategyError(f"mp has one micro-batch, not {wanted}: take pp")
         super().__post_init__()
+
+
+def _is_count(value: object) -> bool:
+    """Whether it is a whole number from 1, or None."""
+    if value is None:
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:

@@ -69,13 +69,7 @@ class StagedStep(Step):
 
         def forward(i: int) -> Loss:
             number, part = parts[i]
-            # (Its key is as ``begin_part`` has it.)
-            key = (
-                None
-                if self._stream is None
-                else mixed(*self._stream, *([number] if number else []))
-            )
-            with self._drawing(number, streams, key), self._staged.moving():
+            with self._drawing(number, streams), self._staged.moving():
                 return self._forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
@@ -92,37 +86,36 @@ class StagedStep(Step):
         One number is moved from each device, at the end: a copy between accelerators holds the
         queues of both.
         """
-        on: dict[torch.device | None, list[Number]] = {}
+        if not self._staged.moves:
+            return summed(list(values))
+        by_place: dict[torch.device | None, list[Number]] = {}
         for value in values:
-            place = value.device if isinstance(value, torch.Tensor) and self._staged.moves else None
-            on.setdefault(place, []).append(value)
+            place = value.device if isinstance(value, torch.Tensor) else None
+            by_place.setdefault(place, []).append(value)
         home = self.world.device.torch
-        sums = [(place, summed(some)) for place, some in on.items()]
-        return summed(
-            [
-                value.to(home, non_blocking=True)
-                if isinstance(value, torch.Tensor) and place is not None
-                else value
-                for place, value in sums
-            ]
-        )
+        sums = []
+        for on_one_device in by_place.values():
+            total = summed(on_one_device)
+            if isinstance(total, torch.Tensor):
+                total = total.to(home, non_blocking=True)
+            sums.append(total)
+        return summed(sums)
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:
         """All stages' turns."""
         return self.runner.run(work)
 
-    def _drawing(
-        self, number: int, streams: Streams, key: int | None
-    ) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch, if it needs one; under a key the one that any step
-        gives it.
+    def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
+        """The random stream of a micro-batch, if it needs one; in a job's training it has the seed
+        that ``begin_part`` gives.
         """
         if not self.runner.streamed:
             return nullcontext()
-        return stream(
-            lambda: streams.generator(number) if key is None else torch.Generator().manual_seed(key)
-        )
+        if self._stream is None:
+            return stream(lambda: streams.generator(number))
+        key = mixed(*self._stream, number) if number else mixed(*self._stream)
+        return stream(lambda: torch.Generator().manual_seed(key))
 
     def _seed_all(self, key: int) -> None:
         super()._seed_all(key)
@@ -140,7 +133,7 @@ class StagedStep(Step):
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
     ) -> Iterator[tuple[Batch, T]]:
-        """As any step's, whole batches one after the other: cut they might give other numbers.
+        """Compute whole batches one after the other: cut they might give other numbers.
 
         Overlapped they would mix what a model keeps in attributes, and what metrics read there.
         """
@@ -155,6 +148,6 @@ class StagedStep(Step):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As every step's; what meets on different devices is moved."""
+        """Evaluate with what meets on different devices moved."""
         with super().evaluating(), self._staged.moving():
             yield

@@ -7,7 +7,7 @@ that forward does, activations without parameters, additions, reshaping, belongs
 it: it runs where that one left its result. So no container needs to be called (a ``ModuleList``
     never is), and skips, dictionaries and control flow are of no concern.
 
-What a block costs is estimated from a look at one forward (`trace`), so without a run: matrix
+What a block costs is estimated from one forward (`trace`): matrix
 products and convolutions by their operations, the rest by the bytes that it moves, backward by what
 it has to compute. Bytes are exact.
 """

@@ -212,7 +212,7 @@ def found_for(
     measure: bool = True,
     seconds: float = 1.0,
 ) -> Partition:
-    """As ``partition``, for a job that is loaded; its first micro-batch is what is looked at.
+    """Find the partition for a job that is loaded; its first micro-batch is measured.
 
     The schedule says how many micro-batches a stage holds; without capacities memory isn't looked
     at.
