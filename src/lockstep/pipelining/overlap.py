@@ -30,7 +30,7 @@ from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.schedule import Route, has_way, whole
 from lockstep.pipelining.state_changes import StateChanges
-from lockstep.tensors.seeding import States, other_states, same, same_others, states
+from lockstep.tensors.seeding import other_states, same, same_others, states
 from lockstep.threads import recompute
 
 _SHARED = "generator, which all micro-batches share"
@@ -68,6 +68,7 @@ class Overlap:
         self._stages = stages
         self._is_observed = False
         self._has_strayed = False
+        self.begin()
         if len(self.accelerators) == 1:
             self.in_turn = "one accelerator computes nothing at the same time"
 
@@ -82,9 +83,8 @@ class Overlap:
         if self._is_observed or self.in_turn is not None:
             yield
             return
-        before = states(self.accelerators)
-        checkpoints = recompute.checkpoints()
-        in_forward = before.torch
+        self.begin()
+        in_forward = self._before.torch
         # What is set once is there after micro-batch 0.
         changes = StateChanges(self._model) if microbatch.number else None
         changed: str | None = None
@@ -99,23 +99,23 @@ class Overlap:
         microbatch.crossed = crossed
         yield
         self._learn(microbatch)
-        self.draws = self.draws or self._drew(before, checkpoints)
+        self.draws = self.draws or self._have_drawn()
         if changed is not None:
             self._compute_in_turn(f'forward changes "{changed}", which other micro-batches share')
         elif not self.accelerators and not torch.equal(torch.get_rng_state(), in_forward):
             self._compute_in_turn(f"backward draws from PyTorch's {_SHARED}")
-        elif not self.accelerators and not same_others(other_states(), before.others):
+        elif not self.accelerators and not same_others(other_states(), self._before.others):
             self._compute_in_turn(f"forward draws from Python's or NumPy's {_SHARED}")
         self._is_observed = 0 < microbatch.number == count - 1
 
-    @contextlib.contextmanager
-    def following(self, microbatches: Sequence[MicroBatch]) -> Iterator[None]:
-        """Follow an update whose micro-batches overlap."""
-        drew = self.draws
-        before = states(self.accelerators)
-        checkpoints = recompute.checkpoints()
-        yield
-        if not drew and self._drew(before, checkpoints):
+    def begin(self) -> None:
+        """Note where generators stand before micro-batches are computed."""
+        self._before = states(self.accelerators)
+        self._checkpoints = recompute.checkpoints()
+
+    def end(self, microbatches: Sequence[MicroBatch]) -> None:
+        """Log what is new in an update whose micro-batches overlapped."""
+        if not self.draws and self._have_drawn():
             self.draws = True
             self._log(
                 f"at step {self._world.step} the model began to draw random numbers, and all "
@@ -126,17 +126,16 @@ class Overlap:
             if microbatch.strayed:
                 self._learn(microbatch)
 
-    def _drew(self, before: States, checkpoints: int) -> bool:
+    def _have_drawn(self) -> bool:
         """Whether anything was drawn since, or a checkpoint has begun, which sets generators back.
 
         On accelerators random streams are of all generators, else of PyTorch's.
         """
-        if recompute.checkpoints() != checkpoints:
+        if recompute.checkpoints() != self._checkpoints:
             return True
-        now = states(self.accelerators)
         if self.accelerators:
-            return not same(now, before)
-        return not torch.equal(now.torch, before.torch)
+            return not same(states(self.accelerators), self._before)
+        return not torch.equal(torch.get_rng_state(), self._before.torch)
 
     def _learn(self, microbatch: MicroBatch) -> None:
         """Take the longest way as the route, if it has all others in it."""

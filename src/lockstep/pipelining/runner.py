@@ -163,8 +163,9 @@ class Runner:
         if not self._is_on_slots:
             self._give_queues(microbatches)
         functions = [functools.partial(self._in_own_thread, one, work) for one in microbatches]
-        with self._overlap.following(microbatches):
-            results = self._in_threads(functions, work.count, [turns.abort])
+        self._overlap.begin()
+        results = self._in_threads(functions, work.count, [turns.abort])
+        self._overlap.end(microbatches)
         self._note_timeline(microbatches)
         return results
 
