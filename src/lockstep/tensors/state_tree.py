@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import collections
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy
@@ -33,140 +33,158 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda pairs: collections.Counter(dict(pairs)),
 }
-_LAYOUTS = {torch.sparse_coo: "coo"}
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+_TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    "float": (repr, float),  # infinite, or not a number
+    "complex": (repr, complex),
+    "bytes": (_base64, base64.b64decode),
+    "bytearray": (_base64, lambda text: bytearray(base64.b64decode(text))),
+    "dtype": (_name_of, lambda name: getattr(torch, name)),
+    "device": (str, torch.device),
+}
+"""How values of a type become a text, and the value again."""
 
 
 def encoded(state: Any) -> tuple[Any, dict[str, torch.Tensor | RowShard]]:
-    """A state as what JSON holds, and its tensors by their places in it, in types that safetensors
-    files have.
+    """Return a state as what JSON holds, and its tensors by their places in it.
 
-    Tensors are not copied, but for sparse ones. Of a tensor whose rows are on several ranks there
-    is this rank's part.
+    The tensors have types that safetensors files have. They are not copied, but for sparse ones.
+    A tensor whose rows are on several ranks is this rank's `RowShard`.
 
     Raises:
         InputError: something in it is neither a tensor nor a plain value; its place is named.
     """
-    tensors: dict[str, torch.Tensor | RowShard] = {}
-    return _encoded(state, "", tensors), tensors
+    encoder = _Encoder()
+    return encoder.value(state, ""), encoder.tensors
 
 
-def _encoded(value: Any, place: str, tensors: dict[str, torch.Tensor | RowShard]) -> Any:
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value
-    if isinstance(value, torch.Tensor):
-        return _of_tensor(value, place, tensors)
-    if kind is RowShard:
-        tensors[place] = value
+class _Encoder:
+    """Encodes a state, and collects its tensors."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor | RowShard] = {}
+
+    def value(self, value: Any, place: str) -> Any:
+        """Return what JSON has in the place of any value."""
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float and math.isfinite(value):
+            return value
+        if kind is list:
+            return self._items(value, place)
+        if kind is dict and "$" not in value and all(type(key) is str for key in value):
+            return {key: self.value(item, _under(place, key)) for key, item in value.items()}
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value.detach(), place)
+        if kind is RowShard:
+            return self._kept(value, place)
+        return self._marked(value, place)
+
+    def _items(self, items: Iterable[Any], place: str) -> list[Any]:
+        return [self.value(item, f"{place}/{i}") for i, item in enumerate(items)]
+
+    def _kept(self, tensor: torch.Tensor | RowShard, place: str) -> dict[str, Any]:
+        while place in self.tensors:  # two keys that are one text
+            place += "'"
+        self.tensors[place] = tensor
         return {"$": "tensor", "of": place}
-    if kind is list:
-        return [_encoded(item, f"{place}/{i}", tensors) for i, item in enumerate(value)]
-    if kind is dict and all(type(key) is str for key in value) and "$" not in value:
-        return {key: _encoded(item, _under(place, key), tensors) for key, item in value.items()}
-    if kind.__name__ in _LISTS and not hasattr(value, "_fields"):
-        return {
-            "$": kind.__name__,
-            "of": [_encoded(item, f"{place}/{i}", tensors) for i, item in enumerate(value)],
-        }
-    if kind.__name__ in _DICTS:
-        pairs = [
-            (key, _encoded(item, _under(place, str(key)), tensors)) for key, item in value.items()
-        ]
-        return {
-            "$": kind.__name__,
-            "of": [[_encoded(key, place, tensors), item] for key, item in pairs],
-        }
-    if kind in (float, complex):
-        return {"$": kind.__name__, "of": repr(value)}
-    if kind in (bytes, bytearray):
-        return {"$": kind.__name__, "of": base64.b64encode(value).decode()}
-    if kind in (torch.dtype, torch.device):
-        return {"$": kind.__name__, "of": str(value).removeprefix("torch.")}
-    if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
-        whole = numpy.ascontiguousarray(value)
-        body = base64.b64encode(whole.tobytes()).decode()
-        return {
-            "$": "numpy",
-            "of": body,
-            "dtype": whole.dtype.str,
-            "shape": None if value.ndim == 0 else value.shape,
-        }
-    raise InputError(
-        f'"{place}" is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold: '
-        "keep it as tensors, "
-        "numbers, texts, or lists and dicts of them"
-    )
+
+    def _marked(self, value: Any, place: str) -> dict[str, Any]:
+        """Return a dict that says the type of a value that JSON lacks."""
+        kind = type(value)
+        name = kind.__name__
+        if name in _TEXTS:
+            return {"$": name, "of": _TEXTS[name][0](value)}
+        if name in _LISTS and not hasattr(value, "_fields"):
+            return {"$": name, "of": self._items(value, place)}
+        if name in _DICTS:
+            pairs = [
+                [self.value(key, place), self.value(item, _under(place, str(key)))]
+                for key, item in value.items()
+            ]
+            return {"$": name, "of": pairs}
+        if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+            return {
+                "$": "numpy",
+                "of": _base64(value.tobytes()),
+                "dtype": value.dtype.str,
+                "shape": value.shape if value.ndim else None,
+            }
+        raise InputError(
+            f'"{place}" is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold: '
+            "keep it as tensors, numbers, texts, or lists and dicts of them"
+        )
+
+    def _tensor(self, tensor: torch.Tensor, place: str) -> dict[str, Any]:
+        if tensor.layout == torch.sparse_coo:
+            tensor = tensor.coalesce()
+            held = {
+                "indices": self._tensor(tensor.indices(), f"{place}/indices"),
+                "values": self._tensor(tensor.values(), f"{place}/values"),
+            }
+            return {"$": "sparse", "of": held, "shape": list(tensor.shape)}
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+            raise InputError(
+                f'"{place}" is a tensor of {tensor.layout}, quantized or on meta, which no '
+                "checkpoint can hold"
+            )
+        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_complex():
+            real = self._tensor(torch.view_as_real(tensor), f"{place}/real")
+            return {"$": "complex tensor", "of": real}
+        if tensor.dtype in SAFETENSORS_TYPES:
+            return self._kept(tensor, place)
+        # A copy, since a single element may have any stride.
+        whole = tensor.clone(memory_format=torch.contiguous_format)
+        bits = whole.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
+        held = self._tensor(bits, f"{place}/bits")
+        return {"$": "bits", "of": held, "dtype": _name_of(tensor.dtype)}
 
 
 def _under(place: str, key: str) -> str:
     return f"{place}/{key}" if place else key
 
 
-def _of_tensor(value: torch.Tensor, place: str, tensors: dict[str, torch.Tensor | RowShard]) -> Any:
-    value = value.detach()
-    if value.layout in _LAYOUTS:
-        value = value.coalesce()
-        parts = {"indices": value.indices(), "values": value.values()}
-        held = {name: _of_tensor(part, f"{place}/{name}", tensors) for name, part in parts.items()}
-        return {"$": "sparse", "of": held, "shape": list(value.shape)}
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        raise InputError(
-            f'"{place}" is a tensor of {value.layout}, quantized or on meta, which no checkpoint '
-            "can hold"
-        )
-    value = value.resolve_conj().resolve_neg()
-    if value.is_complex():
-        return {
-            "$": "complex tensor",
-            "of": _of_tensor(torch.view_as_real(value), f"{place}/real", tensors),
-        }
-    if value.dtype not in SAFETENSORS_TYPES:
-        whole = value.clone(
-            memory_format=torch.contiguous_format
-        )  # (a single element may have any stride)
-        bits = whole.view(torch.uint8 if value.itemsize == 1 else torch.int32)
-        held = _of_tensor(bits, f"{place}/bits", tensors)
-        return {"$": "bits", "of": held, "dtype": str(value.dtype).removeprefix("torch.")}
-    while place in tensors:  # two keys that are one text
-        place += "'"
-    tensors[place] = value
-    return {"$": "tensor", "of": place}
-
-
 def decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """The state of which ``encoded`` gave these."""
+    """Return the state that ``encoded`` was given."""
     if isinstance(tree, list):
         return [decoded(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if "$" not in tree:
         return {key: decoded(item, tensors) for key, item in tree.items()}
-    kind, of = tree["$"], tree["of"]
+    kind = tree["$"]
     if kind == "tensor":
-        return tensors[of]
-    if kind == "complex tensor":
-        return torch.view_as_complex(decoded(of, tensors))
-    if kind == "bits":
-        return decoded(of, tensors).view(getattr(torch, tree["dtype"]))
-    if kind == "sparse":
-        parts = {name: decoded(part, tensors) for name, part in of.items()}
-        where, values = parts["indices"], parts["values"]
-        return torch.sparse_coo_tensor(
-            where, values, tree["shape"], is_coalesced=True, check_invariants=True
-        )
-    if kind in _LISTS:
-        return _LISTS[kind](decoded(item, tensors) for item in of)
-    if kind in _DICTS:
-        return _DICTS[kind]((decoded(key, tensors), decoded(item, tensors)) for key, item in of)
+        return tensors[tree["of"]]
+    if kind in _TEXTS:
+        return _TEXTS[kind][1](tree["of"])
     if kind == "numpy":
-        flat = numpy.frombuffer(base64.b64decode(of), dtype=tree["dtype"])
+        flat = numpy.frombuffer(base64.b64decode(tree["of"]), dtype=tree["dtype"])
         return flat[0] if tree["shape"] is None else flat.reshape(tree["shape"]).copy()
-    made: dict[str, Callable[[Any], Any]] = {
-        "float": float,
-        "complex": complex,
-        "bytes": base64.b64decode,
-        "bytearray": lambda text: bytearray(base64.b64decode(text)),
-        "dtype": lambda name: getattr(torch, name),
-        "device": torch.device,
-    }
-    return made[kind](of)
+    return _rebuilt(tree, decoded(tree["of"], tensors))
+
+
+def _rebuilt(tree: dict[str, Any], of: Any) -> Any:
+    """Return a container, or a tensor of another type, made of what is in it."""
+    kind = tree["$"]
+    if kind in _LISTS:
+        return _LISTS[kind](of)
+    if kind in _DICTS:
+        return _DICTS[kind](of)
+    if kind == "complex tensor":
+        return torch.view_as_complex(of)
+    if kind == "bits":
+        return of.view(getattr(torch, tree["dtype"]))
+    return torch.sparse_coo_tensor(
+        of["indices"], of["values"], tree["shape"], is_coalesced=True, check_invariants=True
+    )
