@@ -4,39 +4,33 @@ An augmentation draws from torch's, ``random``'s or numpy's global generator. Be
 these are seeded by (seed, epoch, index of the sample), so that it comes out the same whichever rank
 or loader worker makes it, in a batch of any size. A dataset that hands out whole batches
 (``TensorDataset``, ``__getitems__``) is asked for whole batches as long as it draws nothing, which
-is seen by the generators' states.
+is detected by the generators' states.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, TensorDataset, default_collate
+from torch.utils.data import Subset, TensorDataset
+from torch.utils.data._utils.collate import collate as put_together
+from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import parts, to_device
-from lockstep.tensors.seeding import generators_in, kept_states, same, seed_all, state_of, states
+from lockstep.tensors.seeding import kept_states, same, seed_all, states
 
 _LOOKED_AT = 3
 """Samples that are fetched twice, to see whether they come out the same."""
 
-_OWN = "from a generator of its own; take torch's, random's or numpy.random's, which are seeded"
-
 Collate = Callable[[list[Any]], Any]
 Pair = tuple[Any, Any]
-
-
-reading: memoryview | None = None
-"""Where a loader worker notes the sample that it reads, for its parent to name should it be
-killed.
-"""
 
 
 class Fetcher:
@@ -60,32 +54,27 @@ class Fetcher:
         collate: Collate | None = None,
         name: str = "train_data",
     ) -> None:
-        self.dataset, self._lookup = base_of(dataset), lookup_of(dataset)
+        self.dataset = base_of(dataset)
+        self.tensors: tuple[Tensor, Tensor] | None = None
+        self._lookup = lookup_of(dataset)
         self._collate = collate
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
-        is_tensors = type(self.dataset) is TensorDataset
-        if is_tensors and collate is None and len(self.dataset.tensors) != 2:
-            raise JobError(
-                f"{name}: its TensorDataset has {len(self.dataset.tensors)} tensors, (inputs, "
-                "targets) is expected; of "
-                "several inputs a dataset gives ((a, b), targets), which is called as model(a, b)"
-            )
-        self.tensors: tuple[Tensor, Tensor] | None = (
-            self.dataset.tensors if is_tensors and collate is None else None
-        )
         # Tensors draw nothing, but what puts samples together may.
-        drawing = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
-        self._draws = (not is_tensors or collate is not None) and drawing
+        self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
         self._whole = callable(getattr(self.dataset, "__getitems__", None))
-        self._looked = is_tensors or not drawing
+        self._looked = not self._draws
         self._note: str | None = None
+        if type(self.dataset) is TensorDataset:
+            self._looked = True
+            if collate is None:
+                self._draws = False
+                self.tensors = _pair_of_tensors(self.dataset, name)
 
     def __call__(
         self, epoch: int, shares: Sequence[Sequence[int]]
     ) -> tuple[list[Pair], str | None]:
-        """Inputs and targets of each share, and what a person has to know of the dataset, if
-        something was seen.
+        """Return inputs and targets of each share, and a note on the dataset, if there is one.
 
         The three random states are as before afterwards.
 
@@ -99,7 +88,9 @@ class Fetcher:
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
         if self.tensors is not None:
             return self.indexed(torch.as_tensor(share))
-        indices = share if self._lookup is None else self._lookup[torch.as_tensor(share)].tolist()
+        indices = share
+        if self._lookup is not None:
+            indices = self._lookup[torch.as_tensor(share)].tolist()
         samples = self._samples(epoch, indices, share)
         if not self._looked:
             self._look(epoch, indices[:_LOOKED_AT], share[:_LOOKED_AT], samples)
@@ -112,15 +103,13 @@ class Fetcher:
         """The accelerator that has a whole tensor dataset; None for a ``Subset``, whose indices
         are looked up here.
         """
-        places = (
-            set()
-            if self.tensors is None or self._lookup is not None
-            else {t.device for t in self.tensors}
-        )
-        return places.pop() if len(places) == 1 and torch.device("cpu") not in places else None
+        if self.tensors is None or self._lookup is not None:
+            return None
+        inputs, targets = self.tensors
+        return None if inputs.is_cpu or inputs.device != targets.device else inputs.device
 
     def indexed(self, share: Tensor, pin: bool = False) -> Pair:
-        """The rows of a tensor dataset that are a share."""
+        """Return the rows of a tensor dataset that are a share."""
         assert self.tensors is not None
         at = share if self._lookup is None else self._lookup[share]
         return _rows(self.tensors[0], at, pin), _rows(self.tensors[1], at, pin)
@@ -134,44 +123,32 @@ class Fetcher:
         self._looked = True
         state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
         again = self._samples(epoch, indices, share)
-        # A flip that is drawn seldom may come out the same.
-        generators = generators_in(self.dataset)
-        stood = list(map(state_of, generators))
-        goes_on = (
-            bool(generators)
-            and self._samples(epoch, indices, share)
-            and stood != list(map(state_of, generators))
-        )
         if state is not None:
             self.dataset.load_state_dict(state)
         for index, one, other in zip(share, samples, again, strict=False):
             if number_of(one) != number_of(other):
-                what = (
-                    f"sample {index} came out otherwise when it was fetched again under one "
-                    "seed: it draws"
+                self._note = (
+                    f"{self._name}: sample {index} came out otherwise when it was fetched again "
+                    "under one seed: it draws from a generator of its own; take torch's, random's "
+                    "or numpy.random's, which are seeded"
                 )
-                self._note = f"{self._name}: {what} {_OWN}"
                 return
-        if goes_on:
-            self._note = f"{self._name}: it draws {_OWN}"
 
     def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
-        return (self._at_once(indices, share) if self._whole else None) or self._one_by_one(
-            epoch, indices, share
-        )
+        samples = self._at_once(indices, share) if self._whole else None
+        return samples or self._one_by_one(epoch, indices, share)
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
-        """The samples by one call, or None where they draw random numbers, which one seed for
-        all would get wrong.
+        """Return the samples by one call, or None where they draw random numbers, which one seed
+        for all would get wrong.
         """
         before = states() if self._draws else None
         try:
             samples = list(self.dataset.__getitems__(list(indices)))
         except Exception as error:
             shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
-            raise SampleError(
-                f"{self._name}: fetching samples {shown} raised {told(error)}"
-            ) from error
+            message = f"{self._name}: fetching samples {shown} raised {told(error)}"
+            raise SampleError(message) from error
         if before is not None and not same(before, states()):
             self._whole = False
             return None
@@ -184,27 +161,33 @@ class Fetcher:
 
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
         state = absorbed(self._stream, epoch)
-        draws, base = self._draws, self.dataset
+        draws = self._draws
+        dataset = self.dataset
         samples = []
-        for i, index in enumerate(indices):
+        for index, number in zip(indices, share, strict=True):
             if draws:
                 seed_all(absorbed(state, index) >> 1)
-            if reading is not None:
-                reading[0] = share[i] + 1
             try:
-                samples.append(base[index])
+                samples.append(dataset[index])
             except Exception as error:
-                raise SampleError(
-                    f"{self._name}: sample {share[i]} raised {told(error)}"
-                ) from error
+                raise SampleError(f"{self._name}: sample {number} raised {told(error)}") from error
         return samples
+
+
+def _pair_of_tensors(dataset: TensorDataset, name: str) -> tuple[Tensor, Tensor]:
+    if len(dataset.tensors) != 2:
+        raise JobError(
+            f"{name}: its TensorDataset has {len(dataset.tensors)} tensors, (inputs, targets) is "
+            "expected; of several inputs a dataset gives ((a, b), targets), which is called as "
+            "model(a, b)"
+        )
+    return dataset.tensors
 
 
 def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
     if not tensor.is_cpu:
-        return tensor.index_select(
-            0, at if at.device == tensor.device else to_device(at, tensor.device)
-        )
+        own = at if at.device == tensor.device else to_device(at, tensor.device)
+        return tensor.index_select(0, own)
     if not pin:
         return tensor.index_select(0, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
@@ -212,7 +195,7 @@ def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
 
 
 def number_of(nest: Any) -> int:
-    """A number of 64 bits made of a sample, the same in each process."""
+    """Return a number of 64 bits made of a sample, the same in each process."""
     inside = parts(nest)
     if inside is not None:
         state = len(inside)
@@ -228,34 +211,33 @@ def number_of(nest: Any) -> int:
 
 
 def base_of(dataset: Any) -> Any:
-    """The dataset under any ``Subset``s."""
+    """Return the dataset under any ``Subset``s."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return dataset
 
 
 def lookup_of(dataset: Any) -> Tensor | None:
-    """For a ``Subset`` (of a ``Subset`` ...): the index in the dataset below of each of its
-    samples; else None.
+    """Return for a ``Subset`` (of a ``Subset`` ...) the index in the dataset below of each of its
+    samples; for any other dataset None.
     """
     if type(dataset) is not Subset:
         return None
     given: Any = dataset.indices
-    taken = (
-        torch.arange(given.start, given.stop, given.step)
-        if isinstance(given, range)
-        else torch.as_tensor(given)
-    )
-    taken = taken.to(torch.int64)
+    if isinstance(given, range):
+        given = torch.arange(given.start, given.stop, given.step)
+    taken = torch.as_tensor(given).to(torch.int64)
     below: Any = dataset.dataset
-    if (deeper := lookup_of(below)) is not None:
+    deeper = lookup_of(below)
+    if deeper is not None:
         return deeper[taken]
     return torch.where(taken < 0, taken + len(below), taken) if bool((taken < 0).any()) else taken
 
 
 def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
-    """One ``(inputs, targets)`` of a list of samples. Inputs that are a tuple in a sample are one
-    in the batch.
+    """Return one ``(inputs, targets)`` of a list of samples.
+
+    Inputs that are a tuple in a sample are one in the batch.
 
     Raises:
         JobError: they aren't pairs, or can't be put together.
@@ -271,49 +253,50 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
             raise JobError(f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected")
         return made[0], made[1]
     for sample in samples:
-        if not _is_pair(sample):
-            several = isinstance(sample, tuple | list) and len(sample) > 2
-            hint = (
-                "; of several inputs give ((a, b), targets), which is called as model(a, b)"
-                if several
-                else ""
-            )
-            if isinstance(sample, torch.Tensor):
-                hint = (
-                    "; tensors of inputs and of targets go together as TensorDataset(inputs, "
-                    "targets)"
-                )
-            raise JobError(
-                f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
-            )
-        if sample[1] is None:
-            raise JobError(
-                f"{name}: the targets of a sample are None: give a number in their place (0, say) "
-                "where the loss needs "
-                "none, or a collate of your own"
-            )
+        _check_pair(sample, name)
     try:
-        inputs, targets = (default_collate([sample[i] for sample in samples]) for i in (0, 1))
+        inputs = put_together([sample[0] for sample in samples], collate_fn_map=_COLLATES)
+        targets = put_together([sample[1] for sample in samples], collate_fn_map=_COLLATES)
     except Exception as error:
         raise JobError(
             f"collate: samples can't be put together ({told(error)}): give a collate that can"
         ) from error
-    return _like(samples[0][0], inputs), _like(samples[0][1], targets)
+    return inputs, targets
+
+
+def _tuple_of_batches(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
+    """Put tuples together as a tuple: PyTorch's collate makes a list of them."""
+    made = [
+        put_together(values, collate_fn_map=collate_fn_map) for values in zip(*batch, strict=True)
+    ]
+    kind: Any = type(batch[0])
+    return kind._make(made) if hasattr(kind, "_make") else tuple(made)
+
+
+_COLLATES: Any = {**default_collate_fn_map, tuple: _tuple_of_batches}
+
+
+def _check_pair(sample: Any, name: str) -> None:
+    if not _is_pair(sample):
+        hint = ""
+        if isinstance(sample, tuple | list) and len(sample) > 2:
+            hint = "; of several inputs give ((a, b), targets), which is called as model(a, b)"
+        if isinstance(sample, Tensor):
+            hint = (
+                "; tensors of inputs and of targets go together as TensorDataset(inputs, targets)"
+            )
+        raise JobError(
+            f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
+        )
+    if sample[1] is None:
+        raise JobError(
+            f"{name}: the targets of a sample are None: give a number in their place (0, say) "
+            "where the loss needs none, or a collate of your own"
+        )
 
 
 def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
-
-
-def _like(sample: Any, batch: Any) -> Any:
-    """The batch with tuples where the sample has tuples: PyTorch's collate makes lists of them."""
-    if isinstance(sample, tuple) and isinstance(batch, list):
-        return tuple(_like(s, b) for s, b in zip(sample, batch, strict=True))
-    if isinstance(sample, list) and isinstance(batch, list):
-        return [_like(s, b) for s, b in zip(sample, batch, strict=True)]
-    if isinstance(sample, Mapping) and type(batch) is dict:
-        return {key: _like(sample[key], value) for key, value in batch.items()}
-    return batch
 
 
 def _shape_of(value: Any) -> str:

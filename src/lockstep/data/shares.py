@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,14 +24,12 @@ from lockstep.errors import InputError, JobError
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import named_parts, parts, tensors
 from lockstep.tensors.rows import (
-    SampleList,
+    are_batches,
     batch_size_of,
     cut,
-    has_rows,
     holds_samples,
     joined,
     share_sizes,
-    with_sample_lists,
 )
 from lockstep.tensors.seeding import kept_state_on, seed_on
 
@@ -235,67 +233,16 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
     return found
 
 
-@dataclass
-class SeenBatches:
-    """What earlier batches of a loop have shown of its inputs and targets, by the names of what is
-    in the pair of both.
-
-    Attributes:
-        lists: whether a list has an item for each sample.
-        shared: tensors without a row for each sample, which all samples share; a later batch may
-            have as many samples.
-        cut: tensors that were cut.
-    """
-
-    lists: dict[str, bool] = field(default_factory=dict)
-    shared: set[str] = field(default_factory=set)
-    cut: set[str] = field(default_factory=set)
-
-    def see(self, both: tuple[Any, Any], samples: int) -> None:
-        """Look at one that is to be cut.
-
-        Raises:
-            InputError: a tensor was cut that has no row for each sample.
-        """
-        for name, tensor in _named(both, samples) if samples > 1 else ():
-            if tensor.shape[:1] == (
-                1,
-            ):  # a mask for all samples, say, where a later batch has one for each
-                continue
-            if not has_rows(tensor, samples):
-                self.shared.add(name)
-                if name in self.cut:
-                    of, _, rest = name.partition(".")
-                    what = ("inputs", "targets")[int(of)] + (f' "{rest}"' if rest else "")
-                    raise InputError(
-                        f"{what}: shape {tuple(tensor.shape)} for {samples} samples, and in an "
-                        "earlier batch, of as "
-                        "many samples as this has rows, it was cut: if all samples share it, let "
-                        "the model hold it as "
-                        "a buffer, or give it a first dimension of 1"
-                    )
-            elif name not in self.shared:
-                self.cut.add(name)
-
-
-def _named(nest: Any, samples: int, way: str = "") -> Iterator[tuple[str, Tensor]]:
-    """As ``named_tensors``, without what is in a list that has an item for each sample."""
-    if isinstance(nest, Tensor):
-        yield way, nest
-    elif not isinstance(nest, list) or not holds_samples(nest, samples):
-        for name, part in named_parts(nest):
-            yield from _named(part, samples, f"{way}.{name}" if way else name)
-
-
 def batch_of(
     inputs: Any,
     targets: Any,
     accumulate: int,
     world: World,
     refuse_gaps: Callable[[list[bool]], None],
-    seen: SeenBatches | None = None,
 ) -> Batch:
-    """This rank's share as a Batch. Every rank calls it, and learns what the others have.
+    """Return this rank's share, which a loop of one's own gives, as a Batch.
+
+    Every rank calls it, and learns what the others have.
 
     Args:
         inputs, targets: of this rank's samples; None where it has none.
@@ -303,85 +250,97 @@ def batch_of(
         world: the ranks.
         refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a
             later one has.
-        seen: what earlier batches have shown, which is added to.
 
     Raises:
         InputError: inputs and targets can't be cut together.
     """
-    seen = SeenBatches() if seen is None else seen
-    mine = 0 if inputs is None else batch_size_of(inputs)
-    cuts = mine > 0 and (accumulate > 1 or len(world.devices) > 1)
-    if cuts or world.size > 1:
-        _refuse_lists_of_samples(inputs, targets, mine)
-    if cuts:
-        targets = with_sample_lists(targets, mine, seen.lists)
-    theirs = list(_rows(targets))
-    if cuts and theirs and mine not in theirs:  # sequence-first, say
-        raise InputError(
-            f"inputs have {mine} rows and targets {theirs[0]}, so they can't be cut together: the "
-            "first dimension of "
-            "both has to be the batch (batch_first=True, or transpose inside of the model)"
-        )
-    both = (inputs, targets)
-    if cuts:
-        seen.see(both, mine)
-    sizes = [size for (size,) in over_ranks(world, mine)]
+    samples = 0 if inputs is None else batch_size_of(inputs)
+    is_cut = accumulate > 1 or len(world.devices) > 1
+    if is_cut or world.size > 1:
+        _refuse_lists_of_samples(inputs, samples)
+    if is_cut:
+        refuse_uncut(inputs, targets, samples)
     parts = []
     start = 0
-    for size in share_sizes(mine, accumulate):
-        part_inputs, part_targets = (
-            both if size == mine else cut(both, start, size, mine, seen.shared)
-        )
-        parts.append(
-            Part(part_inputs, part_targets, size, size) if size else Part(None, None, 0, 0)
-        )
+    for size in share_sizes(samples, accumulate):
+        if not size:
+            parts.append(Part(None, None, 0, 0))
+            continue
+        if size < samples:
+            some, wanted = cut((inputs, targets), start, size, samples)
+            parts.append(Part(some, wanted, size, size))
+        else:
+            parts.append(Part(inputs, targets, size, size))
         start += size
+    sizes = [theirs for (theirs,) in over_ranks(world, samples)]
     if world.size > 1:
-        every = [share_sizes(s, accumulate) for s in sizes]
-        for i, part in enumerate(parts):
-            here = [shares[i] > 0 for shares in every]
-            # Fewer than there are ranks says that some have none; these are the last ones wherever
-            # it matters.
-            part.of = sum(shares[i] for shares in every) if all(here) else sum(here)
-            if not all(here[: sum(here)]):
-                refuse_gaps(here)
-    return Batch(parts, sum(sizes), 0, 0, None)
+        _count_over_ranks(parts, sizes, refuse_gaps)
+    return Batch(parts, sum(sizes), 0, 0)
 
 
-def _refuse_lists_of_samples(inputs: Any, targets: Any, rows: int) -> None:
-    """Refuse a list of other numbers of rows, and as many targets: the images, or boxes, of each
-    sample.
+def _count_over_ranks(
+    parts: list[Part], sizes: list[int], refuse_gaps: Callable[[list[bool]], None]
+) -> None:
+    """Set the samples of each micro-batch, all ranks together."""
+    every = [share_sizes(samples, len(parts)) for samples in sizes]
+    for part, shares in zip(parts, zip(*every, strict=True), strict=True):
+        here = [size > 0 for size in shares]
+        # A number below that of the ranks says that some have none; these are the last ones
+        # wherever it matters.
+        part.of = sum(shares) if all(here) else sum(here)
+        if not all(here[: sum(here)]):
+            refuse_gaps(here)
+
+
+def refuse_uncut(inputs: Any, targets: Any, samples: int) -> None:
+    """Refuse a batch that can't be cut in samples, whatever the samples of a later batch are.
+
+    Raises:
+        InputError: a tensor has neither a row for each sample nor one for all, or a list of
+            targets may be either of two things.
+    """
+    if samples > 1:
+        _refuse_uncut("inputs", inputs, samples)
+        _refuse_uncut("targets", targets, samples)
+
+
+def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
+    if isinstance(nest, Tensor):
+        if nest.dim() and nest.shape[0] not in (1, samples):
+            raise InputError(
+                f"{name}: a tensor of shape {tuple(nest.shape)} cannot be cut into {samples} "
+                "samples: the first dimension must be the batch (batch_first=True, or transpose "
+                "inside of the model), or 1 where all samples share the tensor"
+            )
+        return
+    if isinstance(nest, list | tuple) and holds_samples(nest, samples):
+        return
+    is_list_of_targets = type(nest) is list and name.startswith("targets")
+    if is_list_of_targets and len(nest) == samples and are_batches(nest, samples):
+        raise InputError(
+            f"{name}: a list of {samples} items, whose tensors have {samples} rows each, for "
+            f"{samples} samples can be cut in two ways: give several targets of all samples as a "
+            "tuple, and those of each sample as a list of dictionaries"
+        )
+    for key, part in named_parts(nest):
+        _refuse_uncut(f"{name}.{key}", part, samples)
+
+
+def _refuse_lists_of_samples(inputs: Any, rows: int) -> None:
+    """Refuse a list with an item for each sample as inputs: nobody can see that it is one.
 
     Raises:
         InputError: with what to do instead.
     """
-    every = [
-        one
-        for nest in (inputs, targets)
-        for one in ([nest] if type(nest) is list else parts(nest) or ())
-    ]
-    lists = [one for one in every if type(one) is list and len(one) not in (0, 1, rows)]
-    counts = [*map(len, lists), *(targets.shape[:1] if isinstance(targets, Tensor) else ())]
-    for one in lists:
-        if counts.count(len(one)) > 1 and any(t.shape[:1] != (rows,) for t in tensors(one)):
+    for one in (inputs, *(parts(inputs) or ())):
+        if type(one) is not list or len(one) == rows:
+            continue
+        if any(t.dim() and t.shape[0] not in (1, rows) for t in tensors(one)):
             raise InputError(
-                f"there is a list of {len(one)} things, and as many targets, whose tensors have "
-                f"{rows} rows and "
-                "others: if it has one for each sample, put the samples together in one tensor, "
-                "padded, or train by a "
-                "Job, whose collate may give such lists; several inputs of all samples are a tuple"
+                f"inputs: a list of {len(one)} items, whose tensors have unequal numbers of rows, "
+                "cannot be cut: pad the samples to one tensor, or train by a Job, whose collate "
+                "may give such a list; several inputs of all samples are a tuple"
             )
-
-
-def _rows(nest: Any) -> Iterator[int]:
-    """The first dimension of each tensor, and the number of samples of each list of some."""
-    if isinstance(nest, SampleList):
-        yield len(nest)
-    elif isinstance(nest, Tensor):
-        yield from nest.shape[:1]
-    else:
-        for part in parts(nest) or ():
-            yield from _rows(part)
 
 
 @contextlib.contextmanager

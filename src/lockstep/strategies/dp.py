@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
+from lockstep.data.shares import refuse_uncut
 from lockstep.errors import StrategyError
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
@@ -246,16 +247,14 @@ class DPStep(Step):
         shares: list[list[Part]] = [[] for _ in self._devices]
         for part in batch.parts:
             start = 0
-            self._seen_batches.see((part.inputs, part.targets), part.size)
+            refuse_uncut(part.inputs, part.targets, part.size)
             for mine, device, size in zip(
                 shares, self._devices, share_sizes(part.size, len(self._devices)), strict=True
             ):
                 if not size:
                     mine.append(Part(None, None, 0, part.of))
                     continue
-                inputs, targets = cut(
-                    (part.inputs, part.targets), start, size, part.size, self._seen_batches.shared
-                )
+                inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
                 mine.append(self.placed(Part(inputs, targets, size, part.of), device))
                 start += size
         return shares

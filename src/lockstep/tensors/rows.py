@@ -1,12 +1,12 @@
-"""Rows of nestings: of each sample one in a tensor, or an item of a list. They are cut and
-joined.
+"""Rows of nestings: of each sample one in a tensor, or an item of a list. Batches are cut by
+them.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Collection, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from lockstep.tensors.pytree import (
     MAKE_SEEN,
     each,
     named_parts,
-    named_tensors,
     opaque_class,
     parts,
     rebuilt,
@@ -28,7 +27,7 @@ from lockstep.tensors.pytree import (
 
 
 def batch_size_of(tree: Any) -> int:
-    """The size of the first dimension of the first tensor that has one.
+    """Return the size of the first dimension of the first tensor that has one.
 
     Raises:
         InputError: there is none.
@@ -49,6 +48,15 @@ def share_sizes(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
+def has_rows(tensor: torch.Tensor, samples: int) -> bool:
+    """Whether a tensor has a row for each sample. A parameter, which a model may give among its
+    outputs, belongs to all samples.
+    """
+    if isinstance(tensor, nn.Parameter) or not tensor.dim():
+        return False
+    return tensor.shape[0] == samples
+
+
 class SampleList(list[Any]):
     """A list that has an item for each sample, as can't be seen of each part of it: one box of
     the only image, say.
@@ -67,23 +75,75 @@ def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
     A dictionary or a dataclass is one sample's. Tensors are as many batches, where each of them has
     a row for each sample. Of tuples only those of texts have one, which PyTorch's collate makes.
     """
+    if len(items) != samples or isinstance(items, ListOfBatches):
+        return False
+    if isinstance(items, SampleList):
+        return True
     if isinstance(items, tuple):
-        return (
-            type(items) is tuple
-            and len(items) == samples
-            and all(isinstance(item, str | bytes) for item in items)
-        )
-    if isinstance(items, SampleList | ListOfBatches):
-        return isinstance(items, SampleList) and len(items) == samples
-    if len(items) != samples or all(map(_has_names, items)):
-        return len(items) == samples
-    found = [t for item in items for t in tensors(item)]
-    return not found or not all(t.dim() and t.shape[0] == samples for t in found)
+        return type(items) is tuple and all(isinstance(item, str | bytes) for item in items)
+    if all(isinstance(item, MutableMapping) or is_dataclass(item) for item in items):
+        return True
+    return not are_batches(items, samples)
 
 
-def _has_names(item: Any) -> bool:
-    """Whether it is a dictionary, or a dataclass."""
-    return isinstance(item, MutableMapping) or is_dataclass(item)
+def are_batches(items: list[Any], samples: int) -> bool:
+    """Whether the items of a list hold tensors, and each tensor has a row for each sample."""
+    found = list(tensors(items))
+    return bool(found) and all(t.dim() and t.shape[0] == samples for t in found)
+
+
+def cut(tree: Any, start: int, size: int, whole: int) -> Any:
+    """Return samples ``start`` to ``start + size`` of a nest of ``whole`` samples.
+
+    Every tensor that has a row for each sample is cut, and so is a list that has an item for each.
+    What else there is belongs to all samples.
+    """
+
+    def of_samples(items: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...] | None:
+        if not holds_samples(items, whole):
+            return None
+        some = items[start : start + size]
+        return SampleList(some) if isinstance(items, SampleList) else some
+
+    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        if not has_rows(tensor, whole):
+            return tensor
+        narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
+        return narrow(0, start, size)
+
+    return each(of_tensor, tree, on_list=of_samples)
+
+
+def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
+    """Return outputs of shape ``(batch x time, classes)`` as ``(batch, time, classes)``.
+
+    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
+    """
+    outputs, targets = nest
+    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
+        return None
+    length = outputs.shape[0]
+    times = length // samples
+    if times < 2 or times * samples != length:
+        return None
+    possible: set[int] = set()
+    for target in tensors(targets):
+        if not target.dim() or target.shape[0] != samples:
+            return None
+        possible.update(itertools.accumulate(target.shape[1:], operator.mul))
+    if times not in possible:
+        return None
+    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
+
+
+def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
+    """Return some samples of outputs and targets; outputs may have several rows for each sample."""
+    rows = folded(nest, samples)
+    if rows is None:
+        outputs, targets = cut(nest, start, size, samples)
+        return outputs, targets
+    outputs, targets = cut(rows, start, size, samples)
+    return outputs.flatten(0, 1), targets
 
 
 def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str = "") -> Any:
@@ -108,42 +168,11 @@ def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str 
             return SampleList(nest)
     named = named_parts(nest)
     new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
-    if type(nest) is list and any(map(_has_names, nest)):
+    if type(nest) is list and any(
+        isinstance(one, MutableMapping) or is_dataclass(one) for one in nest
+    ):
         return ListOfBatches(new)
     return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
-
-
-def cut(tree: Any, start: int, size: int, whole: int, shared: Collection[str] = ()) -> Any:
-    """Samples ``start`` to ``start + size`` of every tensor that has a row for each of ``whole``;
-    others are shared.
-
-    A list that has an item for each sample is cut too. Tensors whose names are in ``shared`` are
-    not, however many rows they have.
-    """
-    kept = {id(t) for name, t in named_tensors(tree) if name in shared} if shared else set()
-
-    def of_samples(items: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...] | None:
-        if not holds_samples(items, whole):
-            return None
-        some = items[start : start + size]
-        return SampleList(some) if isinstance(items, SampleList) else some
-
-    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        if not has_rows(tensor, whole) or id(tensor) in kept:
-            return tensor
-        narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
-        return narrow(0, start, size)
-
-    return each(of_tensor, tree, on_list=of_samples)
-
-
-def has_rows(tensor: torch.Tensor, samples: int) -> bool:
-    """Whether it has a row for each sample. A parameter, which a model may give among its
-    outputs, is that of all.
-    """
-    return (
-        bool(tensor.dim()) and tensor.shape[0] == samples and not isinstance(tensor, nn.Parameter)
-    )
 
 
 def joined(one: Any, its: int, other: Any, others: int) -> Any:
@@ -175,40 +204,6 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
         for new, old, more in zip(made, inside, theirs, strict=True)
     )
     return None if lost else rebuilt(one, made)
-
-
-def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
-    """Outputs with a row for each word of each sample, ``(batch x time, classes)``, as ``(batch,
-    time, classes)``.
-
-    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
-    """
-    outputs, targets = nest
-    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
-        return None
-    length = outputs.shape[
-        0
-    ]  # (len, asked of a tensor, is a Python function of PyTorch's where a mode is on)
-    times = length // samples
-    if times < 2 or times * samples != length:
-        return None
-    shapes = [t.shape for t in tensors(targets)]
-    if any(not shape or shape[0] != samples for shape in shapes):
-        return None
-    if times not in {
-        size for shape in shapes for size in itertools.accumulate(shape[1:], operator.mul)
-    }:
-        return None
-    return outputs.reshape(samples, times, *outputs.shape[1:]), targets
-
-
-def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
-    """Some samples of outputs and targets; what isn't one row for each (or several) is shared."""
-    if (rows := folded(nest, samples)) is None:
-        made: tuple[Any, Any] = cut(nest, start, size, samples)
-        return made
-    outputs, targets = cut(rows, start, size, samples)
-    return outputs.flatten(0, 1), targets
 
 
 def both_of(

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
-import pickle
 import random
-import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-
-_KINDS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
-_OPAQUE = (torch.Tensor, numpy.ndarray, str, bytes, type, types.ModuleType)
-_MOST = 10_000
-"""Objects that are looked at for generators, at most."""
-_OF_EACH = 100
-"""And those of a list or dictionary."""
 
 
 @contextmanager
@@ -63,7 +51,7 @@ def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
 
 @contextmanager
 def noted_seeding() -> Iterator[list[int]]:
-    """The seeds that ``torch.manual_seed`` is given meanwhile, by whatever thread."""
+    """Note the seeds that ``torch.manual_seed`` is given meanwhile, by whatever thread."""
     seeds: list[int] = []
     kept = torch.manual_seed
 
@@ -79,12 +67,12 @@ def noted_seeding() -> Iterator[list[int]]:
 
 
 class States(NamedTuple):
-    """Where generators of random numbers stand.
+    """The states of generators of random numbers.
 
     Attributes:
-        torch: PyTorch's on the CPU.
-        others: those of ``random`` and numpy.
-        accelerators: PyTorch's on the devices that were asked for.
+        torch: of PyTorch's on the CPU.
+        others: of ``random`` and numpy.
+        accelerators: of PyTorch's on the devices that were asked for.
     """
 
     torch: torch.Tensor
@@ -93,7 +81,7 @@ class States(NamedTuple):
 
 
 def states(accelerators: Sequence[torch.device] = ()) -> States:
-    """Where the three stand, and those of accelerators."""
+    """Return the states of the three generators, and of those of accelerators."""
     return States(torch.get_rng_state(), other_states(), tuple(map(state_on, accelerators)))
 
 
@@ -106,13 +94,28 @@ def put_states(wanted: States, accelerators: Sequence[torch.device] = ()) -> Non
 
 
 def state_on(device: torch.device) -> torch.Tensor:
-    """Where PyTorch's generator of one device stands."""
-    return _generator_on(device)[0]()
+    """Return the state of PyTorch's generator of one device."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    module: Any = torch.get_device_module(device)
+    state: torch.Tensor = module.get_rng_state(*_argument(device))
+    return state
 
 
 def put_state_on(device: torch.device, state: torch.Tensor) -> None:
     """Give PyTorch's generator of one device a state that ``state_on`` gave."""
-    _generator_on(device)[1](state)
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+        return
+    module: Any = torch.get_device_module(device)
+    module.set_rng_state(state, *_argument(device))
+
+
+def _argument(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the device as functions of its module take it; MPS has one device, which no function
+    takes.
+    """
+    return () if device.type == "mps" else (device,)
 
 
 @contextmanager
@@ -125,22 +128,8 @@ def kept_state_on(device: torch.device) -> Iterator[None]:
         put_state_on(device, state)
 
 
-def _generator_on(
-    device: torch.device,
-) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    """How PyTorch's generator of a device is asked where it stands, and put there."""
-    if device.type == "cpu":
-        return torch.get_rng_state, torch.set_rng_state
-    module: Any = torch.get_device_module(device)
-    if device.type == "mps":
-        return module.get_rng_state, module.set_rng_state
-    return functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(
-        state, device
-    )
-
-
 def other_states() -> tuple[Any, Any]:
-    """Those of ``random`` and numpy alone, which PyTorch's checkpoints don't keep."""
+    """Return the states of ``random`` and numpy, which PyTorch's checkpoints don't keep."""
     return random.getstate(), numpy.random.get_state()
 
 
@@ -161,34 +150,3 @@ def same(a: States, b: States) -> bool:
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether nothing was drawn from ``random`` and numpy between the two."""
     return bool(a[0] == b[0] and (a[1][1] == b[1][1]).all() and a[1][2:] == b[1][2:])
-
-
-def generators_in(holder: Any) -> list[Any]:
-    """The generators that an object holds, also in objects within it; of large ones the first
-    items are looked at.
-    """
-    found, seen, ahead = [], set[int](), deque([holder])
-    while ahead and len(seen) < _MOST:
-        one = ahead.popleft()
-        if id(one) in seen or isinstance(one, _OPAQUE):
-            continue
-        seen.add(id(one))
-        if isinstance(one, _KINDS) and not isinstance(one, random.SystemRandom):
-            found.append(one)
-            continue
-        items = (
-            one.values()
-            if isinstance(one, Mapping)
-            else one
-            if isinstance(one, list | tuple | set)
-            else ()
-        )
-        ahead.extend(itertools.islice(items, _OF_EACH))
-        ahead.extend(getattr(one, "__dict__", {}).values())
-    return found
-
-
-def state_of(generator: Any) -> bytes:
-    """Where one that ``generators_in`` found stands."""
-    own = generator.get_state().tolist() if isinstance(generator, torch.Generator) else generator
-    return pickle.dumps(own)

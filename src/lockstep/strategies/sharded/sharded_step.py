@@ -306,7 +306,7 @@ class ShardedStep(DDPStep):
         """As every evaluator's; every rank calls it."""
         inputs, targets = inputs if isinstance(inputs, Batch) else (inputs, targets)
         with self.evaluating():
-            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps, self._seen_batches)
+            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps)
             if batch.parts[0].of:
                 for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
                     return outputs, total, count

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.shares import SeenBatches, batch_of, over_ranks, own_stream
+from lockstep.data.shares import batch_of, over_ranks, own_stream
 from lockstep.errors import InputError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
@@ -68,7 +68,6 @@ class Calls(StepState, ABC):
         self._left: list[
             tuple[torch.Tensor | None, int]
         ] = []  # the gradients of its parts so far, and their versions
-        self._seen_batches = SeenBatches()
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
         """One update on this process's share of a global batch.
@@ -261,9 +260,7 @@ class Calls(StepState, ABC):
             inputs, targets = inputs
         if self._accumulate > 1 and self.world.size > 1:
             self.tell_once(self._of_own_microbatches())
-        return batch_of(
-            inputs, targets, self._accumulate, self.world, self._refuse_gaps, self._seen_batches
-        )
+        return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
 
     def _look_at_microbatches(self, batch: Batch) -> None:
         """See whether the loader cuts batches as the step was told; one of fewer samples has fewer
