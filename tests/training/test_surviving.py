@@ -436,9 +436,7 @@ def test_metrics_and_lock_leave_no_thread_behind(own: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "devices"), [("single", "1xcpu"), ("ddp", "2xcpu")])
-def test_a_killed_loader_worker_is_named_with_its_sample_at_once(
-    own: Path, strategy: str, devices: str
-) -> None:
+def test_a_killed_loader_worker_is_named_at_once(own: Path, strategy: str, devices: str) -> None:
     (own / "own.py").write_text(
         FILE.replace(
             "        return super().__getitem__(index)",
@@ -455,7 +453,7 @@ def test_a_killed_loader_worker_is_named_with_its_sample_at_once(
     assert process.returncode == 1 and "Traceback" not in err
     last = err.strip().splitlines()[-1]
     assert re.search(
-        r"loader worker 0 was killed while it read sample \d+ of train_data \(out of memory\?\): set fewer",
+        r"a loader worker was killed \(possibly out of memory: check dmesg\): set fewer",
         last,
     )
 

@@ -6,7 +6,6 @@
     shares.py          which samples make global batch k of an epoch, and which of them a process gets
     fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
     loader_workers.py  the same in loader workers
-    open_files.py      files of a dataset that loader workers would share
     loader.py          all of that, epoch by epoch, copied to an accelerator while the batch before is used
     stream.py          the same for a dataset that can only be gone through: every rank reads it, and keeps its share
     source.py          the dataset of a job, or the callable that gives one; evaluation sets by name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,6 @@ from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher
 from lockstep.data.loader_workers import Workers, workers_here
-from lockstep.data.open_files import shared_file
 from lockstep.data.order import Ascending, Placed, by_person, permutation
 from lockstep.data.shares import Batch, Cutting, Order
 from lockstep.errors import JobError
@@ -175,36 +173,16 @@ class AnyLoader(ABC):
                 del self._states[next(iter(self._states))]
 
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """What ``_fetching`` gives for each request, here or in loader workers, which are asked
-        ahead.
+        """Yield what ``_fetching`` gives for each request, here or in loader workers, which are
+        asked ahead.
         """
         if self._are_stale:
-            self._begin_workers()
-        return (
-            (self._fetching(*r) for r in requests)
-            if self._workers is None
-            else self._workers.fetch(requests)
-        )
-
-    def _begin_workers(self) -> None:
-        """Begin new loader workers, unless they would share an open file of the dataset."""
-        self.close()
-        self._workers, self._are_stale = None, False
-        if (file := shared_file(self._dataset)) is None:
+            self.close()
             self._workers = Workers(self._fetching, self._count, self._pin)
-            return
-        self._count = 0
-        note = (
-            f'{self._name}: attribute "{file}" is an open file, and loader workers would share its '
-            "position: samples are fetched in the training process; to have loader workers, open "
-            "it in "
-            "__getitem__, or leave it out in the dataset's __getstate__"
-        )
-        world = _world.current()
-        if world is None:
-            warnings.warn(note, stacklevel=2)
-        elif world.is_first:
-            world.tell(Line.note(note))
+            self._are_stale = False
+        if self._workers is not None:
+            return self._workers.fetch(requests)
+        return (self._fetching(*request) for request in requests)
 
     def _world_to_compare(self) -> World | None:
         """The ranks that share these batches, where there are several."""

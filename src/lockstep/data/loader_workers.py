@@ -6,44 +6,35 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
-import mmap
 import multiprocessing
 import os
-import re
 import signal
+import stat
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.pool import ExceptionWithTraceback  # type: ignore[attr-defined]  # not in the stubs
-from typing import Any, Protocol
+from typing import Any
 
 import cloudpickle
 import torch
-from torch.utils.data import DataLoader, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.data import fetch
 from lockstep.data.fetch import base_of
-from lockstep.data.open_files import with_own_files
 from lockstep.errors import JobError, LockstepError, Lost, counted
 from lockstep.launch.devices import bound_by_launcher, usable_cores
 from lockstep.launch.stop_request import GRACE
 from lockstep.launch.world import World
 
+Fetching = Callable[..., Any]
+"""A Fetcher, or what reads a stream."""
+
 Request = tuple[Any, ...]
 """What a fetcher is called with: an epoch, and the indices of each share that isn't empty, say."""
-
-
-class Fetching(Protocol):
-    """A Fetcher, or what reads a stream."""
-
-    dataset: Any
-
-    def __call__(self, *request: Any) -> Any:
-        """Fetch what is asked for."""
-
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +50,7 @@ was seen once.
 def default_workers(
     cores: int, ranks_on_node: int, dataset: Any, *, on_accelerator: bool = False
 ) -> int:
-    """How many loader workers each rank gets: those cores that no rank computes on, shared out.
+    """Return how many loader workers each rank gets: the cores without a rank, shared out.
 
     At most two a rank, which computes on cores, too; on an accelerator, which reads faster than
     that, at most eight. A tensor dataset gets none: indexing it is cheaper than sending the result.
@@ -72,7 +63,7 @@ def default_workers(
 def workers_here(
     dataset: Any, world: World | None, *, readers: int = 1, on_accelerator: bool
 ) -> int:
-    """As ``default_workers``, by the cores and the ranks of this machine.
+    """Return ``default_workers`` for the cores and the ranks of this machine.
 
     Args:
         dataset: what they read.
@@ -82,33 +73,30 @@ def workers_here(
     """
     cores = free_cores()
     ranks = 1 if world is None or bound_by_launcher(cores) else world.local_size
-    return default_workers(
-        len(cores),
-        ranks * readers if on_accelerator else ranks,
-        dataset,
-        on_accelerator=on_accelerator,
-    )
+    if on_accelerator:
+        ranks *= readers
+    return default_workers(len(cores), ranks, dataset, on_accelerator=on_accelerator)
 
 
 def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
-    """What to say of a number of loader workers that a person chose: more than help, on this
-    machine.
+    """Return a note on a number of loader workers that a person chose, where it is larger than
+    what helps on this machine.
     """
-    cores = len(free_cores())
-    if bound_by_launcher(free_cores()):
+    free = free_cores()
+    cores = len(free)
+    if bound_by_launcher(free):
         ranks_on_node = 1
     if workers is None or workers * ranks_on_node <= max(4, 2 * cores):
         return None
     of = f" for each of {ranks_on_node} ranks" if ranks_on_node > 1 else ""
     return (
         f"{workers} loader workers{of}, on {counted(cores, 'core')}: each is a process with a "
-        "copy of the dataset; "
-        "leave loader_workers out, or take about as many as there are cores"
+        "copy of the dataset; leave loader_workers out, or take about as many as there are cores"
     )
 
 
 def free_cores() -> tuple[int, ...]:
-    """The cores that this process was given, also after its computing thread was pinned to some of
+    """Return the cores that this process was given, also after its computing thread was pinned to some of
     them.
 
     Threads keep the mask they began with, so the widest of this process's threads knows.
@@ -124,19 +112,12 @@ def free_cores() -> tuple[int, ...]:
 
 
 class _Remote:
-    """What a worker holds: for each request, what the fetcher gives, or the failure."""
+    """Holds a fetcher in a worker: for each request there is what it gives, or the failure."""
 
-    def __init__(self, fetcher: Fetching, reading: mmap.mmap | None = None) -> None:
-        self._fetcher, self._reading = fetcher, reading
+    def __init__(self, fetcher: Fetching) -> None:
+        self._fetcher = fetcher
 
     def __getitem__(self, request: Request) -> Any:
-        if (
-            self._reading is not None
-            and fetch.reading is None
-            and (info := get_worker_info()) is not None
-        ):
-            fetch.reading = memoryview(self._reading).cast("q")[info.id : info.id + 1]
-            self._fetcher.dataset = with_own_files(self._fetcher.dataset)
         try:
             return self._fetcher(*request)
         except LockstepError as error:
@@ -153,7 +134,7 @@ def _unpacked(fetcher: bytes) -> _Remote:
 
 @contextlib.contextmanager
 def without_worker_info() -> Iterator[None]:
-    """As outside of loader workers, for streams: one worker reads all, and some (of
+    """Hide that this is a loader worker from a stream: one worker reads all, and some streams (of
     ``datasets``) shuffle otherwise.
     """
     module = torch.utils.data._utils.worker
@@ -181,13 +162,15 @@ class Workers:
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:
         self._requests = _Requests()
-        self._name, self._reading = getattr(fetcher, "_name", "the data"), mmap.mmap(-1, 8 * count)
         on_linux = sys.platform == "linux" and "fork" in multiprocessing.get_all_start_methods()
+        # The cores of an accelerator's NUMA node, or all.
+        cores = usable_cores() if pin else free_cores()
+        by_main_thread = threading.current_thread() is threading.main_thread()
         with warnings.catch_warnings():
             # PyTorch counts only the cores of this thread, which may be pinned.
             warnings.filterwarnings("ignore", message=".*worker processes in total.*")
             self._loader: DataLoader[Any] | None = DataLoader(
-                _Remote(fetcher, self._reading if on_linux else None),  # type: ignore[arg-type]
+                _Remote(fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 sampler=self._requests,
                 num_workers=count,
@@ -197,19 +180,12 @@ class Workers:
                 # Its seeds are drawn from here; by default they would move the global generator.
                 generator=torch.Generator(),
                 multiprocessing_context="fork" if on_linux else None,
-                worker_init_fn=functools.partial(
-                    _begin,
-                    os.getpid(),
-                    threading.current_thread() is threading.main_thread(),
-                    usable_cores()
-                    if pin
-                    else free_cores(),  # those of an accelerator's NUMA node, or all
-                ),
+                worker_init_fn=functools.partial(_begin, os.getpid(), by_main_thread, cores),
             )
 
     def fetch(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """What the fetcher gives for each request, in order, or its error. A second call ends
-        the first.
+        """Yield what the fetcher gives for each request, in order, or raise its error. A second
+        call ends the first.
         """
         if self._loader is None:
             raise JobError("loader_workers: this loader is closed")
@@ -229,22 +205,13 @@ class Workers:
             except RuntimeError as error:
                 if "DataLoader worker" not in str(error):
                     raise
-                raise Lost(f"{self._who(str(error))}: set fewer loader_workers, or 0") from error
+                raise Lost(
+                    "a loader worker was killed (possibly out of memory: check dmesg): set fewer "
+                    "loader_workers, or 0"
+                ) from error
             if isinstance(found, LockstepError):
                 raise found
             yield found
-
-    def _who(self, said: str) -> str:
-        """Which worker PyTorch says that it was killed, and the sample that it read."""
-        workers = getattr(getattr(self._loader, "_iterator", None), "_workers", [])
-        named = re.search(r"\(pid(?:\(s\))? ([\d, ]+)\)", said)
-        pids = named[1].split(", ") if named else []
-        number = next((i for i, worker in enumerate(workers) if str(worker.pid) in pids), None)
-        if number is None:
-            return "a loader worker was killed (out of memory?)"
-        sample = memoryview(self._reading).cast("q")[number]
-        at = f" while it read sample {sample - 1} of {self._name}" if sample else ""
-        return f"loader worker {number} was killed{at} (out of memory?)"
 
     def close(self) -> None:
         """End the workers, now: an error's traceback may hold the loader until nobody can tell
@@ -300,12 +267,34 @@ def _begin(parent: int, by_main_thread: bool, cores: Sequence[int], worker: int)
     signal.signal(signal.SIGTERM, _end_later)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
+    if sys.platform != "linux":
+        return
+    _reopen_files()
     # The signal comes when the parent's *thread* ends, so only the main thread's end means the
     # parent's.
-    if sys.platform == "linux" and by_main_thread:
+    if by_main_thread:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it had ended before the line above
             os._exit(1)
+
+
+def _reopen_files() -> None:
+    """Give this process positions of its own in the files that it may read.
+
+    A fork shares the position of each file that was open before, and reading moves it: of two
+    workers whose dataset seeks and reads, one would read where the other went.
+    """
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        with contextlib.suppress(OSError):  # it was closed, or may not be opened anew
+            flags = fcntl.fcntl(number, fcntl.F_GETFL)
+            is_written = flags & (os.O_WRONLY | os.O_APPEND)
+            if number <= 2 or is_written or not stat.S_ISREG(os.fstat(number).st_mode):
+                continue
+            own = os.open(f"/proc/self/fd/{name}", flags & os.O_ACCMODE)
+            os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+            os.dup2(own, number, inheritable=False)
+            os.close(own)
 
 
 def _end_later(number: int, frame: object) -> None:
