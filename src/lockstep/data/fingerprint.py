@@ -4,7 +4,6 @@ tell.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from torch.utils.data import TensorDataset
@@ -14,8 +13,7 @@ from lockstep.data.shares import Batch
 from lockstep.data.source import is_stream
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import holds_packed, named_tensors
+from lockstep.tensors.pytree import holds_packed
 from lockstep.tensors.rows import cut
 
 _LOOKED_AT = 1000
@@ -39,8 +37,7 @@ def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
         if other_length != length:
             raise JobError(
                 f"{name}: it has {length} samples on rank 0 and {other_length} on rank {rank}: "
-                "every rank has to have "
-                "all of it (don't cut it by rank), and keeps its share"
+                "every rank has to have all of it (don't cut it by rank), and keeps its share"
             )
         if other != number:
             raise JobError(
@@ -52,21 +49,24 @@ def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
 
 
 def _number(dataset: Any) -> int:
-    """A number made of some indices of a ``Subset`` and of some rows of tensors, 0 where neither
-    is there.
-    """
-    base, lookup = base_of(dataset), lookup_of(dataset)
-    made: list[Any] = [] if lookup is None else [lookup[:_LOOKED_AT]]
+    """Return a number made of some indices of a ``Subset`` and of some rows of tensors."""
+    made: list[Any] = []
+    lookup = lookup_of(dataset)
+    if lookup is not None:
+        made.append(lookup[:_LOOKED_AT])
+    base = base_of(dataset)
     if type(base) is TensorDataset:
-        made += [t[:: max(1, len(t) // _LOOKED_AT)][:_LOOKED_AT] for t in base.tensors]
+        for tensor in base.tensors:
+            made.append(tensor[:: max(1, len(tensor) // _LOOKED_AT)][:_LOOKED_AT])
     return number_of(made)
 
 
 def fingerprint(batch: Batch, samples: int | None, collate: Collate | None) -> dict[str, Any]:
-    """The number of samples, and a hash of the first one of a batch that was fetched anyway.
+    """Return the number of samples, and a number made of the first one of a batch that was
+    fetched anyway.
 
     A collate of a person's own may make other rows of a sample in each batch, so then there is no
-    hash.
+    such number.
 
     Args:
         batch: of this process.
@@ -75,47 +75,37 @@ def fingerprint(batch: Batch, samples: int | None, collate: Collate | None) -> d
     """
     if samples is None:
         return {}
-    shares = batch.shares or [batch.parts]
-    part = next((part for share in shares for part in share if part.size), None)
-    if (
-        collate is not None
-        or part is None
-        or part.samples is None
-        or holds_packed((part.inputs, part.targets))
-    ):
-        return {"samples": samples}
-    row = cut((part.inputs, part.targets), 0, 1, part.size)
-    return {
-        "samples": samples,
-        "sample": int(part.samples[0]),
-        "epoch": batch.epoch,
-        "hash": _hash(row),
-    }
+    found: dict[str, Any] = {"samples": samples}
+    if collate is not None:
+        return found
+    for share in batch.shares or [batch.parts]:
+        for part in share:
+            pair = part.inputs, part.targets
+            if part.size and part.samples is not None and not holds_packed(pair):
+                found["sample"] = int(part.samples[0])
+                found["epoch"] = batch.epoch
+                found["number"] = number_of(cut(pair, 0, 1, part.size))
+                return found
+    return found
 
 
 def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> str | None:
-    """What is other than it was, in a line; None where nothing is."""
+    """Return what is other than it was, in a line; None where nothing is."""
     if not before or is_stream(dataset):
         return None
     if before["samples"] != len(dataset):
         return (
             f"{name} has {len(dataset):,} samples, and had {before['samples']:,} when the run was "
-            "begun: its batches "
-            "are other ones now"
+            "begun: its batches are other ones now"
         )
-    if "hash" not in before:
+    if "number" not in before:
         return None
     index = before["sample"]
-    hashes = [
-        _hash(Fetcher(dataset, seed=seed)(before["epoch"], [[index]])[0][0]) for _ in range(2)
-    ]
-    if (
-        before["hash"] in hashes or len(set(hashes)) == 2
-    ):  # one that is other each time says nothing
+    numbers = []
+    for _ in range(2):
+        pairs, _note = Fetcher(dataset, seed=seed)(before["epoch"], [[index]])
+        numbers.append(number_of(pairs[0]))
+    # A sample that is other each time tells nothing.
+    if before["number"] in numbers or numbers[0] != numbers[1]:
         return None
     return f"{name} has changed since the run was begun: sample {index} is another one"
-
-
-def _hash(row: Any) -> str:
-    told = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in named_tensors(row)]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]

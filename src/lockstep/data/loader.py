@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 
 from lockstep.data.copy_ahead import copied_ahead
 from lockstep.data.dataset_state import state_of
-from lockstep.data.fetch import Collate, Fetcher
+from lockstep.data.fetch import Collate, Fetcher, Pair, number_of
 from lockstep.data.loader_workers import Workers, workers_here
 from lockstep.data.order import Ascending, Placed, by_person, permutation
-from lockstep.data.shares import Batch, Cutting, Order
+from lockstep.data.shares import Batch, Cutting, Order, over_ranks
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.events import Line
@@ -53,7 +52,6 @@ class AnyLoader(ABC):
         device: an accelerator to which batches are copied ahead, or those of all shares, or of all
             stages; None, or the CPU, leaves them where they are.
         evaluation: samples draw their random numbers from a stream of their own.
-        pin: copy through pinned memory; None does so where the accelerator has it.
         name: the job's field, for messages; None is ``train_data`` or ``eval_data``.
 
     Attributes:
@@ -81,7 +79,6 @@ class AnyLoader(ABC):
         workers: int | None = None,
         device: torch.device | Sequence[torch.device] | None = None,
         evaluation: bool = False,
-        pin: bool | None = None,
         name: str | None = None,
     ) -> None:
         self._cutting = Cutting(batch_size, accumulate, rank, world_size)
@@ -92,17 +89,15 @@ class AnyLoader(ABC):
         if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._name = name or ("eval_data" if evaluation else "train_data")
-        self._dataset, self._seed, self._shuffle, self._by_person = dataset, seed, shuffle, order
-        self._collate, self._evaluation = collate, evaluation
-        places = (
-            ()
-            if device is None
-            else (device,)
-            if isinstance(device, torch.device)
-            else tuple(device)
-        )
-        self._places = () if any(place.type == "cpu" for place in places) else places
-        self._pin = bool(self._places) and (may_pin(self._places[0]) if pin is None else pin)
+        self._dataset = dataset
+        self._seed = seed
+        self._shuffle = shuffle
+        self._by_person = order
+        self._collate = collate
+        self._evaluation = evaluation
+        places = [device] if isinstance(device, torch.device) else list(device or ())
+        self._places = [] if any(place.type == "cpu" for place in places) else places
+        self._pin = bool(self._places) and may_pin(self._places[0])
         self._fetching = self._fetcher()
         self._count = self._count_of_workers(workers)
         self._workers: Workers | None = None
@@ -122,9 +117,11 @@ class AnyLoader(ABC):
     def _count_of_workers(self, wanted: int | None) -> int:
         readers = len(self._cutting.ranks)
         if wanted is None:
-            world, on_accelerator = _world.current(), bool(self._places)
             wanted = workers_here(
-                self._dataset, world, readers=readers, on_accelerator=on_accelerator
+                self._dataset,
+                _world.current(),
+                readers=readers,
+                on_accelerator=bool(self._places),
             )
         return wanted * readers
 
@@ -148,8 +145,9 @@ class AnyLoader(ABC):
             SampleError: a sample raised; its index is named.
         """
         batches = self._batches(epoch, start)
-        is_there = set(self._places) <= {self._held_on}
-        return batches if is_there else copied_ahead(batches, self._places, self._pin)
+        if set(self._places) <= {self._held_on}:
+            return batches
+        return copied_ahead(batches, self._places, self._pin)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
@@ -240,32 +238,16 @@ class Loader(AnyLoader):
         return -(-len(self.orders(epoch)) // self._cutting.batch_size)
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
-        if not self._evaluation and callable(
-            set_epoch := getattr(self._dataset, "set_epoch", None)
-        ):
+        set_epoch = getattr(self._dataset, "set_epoch", None)
+        if callable(set_epoch) and not self._evaluation:
             set_epoch(epoch)
             self.renew_workers()
         order = self.orders(epoch)
         self._compare(epoch, order)
-        # Loader workers are asked ahead of what is used, so each side has rows of its own.
-        rows = self._cutting.rows(order, start)
-        held = self._held_on
-        wanted = self._cutting.rows(order if held is None else Placed(order, held), start)
-        answers = self._answers(
-            (epoch, [s.tolist() for s in shares]) for row in wanted for shares in self._asked(row)
-        )
         collate = functools.partial(self._fetching, epoch)
-        is_indexed = not self._count and self._fetching.tensors is not None
-        for index, row in enumerate(rows, start):
-            if is_indexed:  # the hot path of a small step
-                at = row if held is None else next(wanted)
-                pairs = [self._fetching.indexed(share, self._pin) for share in at[1:] if len(share)]
-            else:
-                pairs = []
-                for _ in self._asked(row):
-                    found, note = next(answers)
-                    pairs += found
-                    self._say(note)
+        rows = self._cutting.rows(order, start)
+        pairs_of_rows = self._fetched(epoch, start, order)
+        for index, (row, pairs) in enumerate(zip(rows, pairs_of_rows, strict=True), start):
             if self._states is not None:
                 state = state_of(self._dataset)
                 self._keep(epoch, index + 1, state)
@@ -275,12 +257,33 @@ class Loader(AnyLoader):
             batch.collate = collate
             yield batch
 
-    def _asked(self, row: tuple[Tensor, ...]) -> list[list[Tensor]]:
-        """The shares of a row that aren't empty, those of each rank together: a request each."""
-        by_rank = (
-            [share for share in shares if len(share)] for shares in self._cutting.by_rank(row[1:])
+    def _fetched(self, epoch: int, start: int, order: Order) -> Iterator[list[Pair]]:
+        """Yield inputs and targets of the shares of each row that aren't empty."""
+        if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
+            held = self._held_on
+            for row in self._cutting.rows(order if held is None else Placed(order, held), start):
+                yield [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
+            return
+        # Loader workers are asked ahead of what is used, so each side has rows of its own.
+        answers = self._answers(
+            (epoch, [share.tolist() for share in shares])
+            for row in self._cutting.rows(order, start)
+            for shares in self._asked(row)
         )
-        return [shares for shares in by_rank if shares]
+        for row in self._cutting.rows(order, start):
+            pairs: list[Pair] = []
+            for _ in self._asked(row):
+                found, note = next(answers)
+                pairs += found
+                self._say(note)
+            yield pairs
+
+    def _asked(self, row: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
+        """Yield the shares of each rank in a row that aren't empty: a request each."""
+        for shares in self._cutting.by_rank(row[1:]):
+            full = [share for share in shares if len(share)]
+            if full:
+                yield full
 
     def _say(self, note: str | None) -> None:
         if note is not None and not self._said:
@@ -302,22 +305,17 @@ class Loader(AnyLoader):
 
     def _order_of(self, epoch: int) -> Order:
         if self._by_person is None:
-            return (
-                permutation(self._length, self._seed, epoch)
-                if self._shuffle
-                else Ascending(self._length)
-            )
+            if self._shuffle:
+                return permutation(self._length, self._seed, epoch)
+            return Ascending(self._length)
         order = by_person(self._by_person, self._length, self._seed, epoch)
         if not self._looked:  # once, ask again: a generator of its own would have moved
             self._looked = True
-            before = _hash(order)
-            del order
-            order = by_person(self._by_person, self._length, self._seed, epoch)
-            if _hash(order) != before:
+            again = by_person(self._by_person, self._length, self._seed, epoch)
+            if not torch.equal(order, again):
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices when it was called again: it "
-                    "draws from a "
-                    "generator of its own",
+                    "draws from a generator of its own",
                     kind="sampler",
                     fix="take torch's, random's or numpy's global one, which are seeded",
                 )
@@ -325,23 +323,15 @@ class Loader(AnyLoader):
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Raise on every rank where the person's order isn't the same on all of them."""
-        if (
-            not isinstance(order, Tensor)
-            or self._by_person is None
-            or (world := self._world_to_compare()) is None
-        ):
+        world = self._world_to_compare()
+        if self._by_person is None or world is None:
             return
-        hashes = world.gather_objects(_hash(order))
-        for rank, theirs in enumerate(hashes):
-            if theirs != hashes[0]:
+        numbers = over_ranks(world, number_of(order) >> 1)
+        for rank, number in enumerate(numbers):
+            if number != numbers[0]:
                 raise JobError(
                     f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank "
-                    "0: it has to depend "
-                    "on the epoch alone",
+                    "0: it has to depend on the epoch alone",
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )
-
-
-def _hash(order: Tensor) -> bytes:
-    return hashlib.blake2b(order.numpy().data, digest_size=16).digest()

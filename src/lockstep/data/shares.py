@@ -156,14 +156,16 @@ class Cutting:
                 raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
         if rank is not None and not 0 <= rank < world_size:
             raise JobError(f"rank: {rank} is not one of {world_size}")
-        self.batch_size, self.world_size, self.rank = batch_size, world_size, rank
-        self._accumulate = accumulate
+        self.batch_size = batch_size
+        self.world_size = world_size
+        self.rank = rank
         self.ranks = range(world_size) if rank is None else (rank,)
+        self._accumulate = accumulate
         self._of_full = self._spans(batch_size)
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
-        """The wanted shares of a global batch of ``size`` samples: (start, end, samples of the
-        micro-batch).
+        """Return the wanted shares of a global batch of ``size`` samples: (start, end, samples of
+        the micro-batch).
 
         Rank by rank, and for each of them micro-batch by micro-batch. Micro-batches without samples
         (where there are fewer samples than micro-batches) are left out.
@@ -174,19 +176,20 @@ class Cutting:
         found = []
         for rank in self.ranks:
             start = 0
-            for micro in share_sizes(size, min(self._accumulate, size)) if size else ():
+            for micro in share_sizes(size, self._accumulate):
                 sizes = share_sizes(micro, self.world_size)
                 mine = start + sum(sizes[:rank])
-                found.append((mine, mine + sizes[rank], micro))
+                if micro:
+                    found.append((mine, mine + sizes[rank], micro))
                 start += micro
         return found
 
     def row(self, samples: Tensor) -> tuple[Tensor, ...]:
-        """The indices of a global batch, then those of each wanted share."""
+        """Return the indices of a global batch, then those of each wanted share."""
         return samples, *(samples[a:b] for a, b, _ in self.spans(len(samples)))
 
     def rows(self, order: Order, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """The row of each global batch from number ``start`` on; the order is asked for in
+        """Yield the row of each global batch from number ``start`` on; the order is asked for in
         blocks of some batches.
         """
         full = len(order) // self.batch_size
@@ -202,23 +205,25 @@ class Cutting:
             yield self.row(last)
 
     def by_rank(self, shares: Sequence[T]) -> list[list[T]]:
-        """What there is of each wanted share (in the order of ``spans``), put together by ranks."""
+        """Put together what there is of each wanted share (in the order of ``spans``) by ranks."""
         each = len(shares) // len(self.ranks)
         return [list(shares[i : i + each]) for i in range(0, len(shares), each)]
 
     def batch(
         self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int
     ) -> Batch:
-        """The batch of a row, with the inputs and targets of each share that isn't empty."""
-        samples, made, parts = row[0], iter(pairs), []
-        for share, (a, b, of) in zip(row[1:], self.spans(len(samples)), strict=True):
-            inputs, targets = next(made) if b > a else (None, None)
-            parts.append(Part(inputs, targets, b - a, of, share))
-        if self.rank is not None:
-            return Batch(parts, len(samples), index, epoch, samples)
-        shares = self.by_rank(parts)
-        wholes = [Part(None, None, part.of, part.of) for part in shares[0]]
-        return Batch(wholes, len(samples), index, epoch, samples, shares)
+        """Return the batch of a row, with the inputs and targets of each share that isn't empty."""
+        samples = row[0]
+        made = iter(pairs)
+        parts = []
+        for share, (start, end, of) in zip(row[1:], self.spans(len(samples)), strict=True):
+            inputs, targets = next(made) if end > start else (None, None)
+            parts.append(Part(inputs, targets, end - start, of, share))
+        batch = Batch(parts, len(samples), index, epoch, samples)
+        if self.rank is None:
+            batch.shares = self.by_rank(parts)
+            batch.parts = [Part(None, None, part.of, part.of) for part in batch.shares[0]]
+        return batch
 
 
 def over_ranks(world: World, *numbers: int) -> list[list[int]]:

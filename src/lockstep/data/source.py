@@ -14,6 +14,7 @@ from types import GeneratorType, ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from lockstep.data.fetch import Collate, base_of, lookup_of, together
@@ -24,7 +25,7 @@ from lockstep.launch.world import World
 
 
 def resolve(source: Any, world: World, name: str = "train_data") -> Any:
-    """The dataset that ``source`` is, or gives when it is called: map-style, or a stream.
+    """Return the dataset that ``source`` is, or gives when it is called: map-style, or a stream.
 
     A callable is called on the first rank of each node before the others, so that files are made
     once. Every rank has to call this; where one's callable raises, every rank raises. A callable
@@ -69,7 +70,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
 
 
 def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str, Any]:
-    """The evaluation sets by name; one that was given without a name has the name "".
+    """Return the evaluation sets by name; one that was given without a name has the name "".
 
     Args:
         source: as in ``resolve``, or a dict of such by name, or a callable that gives a dict.
@@ -97,17 +98,15 @@ def check_name(data: Any) -> None:
     file, colon, name = data.rpartition(":")
     if not colon and data.endswith(".py"):
         raise InputError(f"{data}: which dataset in it? write {data}:NAME")
-    if not colon or not name:
-        raise InputError(
-            f'data: there is no dataset "{data}"; '
-            f"{nearest(data, ['eval', 'eval:NAME', 'train', 'FILE.py:NAME'])}"
-        )
+    if not name or not colon:
+        known = nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])
+        raise InputError(f'data: there is no dataset "{data}"; {known}')
     if not Path(file).is_file():
         raise InputError(f"{data}: there is no file {file}")
 
 
 def source_of(job: Job, data: Any) -> tuple[str, Any]:
-    """What the data are called in messages, and what gives them."""
+    """Return what the data are called in messages, and what gives them."""
     if not isinstance(data, str):
         return "data", data
     if data == "train":
@@ -120,40 +119,34 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
         return "eval_data", job.eval_data
     file, _, name = data.rpartition(":")
     module = vars(loaded(file))
-    if name not in module:
-        known = [
-            word
-            for word, value in module.items()
-            if not word.startswith("_")
-            and word != "job"
-            and not isinstance(value, type | ModuleType)
-        ]
-        raise InputError(
-            f'{file}: there is no "{name}" in it; '
-            f"{nearest(name, known or ['nothing that could be data'])}"
-        )
-    return data, module[name]
+    if name in module:
+        return data, module[name]
+    known = [
+        word
+        for word, value in module.items()
+        if word != "job" and word[0] != "_" and not isinstance(value, type | ModuleType)
+    ]
+    known = known or ["nothing that could be data"]
+    raise InputError(f'{file}: there is no "{name}" in it; {nearest(name, known)}')
 
 
 def one_of(sets: Mapping[str, Any], wanted: str) -> Any:
-    """The evaluation set that ``eval`` or ``eval:NAME`` means."""
+    """Return the evaluation set that ``eval`` or ``eval:NAME`` means."""
     name = wanted.partition(":")[2]
     if name in sets:
         return sets[name]
     names = [known for known in sets if known]
     if not names:
         raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
-    if not name:
-        raise InputError(
-            f"eval: the job has {len(names)} evaluation sets: say which, "
-            f"{' or '.join('eval:' + n for n in names)}"
-        )
-    raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')
+    if name:
+        raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')
+    choice = " or ".join(f"eval:{known}" for known in names)
+    raise InputError(f"eval: the job has {len(names)} evaluation sets: say which, {choice}")
 
 
 def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Collate | None]:
-    """For predicting: the dataset, and a collate of samples that may be ``(inputs, targets)`` or
-    inputs alone.
+    """Return for predicting the dataset, and a collate of samples that may be ``(inputs,
+    targets)`` or inputs alone.
 
     Args:
         dataset: map-style.
@@ -167,17 +160,21 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
     if not _is_map_style(dataset):
         raise InputError(
             f"{name}: a stream has no length, and predicting needs one: give a list of the "
-            "samples, or a dataset with "
-            "__getitem__ and __len__"
+            "samples, or a dataset with __getitem__ and __len__"
         )
-    base, lookup = base_of(dataset), lookup_of(dataset)
-    own = (base,) if isinstance(base, torch.Tensor) and base.is_cpu else ()
-    tensors = base.tensors if type(base) is TensorDataset else own
+    base = base_of(dataset)
+    tensors: Any = ()
+    if type(base) is TensorDataset:
+        tensors = base.tensors
+    elif isinstance(base, Tensor) and base.is_cpu:
+        tensors = (base,)
     if collate is not None or len(tensors) not in (1, 2):
         return dataset, functools.partial(_collated, collate, name)
     if len(tensors) == 1:
-        pairs = TensorDataset(tensors[0], torch.zeros(1).expand(len(base)))
-        dataset = pairs if lookup is None else Subset(pairs, lookup.tolist())
+        lookup = lookup_of(dataset)
+        dataset = TensorDataset(tensors[0], torch.zeros(1).expand(len(base)))
+        if lookup is not None:
+            dataset = Subset(dataset, lookup.tolist())
     return dataset, None  # tensors are indexed, as in training
 
 
@@ -218,30 +215,19 @@ def _is_map_style(source: Any) -> bool:
 
 
 def _refuse_loaders(source: Any, name: str) -> None:
-    several = isinstance(source, list | tuple) and any(
-        isinstance(part, DataLoader) for part in source[:8]
-    )
-    if not several and not isinstance(source, DataLoader):
-        return
-    what, give = (
-        (
-            f"a {type(source).__name__} of DataLoaders cuts",
-            "their datasets, put together with ConcatDataset,",
+    given = source[0] if isinstance(source, list | tuple) and source else source
+    if isinstance(given, DataLoader):
+        raise JobError(
+            f"{name}: a DataLoader cuts batches for one device: give its dataset (several, put "
+            "together with ConcatDataset), and say batch_size, collate and loader_workers in the "
+            "job"
         )
-        if several
-        else ("a DataLoader cuts", "its dataset")
-    )
-    raise JobError(
-        f"{name}: {what} batches for one device: give {give} and say batch_size, collate and "
-        "loader_workers in the job"
-    )
 
 
 def _given(source: Any, world: World, name: str) -> Any:
-    """What a callable gives; anything else is the data itself."""
-    if not callable(source) or (
-        not isinstance(source, type) and (_is_map_style(source) or is_stream(source))
-    ):
+    """Return what a callable gives; anything else is the data itself."""
+    is_data = not isinstance(source, type) and (_is_map_style(source) or is_stream(source))
+    if is_data or not callable(source):
         return source
     made = _called(source, world, name)
     read_once = isinstance(made, Iterator) and not isinstance(made, IterableDataset)
@@ -249,24 +235,29 @@ def _given(source: Any, world: World, name: str) -> Any:
 
 
 def _called(source: Any, world: World, name: str) -> Any:
-    """What the callable gives: the first rank of each node goes first, and all hear how it went."""
+    """Return what the callable gives: the first rank of each node goes first, and every rank
+    learns how it went.
+    """
     made: Any = None
     for mine in (world.local_rank == 0, world.local_rank > 0):
         failure: Exception | None = None
+        said: tuple[str, bool] | None = None
         if mine:
             try:
                 made = source()
+            except LockstepError as error:  # its words are written for the person who reads them
+                failure = error
+                said = str(error), True
             except Exception as error:
                 failure = error
+                said = told(error), False
         # Also the barrier: the others wait here for the first, and learn whether to go on.
-        own = isinstance(
-            failure, LockstepError
-        )  # then its words are written for the person who reads them
-        said = None if failure is None else str(failure) if own else told(failure)
-        for rank, (message, is_own) in enumerate(world.gather_objects((said, own))):
-            if message is not None:
-                where = f" on rank {rank}" if world.size > 1 else ""
-                raise JobError(
-                    message if is_own else f"{name}: calling it{where} raised {message}"
-                ) from failure
+        for rank, theirs in enumerate(world.gather_objects(said)):
+            if theirs is None:
+                continue
+            message, is_own = theirs
+            where = f" on rank {rank}" if world.size > 1 else ""
+            raise JobError(
+                message if is_own else f"{name}: calling it{where} raised {message}"
+            ) from failure
     return made

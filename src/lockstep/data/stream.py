@@ -47,7 +47,7 @@ stream's state after it.
 
 
 def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
-    """What a person has to know who trains on a stream, a line each.
+    """Yield what a person has to know who trains on a stream, a line each.
 
     Args:
         shuffle: whether the order is to be drawn.
@@ -56,14 +56,13 @@ def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
     if shuffle:
         yield (
             "train_data is a stream, which can't be shuffled: it comes in its own order, the same "
-            "on every rank "
-            "(shuffle=False says so too)"
+            "on every rank (shuffle=False says so too)"
         )
     if meets:
         yield (
             "train_data is a stream, of which the ranks compare what they have read before each "
-            "step: there they wait "
-            "for one another, as they would not with a dataset that has __getitem__ and __len__"
+            "step: there they wait for one another, as they would not with a dataset that has "
+            "__getitem__ and __len__"
         )
 
 
@@ -99,13 +98,11 @@ class StreamLoader(AnyLoader):
         )
 
     def _count_of_workers(self, wanted: int | None) -> int:
-        if (
-            wanted is not None and wanted > 1 and not self._evaluation
-        ):  # there, the number was meant for train_data
+        # For an evaluation, the number was meant for train_data.
+        if wanted is not None and wanted > 1 and not self._evaluation:
             raise JobError(
                 f"loader_workers: {wanted}, but {self._name} is a stream, and each of them would "
-                "read all of it: "
-                "1 reads ahead, 0 reads in between"
+                "read all of it: 1 reads ahead, 0 reads in between"
             )
         return min(1, super()._count_of_workers(wanted))
 
@@ -113,44 +110,47 @@ class StreamLoader(AnyLoader):
         """Global batches of an epoch: only its end tells, so None."""
 
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        batch_size = self._cutting.batch_size
         kept = None
         if self._begins is not None and self._begins[:2] == (epoch, start):
-            kept, self._begins = self._begins[2], None
-        later = ((epoch, k, False) for k in itertools.count(start + 1))
-        read: Iterator[Read] = self._answers(itertools.chain([(epoch, start, True, kept)], later))
-        for index, (size, made, pairs, after) in enumerate(read, start):
-            self._compare(index, size, made)
-            self._keep(epoch, index + 1, after)
-            if size < self._cutting.batch_size and not callable(
-                getattr(self._dataset, "set_epoch", None)
-            ):
-                self._keep(epoch + 1, 0, after)  # it counts the epochs itself
-            first = index * self._cutting.batch_size
+            kept = self._begins[2]
+            self._begins = None
+        requests = itertools.chain(
+            [(epoch, start, True, kept)],
+            ((epoch, index, False) for index in itertools.count(start + 1)),
+        )
+        read: Iterator[Read] = self._answers(requests)
+        for index, (size, number, pairs, state) in enumerate(read, start):
+            self._compare(index, size, number)
+            self._keep(epoch, index + 1, state)
+            if size < batch_size and not callable(getattr(self._dataset, "set_epoch", None)):
+                self._keep(epoch + 1, 0, state)  # it counts the epochs itself
+            first = index * batch_size
             if size:
                 row = self._cutting.row(torch.arange(first, first + size))
                 yield self._cutting.batch(row, pairs, index, epoch)
-            if size < self._cutting.batch_size:
+            if size < batch_size:
                 self.samples = first + size
                 return
 
-    def _compare(self, index: int, size: int, made: int) -> None:
+    def _compare(self, index: int, size: int, number: int) -> None:
         """Raise on every rank where they haven't read the same: as many samples, and now and
         then the same ones.
         """
-        if (world := self._world_to_compare()) is None:
+        world = self._world_to_compare()
+        if world is None:
             return
-        (here, number), *others = over_ranks(world, size, made)
-        for rank, (other, its_number) in enumerate(others, start=1):
-            if (other, its_number) == (here, number):
+        first, *others = over_ranks(world, size, number)
+        for rank, other in enumerate(others, start=1):
+            if other == first:
                 continue
-            end = index * self._cutting.batch_size + min(other, here)
-            shorter, longer = (0, rank) if here < other else (rank, 0)
-            how = (
-                f"it ends after {end} samples on rank {shorter}, and rank {longer} has more"
-                if other != here
-                else f"batch {index} has other samples on rank {rank} than on rank 0"
-            )
-            raise (JobError if index == 0 else RunError)(
+            how = f"batch {index} has other samples on rank {rank} than on rank 0"
+            if other[0] != first[0]:
+                end = index * self._cutting.batch_size + min(other[0], first[0])
+                shorter, longer = (0, rank) if first[0] < other[0] else (rank, 0)
+                how = f"it ends after {end} samples on rank {shorter}, and rank {longer} has more"
+            kind = JobError if index == 0 else RunError
+            raise kind(
                 f"{self._name}: the stream is not the same on every rank: {how}",
                 kind="unseeded data",
                 fix="every rank has to read all of it (don't cut it by rank), and keeps its share",
@@ -165,7 +165,7 @@ class Reader:
     would.
 
     Attributes:
-        dataset: the stream.
+        sends_state: whether to give the stream's state after each batch.
     """
 
     def __init__(
@@ -177,63 +177,73 @@ class Reader:
         collate: Collate | None,
         name: str,
     ) -> None:
-        self.dataset, self._cutting, self._collate, self._name = dataset, cutting, collate, name
+        self.sends_state = False
+        self._dataset = dataset
+        self._cutting = cutting
+        self._collate = collate
+        self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
         self._draws = getattr(dataset, "draws_random", True)
         self._compared = cutting.world_size > 1 and cutting.rank is not None
         self._samples: Iterator[Any] | None = None
         self._place = 0
         self._gave = False
-        self.sends_state = False
 
     def __call__(self, epoch: int, index: int, begins: bool, kept: Any = None) -> Read:
-        """Batch ``index`` of an epoch, the one after that of the last call, unless the epoch begins
-        here.
+        """Read batch ``index`` of an epoch, the one after that of the last call, unless the epoch
+        begins here.
 
         It has no samples once the stream has come to its end. With a state that was ``kept`` it is
         begun in that.
         """
+        state = absorbed(self._stream, epoch)
         with kept_states() if self._draws else nullcontext(), without_worker_info():
-            state = absorbed(self._stream, epoch)
             if begins:
                 self._begin(epoch, state, index, kept)
             first = self._place
-            samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
-            if (
-                begins and index == 0 and not samples and kept is not None
-            ):  # the state was at the end of an epoch
-                self._samples = iter(self.dataset)
-                samples = list(itertools.islice(self._left(state), self._cutting.batch_size))
+            samples = self._next(state)
             if begins and index == 0 and not samples:
-                if not self._gave:
-                    raise JobError(f"{self._name}: it is empty")
-                raise RunError(
-                    f"{self._name}: the stream has no samples left: it can be iterated only once; "
-                    "give a function that makes it anew (a generator function, say), or train "
-                    "with epochs=1"
-                )
+                if kept is not None:  # the state was at the end of an epoch
+                    self._samples = iter(self._dataset)
+                    samples = self._next(state)
+                if not samples:
+                    self._refuse_empty()
             pairs = []
-            for a, b, _ in self._cutting.spans(len(samples)):
-                if b == a:
+            for start, end, _ in self._cutting.spans(len(samples)):
+                if end == start:
                     continue
                 if self._collate is not None and self._draws:
-                    seed_all(absorbed(absorbed(state, first + a), COLLATE) >> 1)
-                pairs.append(together(samples[a:b], self._collate, self._name))
+                    seed_all(absorbed(absorbed(state, first + start), COLLATE) >> 1)
+                pairs.append(together(samples[start:end], self._collate, self._name))
+        number = 0
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
-        looks = self._compared and samples and index & (index - 1) == 0
-        after = state_of(self.dataset, self._place) if self.sends_state else None
-        return len(samples), number_of([samples[0], samples[-1]]) >> 1 if looks else 0, pairs, after
+        if self._compared and samples and index & (index - 1) == 0:
+            number = number_of([samples[0], samples[-1]]) >> 1
+        after = state_of(self._dataset, self._place) if self.sends_state else None
+        return len(samples), number, pairs, after
+
+    def _next(self, state: int) -> list[Any]:
+        return list(itertools.islice(self._left(state), self._cutting.batch_size))
+
+    def _refuse_empty(self) -> None:
+        if not self._gave:
+            raise JobError(f"{self._name}: it is empty")
+        raise RunError(
+            f"{self._name}: the stream has no samples left: it can be iterated only once; "
+            "give a function that makes it anew (a generator function, say), or train "
+            "with epochs=1"
+        )
 
     def _begin(self, epoch: int, state: int, start: int, kept: Any) -> None:
         self._place = 0
         if self._draws:
             seed_all(absorbed(state, ORDER) >> 1)
         if kept is not None:
-            load_state(self.dataset, kept, self._name)
+            load_state(self._dataset, kept, self._name)
         try:
-            if callable(getattr(self.dataset, "set_epoch", None)):
-                self.dataset.set_epoch(epoch)
-            self._samples = iter(self.dataset)
+            if callable(getattr(self._dataset, "set_epoch", None)):
+                self._dataset.set_epoch(epoch)
+            self._samples = iter(self._dataset)
         except Exception as error:
             raise JobError(f"{self._name}: going through it raised {told(error)}") from error
         skipped = start * self._cutting.batch_size
@@ -242,13 +252,11 @@ class Reader:
             return
         for _ in itertools.islice(self._left(state), skipped):
             pass
-        if (
-            self._place <= skipped - self._cutting.batch_size
-        ):  # a smaller last batch ends before its own end
+        # A smaller last batch ends before its own end.
+        if self._place <= skipped - self._cutting.batch_size:
             raise RunError(
                 f"{self._name}: the stream has ended after {self._place} samples, and the run had "
-                f"used {skipped} of "
-                "this epoch: does it give the same samples each time?"
+                f"used {skipped} of this epoch: does it give the same samples each time?"
             )
 
     def _left(self, state: int) -> Iterator[Any]:

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import StrategyError
 from lockstep.tensors.pytree import is_lazy
 
-Named = tuple[str, torch.Tensor]
+Named = tuple[str, Tensor]
 
 
 def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
     """Find tensors whose memory overlaps: a list for each piece of memory, in the order of their
     addresses.
     """
-    spans: dict[int, tuple[int, int, str, torch.Tensor]] = {}
+    spans: dict[int, tuple[int, int, str, Tensor]] = {}
     for name, tensor in named:
-        is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if is_plain and tensor.numel() and not tensor.is_meta:
             start = tensor.data_ptr()
             length = 1 + sum(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 _PLACES = 1009
 """A prime, so that neither rows nor columns of a matrix come to lie in one place of a digest."""
@@ -15,7 +16,7 @@ wake threads.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-def bits_of(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """The bits of a strided tensor in one row, as whole numbers; no copy where it is contiguous."""
     flat = tensor.detach().contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(
@@ -23,7 +24,7 @@ def bits_of(tensor: torch.Tensor, dtype: torch.dtype = torch.uint8) -> torch.Ten
     )  # (a single element may have any stride)
 
 
-def digest(tensor: torch.Tensor | None) -> tuple[int, int] | None:
+def digest(tensor: Tensor | None) -> tuple[int, int] | None:
     """Two sums that tell different values apart: plain, and weighted by place.
 
     It is the bits that are added, as whole numbers: the sums are the same for any number of

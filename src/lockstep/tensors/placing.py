@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.tensors.common_memory import common_memory_kept
 from lockstep.tensors.pytree import tensors as tensors_of
@@ -43,7 +43,7 @@ def place_module(module: nn.Module, place: torch.device) -> None:
 
 
 @torch.no_grad()
-def place_tensor(tensor: torch.Tensor, place: torch.device) -> None:
+def place_tensor(tensor: Tensor, place: torch.device) -> None:
     """Move one parameter or buffer to a device, without its gradient."""
     tensor.grad = None
     moved = tensor.data.to(place)
@@ -57,8 +57,8 @@ def place_tensor(tensor: torch.Tensor, place: torch.device) -> None:
 
 
 def moved_in_buckets(
-    tensors: Sequence[torch.Tensor], place: torch.device
-) -> Iterator[tuple[list[int], list[torch.Tensor]]]:
+    tensors: Sequence[Tensor], place: torch.device
+) -> Iterator[tuple[list[int], list[Tensor]]]:
     """Copies on another device, whose number grows with the bytes, not with the tensors: (which of
     them, the copies).
 
@@ -80,15 +80,15 @@ def moved_in_buckets(
         yield _moved_together(bucket, tensors, place)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def _is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (
         tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
     )
 
 
 def _moved_together(
-    bucket: list[int], tensors: Sequence[torch.Tensor], place: torch.device
-) -> tuple[list[int], list[torch.Tensor]]:
+    bucket: list[int], tensors: Sequence[Tensor], place: torch.device
+) -> tuple[list[int], list[Tensor]]:
     mine = [tensors[i].detach() for i in bucket]
     if len(mine) == 1:
         return bucket, [mine[0].to(place, non_blocking=True)]
@@ -99,7 +99,7 @@ def _moved_together(
     ]
 
 
-def _connect_hooks(tensor: torch.Tensor) -> None:
+def _connect_hooks(tensor: Tensor) -> None:
     """After a swap the hooks are still the Python object's, but autograd doesn't call them."""
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if (hooks := getattr(tensor, name)) is not None:

@@ -14,10 +14,11 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lockstep.errors import InputError
@@ -35,7 +36,7 @@ def parts(nest: Any) -> list[Any] | None:
     Raises:
         InputError: a ``PackedSequence``, whose rows are not samples.
     """
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         return None
     if isinstance(nest, PackedSequence):
         raise InputError(
@@ -54,19 +55,17 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
     """What lies directly inside a nest with its key, field, or number from 0; none in a leaf."""
     inside = parts(nest) or []
     if isinstance(nest, MutableMapping):
-        names: Any = map(str, nest)
-    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        names = nest._fields
+        names: Any = nest
     elif isinstance(nest, (list, tuple)):
-        names = map(str, range(len(inside)))
+        names = getattr(nest, "_fields", range(len(inside)))
     else:
         names = _attributes(nest) or ()
-    return list(zip(names, inside, strict=True))
+    return list(zip(map(str, names), inside, strict=True))
 
 
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
-    """A nest of the same type with new parts: order, keys, and whatever else a subclass carries
-    are kept.
+    """Return a nest of the same type with new parts: order, keys, and whatever else a subclass
+    carries are kept.
     """
     if isinstance(nest, tuple):
         return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
@@ -76,25 +75,31 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     if isinstance(nest, list):
         made[:] = new
     elif isinstance(nest, MutableMapping):
-        own = getattr(made, "__dict__", {})
-        own |= {
-            name: copy.copy(its) for name, its in own.items() if isinstance(its, dict)
-        }  # where it keeps its items
-        for key, value in zip(nest, new, strict=True):
-            made[key] = value
-            if key in own:  # (``self.__dict__ = self``)
-                own[key] = value
+        _put_items(made, zip(nest, new, strict=True))
     else:
         for name, value in zip(_attributes(nest) or (), new, strict=True):
             object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
-    for name in [name for name in getattr(made, "__dict__", ()) if _is_cached(nest, name)]:
-        del made.__dict__[name]  # it was computed of the other parts
+    for name in list(getattr(made, "__dict__", ())):
+        if _is_cached(nest, name):
+            del made.__dict__[name]  # it was computed of the other parts
     return made
 
 
-def tensors(nest: Any) -> Iterator[torch.Tensor]:
+def _put_items(made: MutableMapping[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
+    """Give a shallow copy of a mapping items of its own."""
+    attributes = getattr(made, "__dict__", {})
+    for name, value in attributes.items():
+        if isinstance(value, dict):  # where a mapping of another class keeps its items
+            attributes[name] = copy.copy(value)
+    for key, value in items:
+        made[key] = value
+        if key in attributes:  # (``self.__dict__ = self``)
+            attributes[key] = value
+
+
+def tensors(nest: Any) -> Iterator[Tensor]:
     """Every tensor of a nest, in order; of a ``PackedSequence`` its data."""
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, PackedSequence):
         yield nest.data
@@ -103,11 +108,11 @@ def tensors(nest: Any) -> Iterator[torch.Tensor]:
             yield from tensors(part)
 
 
-def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, Tensor]]:
     """The same with the way to each: ``logits``, ``hidden.2``; "" where the nest is a tensor
     itself.
     """
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         yield way, nest
         return
     for name, part in named_parts(nest):
@@ -129,40 +134,39 @@ def described(nest: Any) -> str:
     """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8,
     4)]}``.
     """
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         return f"{str(nest.dtype).removeprefix('torch.')}{tuple(nest.shape)}"
     inside = parts(nest)
     if inside is None:
         return "None" if nest is None else type(nest).__name__
     if isinstance(nest, MutableMapping):
-        body = ", ".join(
-            f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True)
-        )
-        return f"{{{body}}}" if type(nest) is dict else f"{type(nest).__name__}({{{body}}})"
+        items = (f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
+        body = "{" + ", ".join(items) + "}"
+        return body if type(nest) is dict else f"{type(nest).__name__}({body})"
     if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
-        body = ", ".join(f"{name}={described(value)}" for name, value in named_parts(nest))
-        return f"{type(nest).__name__}({body})"
+        items = (f"{name}={described(value)}" for name, value in named_parts(nest))
+        return f"{type(nest).__name__}({', '.join(items)})"
     shown = inside if len(inside) <= 8 else inside[:3]
     body = ", ".join(map(described, shown))
     if len(shown) < len(inside):
         body += f", ... {len(inside)} in all"
-    if isinstance(nest, tuple):
-        return f"({body},)" if len(inside) == 1 else f"({body})"
-    return f"[{body}]"
+    if isinstance(nest, list):
+        return f"[{body}]"
+    return f"({body},)" if len(inside) == 1 else f"({body})"
 
 
 def opaque_class(nest: Any) -> str | None:
     """The name of the first class among its leaves that keeps tensors as attributes, which are
     not seen.
     """
-    if isinstance(nest, (torch.Tensor, PackedSequence, type)):
+    if isinstance(nest, (PackedSequence, type)):
         return None
-    if (inside := parts(nest)) is None:
-        held = getattr(nest, "__dict__", {}).values()
-        return (
-            type(nest).__name__ if any(isinstance(value, torch.Tensor) for value in held) else None
-        )
-    return next(filter(None, map(opaque_class, inside)), None)
+    for part in parts(nest) or ():
+        if name := opaque_class(part):
+            return name
+    is_leaf = parts(nest) is None and not isinstance(nest, Tensor)
+    held = getattr(nest, "__dict__", {}).values() if is_leaf else ()
+    return type(nest).__name__ if any(isinstance(value, Tensor) for value in held) else None
 
 
 def same_kind(one: Any, other: Any) -> bool:
@@ -177,11 +181,10 @@ def same_kind(one: Any, other: Any) -> bool:
 
 
 def each(
-    function: Callable[[torch.Tensor], Any],
+    function: Callable[[Tensor], Any],
     nest: Any,
     *,
-    on_list: Callable[[list[Any] | tuple[Any, ...]], list[Any] | tuple[Any, ...] | None]
-    | None = None,
+    on_list: Callable[[Any], Any] | None = None,
     on_packed: Callable[[PackedSequence], Any] | None = None,
     on_object: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -195,30 +198,26 @@ def each(
         on_packed: of a ``PackedSequence``, which is refused otherwise.
         on_object: of any other leaf.
     """
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         return function(nest)
     if on_packed is not None and isinstance(nest, PackedSequence):
         return on_packed(nest)
-    if (
-        on_list is not None
-        and isinstance(nest, list | tuple)
-        and (taken := on_list(nest)) is not None
-    ):
-        return taken
+    if on_list is not None and isinstance(nest, list | tuple):
+        taken = on_list(nest)
+        if taken is not None:
+            return taken
     inside = parts(nest)
     if inside is None:
         return nest if on_object is None else on_object(nest)
-    of_part = functools.partial(
-        each, function, on_list=on_list, on_packed=on_packed, on_object=on_object
-    )
-    return rebuilt(nest, list(map(of_part, inside)))
+    ways: Any = {"on_list": on_list, "on_packed": on_packed, "on_object": on_object}
+    return rebuilt(nest, [each(function, part, **ways) for part in inside])
 
 
 def copied_nest(nest: T) -> T:
     """The same nest of the same tensors: what a function keeps in an object of it, this one
     doesn't have.
     """
-    copied: T = each(lambda tensor: tensor, nest, on_packed=lambda packed: packed)
+    copied: T = each(_same, nest, on_packed=_same)
     return copied
 
 
@@ -226,7 +225,11 @@ def clones(nest: Any) -> Any:
     """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence``
     stays.)
     """
-    return each(torch.clone, nest, on_packed=lambda packed: packed)
+    return each(torch.clone, nest, on_packed=_same)
+
+
+def _same(thing: Any) -> Any:
+    return thing
 
 
 def versions(nest: Any) -> list[tuple[int, int]]:
@@ -240,11 +243,11 @@ def versions(nest: Any) -> list[tuple[int, int]]:
 def holds_packed(nest: Any) -> bool:
     """Whether there is a ``PackedSequence`` in it, whose rows are not samples."""
     found: list[PackedSequence] = []
-    each(lambda t: t, nest, on_packed=found.append)
+    each(_same, nest, on_packed=found.append)
     return bool(found)
 
 
-def is_lazy(tensor: torch.Tensor) -> bool:
+def is_lazy(tensor: Tensor) -> bool:
     """Whether it is a parameter or buffer of a lazy layer, without a shape yet."""
     return torch.nn.parameter.is_lazy(tensor)
 
@@ -256,14 +259,12 @@ def call(model: Any, inputs: Any) -> Any:
     Raises:
         InputError: the model's forward doesn't take so many, or not by these names.
     """
-    args: Any = (
-        inputs
-        if type(inputs) in (tuple, list)
-        else ()
-        if isinstance(inputs, Mapping)
-        else (inputs,)
-    )
-    kwargs = inputs if isinstance(inputs, Mapping) else {}
+    args: Any = (inputs,)
+    kwargs: Mapping[str, Any] = {}
+    if type(inputs) in (tuple, list):
+        args = inputs
+    elif isinstance(inputs, Mapping):
+        args, kwargs = (), inputs
     try:
         return model(*args, **kwargs)
     except TypeError as error:
@@ -285,21 +286,15 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
         return None
     except TypeError as error:
         forward = f"{type(model).__name__}'s forward({', '.join(signature.parameters)})"
-        said = f"{forward} can't take {described(inputs)}: {error}"
+        why = f"{forward} can't take {described(inputs)}: {error}"
     if kwargs:
-        return f"{said}: a dict of inputs is passed by its names"
-    ragged = len({t.shape for t in args if isinstance(t, torch.Tensor)}) > 1 and len(args) > 2
-    what = (
-        "pad samples of different lengths to one tensor in collate"
-        if ragged
-        else "put samples together in collate"
-    )
-    if isinstance(inputs, list) and len(signature.parameters) == 1:
-        what += "; where forward takes the list itself, let collate give a tuple of one, (samples,)"
+        return f"{why}: a dict of inputs is passed by its names"
+    if len(args) < 2:
+        return why
     return (
-        f"{said}: a {type(inputs).__name__} is passed as model(*inputs); {what}"
-        if len(args) > 1
-        else said
+        f"{why}: a {type(inputs).__name__} is passed as model(*inputs); pad samples of different "
+        "lengths to one tensor in collate; where forward takes the list itself, let collate give "
+        "a tuple of one, (samples,)"
     )
 
 
@@ -318,18 +313,21 @@ def to_device(
 
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
     """
-    pins, ahead = may_pin(device), device.type != "cpu"
+    pins = may_pin(device)
+    ahead = device.type != "cpu"
+    layout = torch.channels_last if channels_last else torch.preserve_format
 
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if dtype is torch.float64 and tensor.is_complex():
+    def moved(tensor: Tensor) -> Tensor:
+        wanted = tensor.dtype
+        if dtype is not None and tensor.is_floating_point():
+            wanted = dtype
+        elif dtype is torch.float64 and tensor.is_complex():
             wanted = torch.complex128
         if pins and tensor.is_cpu and tensor.layout == torch.strided:
             # From pageable memory a copy would wait for all that the device was given.
             tensor = tensor.to(wanted).pin_memory()
-        if channels_last and tensor.dim() == 4:
-            return tensor.to(device, wanted, non_blocking=ahead, memory_format=torch.channels_last)
-        return tensor.to(device, wanted, non_blocking=ahead)
+        its_layout = layout if tensor.dim() == 4 else torch.preserve_format
+        return tensor.to(device, wanted, non_blocking=ahead, memory_format=its_layout)
 
     def moved_object(leaf: Any) -> Any:
         if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
@@ -340,12 +338,10 @@ def to_device(
                 leaf = leaf.to(dtype)
         return leaf
 
-    return each(
-        moved,
-        tree,
-        on_packed=lambda packed: packed.to(device),  # type: ignore[arg-type]  # the stubs know dtypes only
-        on_object=moved_object,
-    )
+    def moved_packed(packed: Any) -> Any:
+        return packed.to(device)
+
+    return each(moved, tree, on_packed=moved_packed, on_object=moved_object)
 
 
 def may_pin(device: torch.device) -> bool:
@@ -357,11 +353,11 @@ def _attributes(nest: Any) -> list[str] | None:
     """The names of what a dataclass holds, its fields first; None of anything else."""
     if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
-    names = dict.fromkeys(f.name for f in dataclasses.fields(nest))
-    computed = [
-        name for name in getattr(nest, "__dict__", ()) if not _is_cached(nest, name)
-    ]  # in __post_init__
-    return list(names | dict.fromkeys(computed))
+    names = dict.fromkeys(field.name for field in dataclasses.fields(nest))
+    for name in getattr(nest, "__dict__", ()):
+        if not _is_cached(nest, name):  # it was computed in __post_init__
+            names[name] = None
+    return list(names)
 
 
 def _is_cached(nest: Any, name: str) -> bool:

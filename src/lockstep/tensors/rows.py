@@ -11,7 +11,7 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.tensors.pytree import (
@@ -48,7 +48,7 @@ def share_sizes(total: int, parts: int) -> list[int]:
     return [size + 1] * larger + [size] * (parts - larger)
 
 
-def has_rows(tensor: torch.Tensor, samples: int) -> bool:
+def has_rows(tensor: Tensor, samples: int) -> bool:
     """Whether a tensor has a row for each sample. A parameter, which a model may give among its
     outputs, belongs to all samples.
     """
@@ -105,7 +105,7 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
         some = items[start : start + size]
         return SampleList(some) if isinstance(items, SampleList) else some
 
-    def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    def of_tensor(tensor: Tensor) -> Tensor:
         if not has_rows(tensor, whole):
             return tensor
         narrow = tensor.narrow_copy if tensor.layout == torch.sparse_coo else tensor.narrow
@@ -120,7 +120,7 @@ def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
     None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
     """
     outputs, targets = nest
-    if not isinstance(outputs, torch.Tensor) or not outputs.dim():
+    if not isinstance(outputs, Tensor) or not outputs.dim():
         return None
     length = outputs.shape[0]
     times = length // samples
@@ -181,10 +181,10 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
 
     What isn't cut is that of the first.
     """
-    if isinstance(one, torch.Tensor):
+    if isinstance(one, Tensor):
         if not has_rows(one, its):
             return one
-        fits = isinstance(other, torch.Tensor) and other.shape == (others, *one.shape[1:])
+        fits = isinstance(other, Tensor) and other.shape == (others, *one.shape[1:])
         return torch.cat([one, other.to(one)]) if fits else None
     if not same_kind(one, other) and not (
         isinstance(one, list | tuple) and isinstance(other, list | tuple)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from torch import Tensor
 
 
 @contextmanager
@@ -75,9 +76,9 @@ class States(NamedTuple):
         accelerators: of PyTorch's on the devices that were asked for.
     """
 
-    torch: torch.Tensor
+    torch: Tensor
     others: tuple[Any, Any]
-    accelerators: tuple[torch.Tensor, ...] = ()
+    accelerators: tuple[Tensor, ...] = ()
 
 
 def states(accelerators: Sequence[torch.device] = ()) -> States:
@@ -93,16 +94,16 @@ def put_states(wanted: States, accelerators: Sequence[torch.device] = ()) -> Non
         put_state_on(device, state)
 
 
-def state_on(device: torch.device) -> torch.Tensor:
+def state_on(device: torch.device) -> Tensor:
     """Return the state of PyTorch's generator of one device."""
     if device.type == "cpu":
         return torch.get_rng_state()
     module: Any = torch.get_device_module(device)
-    state: torch.Tensor = module.get_rng_state(*_argument(device))
+    state: Tensor = module.get_rng_state(*_argument(device))
     return state
 
 
-def put_state_on(device: torch.device, state: torch.Tensor) -> None:
+def put_state_on(device: torch.device, state: Tensor) -> None:
     """Give PyTorch's generator of one device a state that ``state_on`` gave."""
     if device.type == "cpu":
         torch.set_rng_state(state)

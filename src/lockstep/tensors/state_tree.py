@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from lockstep.errors import InputError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
@@ -54,7 +55,7 @@ _TEXTS: dict[str, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
 """How values of a type become a text, and the value again."""
 
 
-def encoded(state: Any) -> tuple[Any, dict[str, torch.Tensor | RowShard]]:
+def encoded(state: Any) -> tuple[Any, dict[str, Tensor | RowShard]]:
     """Return a state as what JSON holds, and its tensors by their places in it.
 
     The tensors have types that safetensors files have. They are not copied, but for sparse ones.
@@ -71,7 +72,7 @@ class _Encoder:
     """Encodes a state, and collects its tensors."""
 
     def __init__(self) -> None:
-        self.tensors: dict[str, torch.Tensor | RowShard] = {}
+        self.tensors: dict[str, Tensor | RowShard] = {}
 
     def value(self, value: Any, place: str) -> Any:
         """Return what JSON has in the place of any value."""
@@ -84,7 +85,7 @@ class _Encoder:
             return self._items(value, place)
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
             return {key: self.value(item, _under(place, key)) for key, item in value.items()}
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return self._tensor(value.detach(), place)
         if kind is RowShard:
             return self._kept(value, place)
@@ -93,7 +94,7 @@ class _Encoder:
     def _items(self, items: Iterable[Any], place: str) -> list[Any]:
         return [self.value(item, f"{place}/{i}") for i, item in enumerate(items)]
 
-    def _kept(self, tensor: torch.Tensor | RowShard, place: str) -> dict[str, Any]:
+    def _kept(self, tensor: Tensor | RowShard, place: str) -> dict[str, Any]:
         while place in self.tensors:  # two keys that are one text
             place += "'"
         self.tensors[place] = tensor
@@ -125,7 +126,7 @@ class _Encoder:
             "keep it as tensors, numbers, texts, or lists and dicts of them"
         )
 
-    def _tensor(self, tensor: torch.Tensor, place: str) -> dict[str, Any]:
+    def _tensor(self, tensor: Tensor, place: str) -> dict[str, Any]:
         if tensor.layout == torch.sparse_coo:
             tensor = tensor.coalesce()
             held = {
