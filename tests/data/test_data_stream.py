@@ -339,13 +339,13 @@ SET = TensorDataset(torch.arange(3), torch.arange(3))
     [
         (
             DataLoader(SET),
-            "a DataLoader cuts batches for one device: give its dataset and say batch_size",
+            "a DataLoader cuts batches for one device: give its dataset",
         ),
         (
             [DataLoader(SET), DataLoader(SET)],
-            "a list of DataLoaders cuts batches .* put together with ConcatDataset",
+            "a DataLoader cuts batches .* put together with ConcatDataset",
         ),
-        (lambda: (SET, DataLoader(SET)), "a tuple of DataLoaders cuts"),
+        (lambda: (SET, DataLoader(SET)), "a DataLoader cuts"),
         (
             (i for i in range(3)),
             "a generator can be iterated only once: give the function that makes it",

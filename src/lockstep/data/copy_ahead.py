@@ -9,6 +9,7 @@ is. The micro-batches of a batch are copied together.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,27 +17,21 @@ import torch
 from torch import Tensor
 
 from lockstep.data.shares import Batch, Part
-from lockstep.tensors.pytree import each, may_pin, tensors
-
-Fields = tuple[torch.device, str, list[Part]]
-"""Where one field of these parts goes."""
+from lockstep.tensors.pytree import each, may_pin, tensors, to_device
 
 
-def copied_ahead(
-    batches: Iterator[Batch], places: Sequence[torch.device], pin: bool
-) -> Iterator[Batch]:
+def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> Iterator[Batch]:
     """Yield the same batches on the accelerators of this process.
 
     Args:
         batches: of a loader.
         places: where the shares go; of a batch without shares, inputs to the first and targets to
             the last.
-        pin: whether to copy through pinned memory.
     """
     if not may_pin(places[0]):
         for batch in batches:
             for place, field, parts in _fields(batch, places):
-                _move(field, parts, place, pin=False)
+                _move(field, parts, place)
             yield batch
         return
     streams = {place: torch.Stream(place) for place in places}
@@ -45,7 +40,7 @@ def copied_ahead(
     for batch in batches:
         for place, field, parts in _fields(batch, places):
             with streams[place]:
-                _move(field, parts, place, pin)
+                _move(field, parts, place)
         copied_before = copied
         copied = {place: stream.record_event() for place, stream in streams.items()}
         if before is not None:
@@ -55,26 +50,29 @@ def copied_ahead(
         yield _received(before, copied)
 
 
-def _fields(batch: Batch, places: Sequence[torch.device]) -> Iterator[Fields]:
-    shares = [batch.parts] if batch.shares is None else batch.shares
-    for i, share in enumerate(shares):
+def _fields(
+    batch: Batch, places: Sequence[torch.device]
+) -> Iterator[tuple[torch.device, str, list[Part]]]:
+    """Yield where each field of the parts goes, those of all micro-batches together."""
+    for i, share in enumerate(batch.shares or [batch.parts]):
         parts = [part for part in share if part.size]
         yield places[i], "inputs", parts
-        yield places[-1] if batch.shares is None else places[i], "targets", parts
+        yield places[i if batch.shares else -1], "targets", parts
 
 
-def _move(field: str, parts: list[Part], place: torch.device, pin: bool) -> None:
+def _move(field: str, parts: list[Part], place: torch.device) -> None:
     """Move a field of all micro-batches to a device."""
-    held = [list(tensors(getattr(part, field))) for part in parts]
-    if len(parts) > 1 and _are_rows(held):
-        moved = zip(
-            *(_rows_moved(rows, place, pin) for rows in zip(*held, strict=True)), strict=True
-        )
-    else:
-        moved = ([_moved(tensor, place, pin) for tensor in own] for own in held)
-    for part, own in zip(parts, moved, strict=True):
+    nests = [getattr(part, field) for part in parts]
+    held = [list(tensors(nest)) for nest in nests]
+    move = functools.partial(to_device, device=place)
+    if len(parts) < 2 or not _are_rows(held):
+        for part, nest in zip(parts, nests, strict=True):
+            setattr(part, field, each(move, nest))
+        return
+    together = [_rows_moved(rows, place) for rows in zip(*held, strict=True)]
+    for part, nest, own in zip(parts, nests, zip(*together, strict=True), strict=True):
         new = iter(own)
-        setattr(part, field, each(lambda _, new=new: next(new), getattr(part, field)))
+        setattr(part, field, each(lambda _, new=new: next(new), nest))
 
 
 def _are_rows(held: list[list[Tensor]]) -> bool:
@@ -84,18 +82,13 @@ def _are_rows(held: list[list[Tensor]]) -> bool:
     return in_rows and bool(kinds[0]) and all(kind == kinds[0] for kind in kinds)
 
 
-def _rows_moved(rows: Sequence[Tensor], place: torch.device, pin: bool) -> Sequence[Tensor]:
+def _rows_moved(rows: Sequence[Tensor], place: torch.device) -> Sequence[Tensor]:
     """Make one copy for all micro-batches."""
     sizes = [len(those) for those in rows]
-    whole = torch.empty((sum(sizes), *rows[0].shape[1:]), dtype=rows[0].dtype, pin_memory=pin)
+    shape = (sum(sizes), *rows[0].shape[1:])
+    whole = torch.empty(shape, dtype=rows[0].dtype, pin_memory=may_pin(place))
     torch.cat(list(rows), out=whole)
     return torch.split(whole.to(place, non_blocking=True), sizes)
-
-
-def _moved(tensor: Tensor, place: torch.device, pin: bool) -> Tensor:
-    if pin and tensor.is_cpu:
-        tensor = tensor.pin_memory()
-    return tensor.to(place, non_blocking=True)
 
 
 def _received(batch: Batch, copied: dict[torch.device, Any]) -> Batch:
@@ -105,8 +98,7 @@ def _received(batch: Batch, copied: dict[torch.device, Any]) -> Batch:
     computing = {place: torch.accelerator.current_stream(place) for place in copied}
     for place, event in copied.items():
         computing[place].wait_event(event)
-    shares = [batch.parts] if batch.shares is None else batch.shares
-    for part in (part for share in shares for part in share):
+    for part in (part for share in batch.shares or [batch.parts] for part in share):
         for tensor in tensors((part.inputs, part.targets)):
             if tensor.device in computing:
                 tensor.record_stream(computing[tensor.device])

@@ -147,7 +147,7 @@ class AnyLoader(ABC):
         batches = self._batches(epoch, start)
         if set(self._places) <= {self._held_on}:
             return batches
-        return copied_ahead(batches, self._places, self._pin)
+        return copied_ahead(batches, self._places)
 
     @abstractmethod
     def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...

@@ -215,8 +215,8 @@ def _is_map_style(source: Any) -> bool:
 
 
 def _refuse_loaders(source: Any, name: str) -> None:
-    given = source[0] if isinstance(source, list | tuple) and source else source
-    if isinstance(given, DataLoader):
+    several = source[:8] if isinstance(source, list | tuple) else [source]
+    if any(isinstance(one, DataLoader) for one in several):
         raise JobError(
             f"{name}: a DataLoader cuts batches for one device: give its dataset (several, put "
             "together with ConcatDataset), and say batch_size, collate and loader_workers in the "

@@ -27,9 +27,11 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from lockstep.errors import InputError, SaveError
 from lockstep.tensors.digest import bits_of
@@ -70,10 +72,8 @@ class Layout:
 
     def size(self, file: str) -> int:
         """Bytes of a file."""
-        return max(
-            len(self.headers[file]),
-            *(array.end for array in self.arrays.values() if array.file == file),
-        )
+        ends = [array.end for array in self.arrays.values() if array.file == file]
+        return max(len(self.headers[file]), *ends)
 
 
 SAFETENSORS_TYPES = {
@@ -113,21 +113,22 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
     arrays = [replace(array, dtype=_kept(ending, array)) for array in arrays]
     if ending == ".safetensors":
         return _safetensors(arrays)
-    headers, placed = {}, {}
+    found = Layout({}, {})
     for i, array in enumerate(arrays):
         file = f"{i}.npy"
-        headers[file] = _numpy_header(array) if ending else b""
-        placed[array.name] = replace(array, file=file, start=len(headers[file]))
-    return Layout(headers, placed)
+        header = _numpy_header(array) if ending else b""
+        found.headers[file] = header
+        found.arrays[array.name] = replace(array, file=file, start=len(header))
+    return found
 
 
 def _kept(ending: str, array: Array) -> torch.dtype:
-    known = (
-        array.dtype in SAFETENSORS_TYPES
-        if ending == ".safetensors"
-        else not ending or _numpy_format(array.dtype) is not None
-    )
-    if known:
+    """Return the format in which a file keeps an array."""
+    if ending == ".safetensors":
+        is_known = array.dtype in SAFETENSORS_TYPES
+    else:
+        is_known = not ending or _numpy_format(array.dtype) is not None
+    if is_known:
         return array.dtype
     if array.dtype.is_floating_point:
         return torch.float32
@@ -154,22 +155,22 @@ def _numpy_header(array: Array) -> bytes:
 def _safetensors(arrays: list[Array]) -> Layout:
     """One file for all, large numbers first, so that each array begins at a multiple of its own."""
     placed: list[Array] = []
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
     for array in sorted(arrays, key=lambda array: -array.dtype.itemsize):
-        placed.append(replace(array, file="arrays", start=placed[-1].end if placed else 0))
-    fields = {
-        array.name: {
+        array = replace(array, file="arrays", start=end)
+        end = array.end
+        placed.append(array)
+        fields[array.name] = {
             "dtype": SAFETENSORS_TYPES[array.dtype],
             "shape": array.shape,
-            "data_offsets": [array.start, array.end],
+            "data_offsets": [array.start, end],
         }
-        for array in placed
-    }
-    text = json.dumps({"__metadata__": {"format": "pt"}, **fields}).encode()
+    text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    return Layout(
-        {"arrays": header}, {a.name: replace(a, start=len(header) + a.start) for a in placed}
-    )
+    moved = {array.name: replace(array, start=len(header) + array.start) for array in placed}
+    return Layout({"arrays": header}, moved)
 
 
 def create(folder: Path, layout: Layout) -> None:
@@ -182,12 +183,12 @@ def create(folder: Path, layout: Layout) -> None:
             try:
                 os.posix_fallocate(file.fileno(), 0, size)
             except (AttributeError, OSError) as error:  # not on this system, or not on this disk
-                if getattr(error, "errno", None) not in (None, errno.EOPNOTSUPP, errno.EINVAL):
+                if getattr(error, "errno", errno.EINVAL) not in (errno.EOPNOTSUPP, errno.EINVAL):
                     raise
                 os.truncate(file.fileno(), size)
 
 
-def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.Tensor) -> None:
+def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor) -> None:
     """Write ``rows`` of the array of that name, from row ``first`` on, in the files that ``create``
     has made.
 
@@ -206,8 +207,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: torch.
     if not path.is_file():
         raise SaveError(
             f"{path}: can't be opened on every rank: on several machines, name a file in a folder "
-            "that all of them "
-            "share"
+            "that all of them share"
         )
     with writing(path, layout.size(array.file)), path.open("rb+") as file:
         file.seek(array.start + first * array.row)
@@ -223,20 +223,17 @@ def archive(target: Path, folder: Path, layout: Layout) -> None:
             (folder / array.file).unlink()
 
 
-def mapped(folder: Path, layout: Layout) -> dict[str, torch.Tensor]:
+def mapped(folder: Path, layout: Layout) -> dict[str, Tensor]:
     """The arrays of a layout without headers, by name, as memory; the files may be taken away
     afterwards.
     """
     found = {}
     for name, array in layout.arrays.items():
-        count = math.prod(array.shape)
-        path = str(folder / array.file)
-        flat = (
-            torch.from_file(path, shared=False, size=count, dtype=array.dtype)
-            if count
-            else torch.empty(0)
-        )
-        found[name] = flat.to(array.dtype).view(array.shape)
+        flat = torch.empty(0, dtype=array.dtype)
+        if count := math.prod(array.shape):
+            path = str(folder / array.file)
+            flat = torch.from_file(path, shared=False, size=count, dtype=array.dtype)
+        found[name] = flat.view(array.shape)
     return found
 
 
@@ -250,7 +247,6 @@ def writing(path: Path, size: int | None = None) -> Iterator[None]:
     except OSError as error:
         why = error.strerror or str(error)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            why = "the disk is full" + (
-                "" if size is None else f", {size / 1e6:,.1f} MB are needed"
-            )
+            needed = "" if size is None else f", {size / 1e6:,.1f} MB are needed"
+            why = f"the disk is full{needed}"
         raise SaveError(f"{path.parent.parent}: the outputs can't be written: {why}") from error
