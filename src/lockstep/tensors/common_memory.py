@@ -23,16 +23,10 @@ def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
     """
     spans: dict[int, tuple[int, int, str, Tensor]] = {}
     for name, tensor in named:
-        is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-        if is_plain and tensor.numel() and not tensor.is_meta:
-            start = tensor.data_ptr()
-            length = 1 + sum(
-                (size - 1) * stride
-                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            )
-            spans.setdefault(
-                id(tensor), (start, start + length * tensor.element_size(), name, tensor)
-            )
+        if _is_plain(tensor):
+            start, end = _span(tensor)
+            spans.setdefault(id(tensor), (start, end, name, tensor))
+
     groups: list[list[Named]] = []
     reach = 0
     for start, end, name, tensor in sorted(spans.values(), key=lambda span: span[:3]):
@@ -41,6 +35,22 @@ def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
         groups[-1].append((name, tensor))
         reach = max(reach, end)
     return [group for group in groups if len(group) > 1]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has memory of its own that can be told: no subclass, sparse or on meta."""
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    return bool(tensor.numel()) and not tensor.is_meta
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the byte after the last one."""
+    start = tensor.data_ptr()
+    last = 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        last += (size - 1) * stride
+    return start, start + (last + 1) * tensor.element_size()
 
 
 @contextmanager
@@ -55,33 +65,36 @@ def common_memory_kept(model: nn.Module) -> Iterator[None]:
         [(name, tensor.detach()) for name, tensor in tensors_of(model) if not is_lazy(tensor)]
     )
     yield
+
     now = dict(tensors_of(model))
     for group in groups:
         is_trained = any(now[name].requires_grad for name, _ in group)
-        if not is_trained or all(
-            now[name].data_ptr() == before.data_ptr() for name, before in group
-        ):
-            continue
-        (name, first), (other, _), *_ = group
-        kinds = {
-            (now[n].device, now[n].dtype, before.untyped_storage().data_ptr())
-            for n, before in group
-        }
-        if len(kinds) > 1:
-            raise StrategyError(
-                f'"{name}" and "{other}" have memory in common without being one parameter, and '
-                "can't be moved or "
-                "converted together: give both modules the parameter itself, or clone it"
-            )
-        memory = (
-            torch.empty(0, dtype=first.dtype, device=first.device)
-            .set_(first.untyped_storage())
-            .to(now[name])
+        has_moved = any(now[name].data_ptr() != before.data_ptr() for name, before in group)
+        if is_trained and has_moved:
+            _put_together(group, now)
+
+
+def _put_together(group: list[Named], now: dict[str, Tensor]) -> None:
+    """Give tensors one piece of memory where they are now, as they had one before.
+
+    Args:
+        group: the tensors as they were, by name.
+        now: all tensors of the model as they are, by name.
+    """
+    (name, first), (other, _), *_ = group
+    places = {(now[each].device, now[each].dtype) for each, _ in group}
+    pieces = {before.untyped_storage().data_ptr() for _, before in group}
+    if len(places) > 1 or len(pieces) > 1:
+        raise StrategyError(
+            f'"{name}" and "{other}" have memory in common without being one parameter, and '
+            "can't be moved or converted together: give both modules the parameter itself, or "
+            "clone it"
         )
-        for each, before in group:
-            now[each].data = memory.as_strided(
-                before.shape, before.stride(), before.storage_offset()
-            )
+
+    whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
+    memory = whole.to(now[name])
+    for each, before in group:
+        now[each].data = memory.as_strided(before.shape, before.stride(), before.storage_offset())
 
 
 def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
@@ -96,10 +109,8 @@ def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
         if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for _, tensor in group):
             raise StrategyError(
                 f'{strategy}: "{name}" and "{other}" have memory in common without being one '
-                "parameter (by .data, "
-                "detach() or a view), and each would get its own memory: give both modules the "
-                "parameter itself, clone "
-                "it, or use ddp"
+                "parameter (by .data, detach() or a view), and each would get its own memory: give "
+                "both modules the parameter itself, clone it, or use ddp"
             )
 
 

@@ -17,35 +17,41 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """The bits of a strided tensor in one row, as whole numbers; no copy where it is contiguous."""
+    """Return the bits of a strided tensor in one row, as whole numbers.
+
+    There is no copy where the tensor is contiguous.
+    """
     flat = tensor.detach().contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(
-        dtype
-    )  # (a single element may have any stride)
+    flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride
+    return flat.view(dtype)
 
 
 def digest(tensor: Tensor | None) -> tuple[int, int] | None:
-    """Two sums that tell different values apart: plain, and weighted by place.
+    """Return two sums that tell different values apart: plain, and weighted by place.
 
-    It is the bits that are added, as whole numbers: the sums are the same for any number of
-    threads, nothing is not finite, and no copy as large as the tensor is made.
+    The bits are added, as whole numbers: the sums are the same for any number of threads, none is
+    infinite or NaN, and no copy as large as the tensor is made.
+
+    Returns:
+        The sums; None for a tensor without values in memory.
     """
     if tensor is None or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
         return None
-    flat = (
-        torch.view_as_real(tensor.detach().resolve_conj())
-        if tensor.is_complex()
-        else tensor.detach()
-    )
+    flat = tensor.detach().resolve_conj()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat)
     bits = bits_of(flat, _BITS[flat.element_size()])
     rows = bits.numel() // _PLACES
     last = bits[rows * _PLACES :]
-    if not rows:  # most are as small as that: samples, counters, running statistics
-        sums = last.long()
-    else:
+
+    if rows:
         sums = torch.zeros(_PLACES, dtype=torch.int64, device=bits.device)
-        for block in torch.split(bits[: rows * _PLACES].view(rows, _PLACES), _ROWS):
+        whole_rows = bits[: rows * _PLACES].view(rows, _PLACES)
+        for block in torch.split(whole_rows, _ROWS):
             sums += block.sum(0)
         sums[: len(last)] += last
+    else:  # most are as small as that: samples, counters, running statistics
+        sums = last.long()
+
     places = torch.arange(1, len(sums) + 1, device=bits.device)
     return int(sums.sum()), int((sums * places).sum())

@@ -1,9 +1,18 @@
 """A state as JSON and tensors by name, so that it can be kept without pickle.
 
 ``encoded`` turns nested dicts, lists and tuples into values that JSON has, and names each tensor by
-its place: ``{"model": {"0.weight": tensor}}`` becomes ``{"model": {"0.weight": {"$": "tensor",
-"of": "model/0.weight"}}}`` and ``{"model/0.weight": tensor}``. What JSON lacks is a dict with
-``"$"``, its type. `decoded` makes the same again.
+its place. What JSON lacks is a dict with ``"$"``, its type, and ``"of"``, what it is made of::
+
+    1, "a", None, [1], {"a": 1}     1, "a", null, [1], {"a": 1}
+    {"model": {"bias": tensor}}     {"model": {"bias": {"$": "tensor", "of": "model/bias"}}}
+                                    and the tensor by the name "model/bias"
+    (1, 2)                          {"$": "tuple", "of": [1, 2]}
+    {0: "a"}                        {"$": "dict", "of": [[0, "a"]]}
+    inf                             {"$": "float", "of": "inf"}
+    torch.float16                   {"$": "dtype", "of": "float16"}
+
+A tensor of a type that safetensors files lack is a dict, too: of its parts (a sparse one), of its
+real numbers (a complex one), or of its bits (eight-bit floats). `decoded` makes the same again.
 """
 
 from __future__ import annotations
@@ -29,11 +38,14 @@ _LISTS: dict[str, Callable[[Any], Any]] = {
     "deque": collections.deque,
     "Size": torch.Size,
 }
+"""How a list becomes a container again."""
+
 _DICTS: dict[str, Callable[[Any], Any]] = {
     "dict": dict,
     "OrderedDict": collections.OrderedDict,
     "Counter": lambda pairs: collections.Counter(dict(pairs)),
 }
+"""How a list of pairs becomes a dict again."""
 
 
 def _base64(value: bytes) -> str:
@@ -61,6 +73,12 @@ def encoded(state: Any) -> tuple[Any, dict[str, Tensor | RowShard]]:
     The tensors have types that safetensors files have. They are not copied, but for sparse ones.
     A tensor whose rows are on several ranks is this rank's `RowShard`.
 
+    Args:
+        state: nested dicts, lists and tuples.
+
+    Returns:
+        The values for JSON, and the tensors by name.
+
     Raises:
         InputError: something in it is neither a tensor nor a plain value; its place is named.
     """
@@ -69,32 +87,46 @@ def encoded(state: Any) -> tuple[Any, dict[str, Tensor | RowShard]]:
 
 
 class _Encoder:
-    """Encodes a state, and collects its tensors."""
+    """Encodes a state, and collects its tensors.
+
+    Attributes:
+        tensors: by their places, as far as the state was encoded.
+    """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor | RowShard] = {}
 
     def value(self, value: Any, place: str) -> Any:
-        """Return what JSON has in the place of any value."""
+        """Return what JSON has in the place of any value.
+
+        Args:
+            value: a part of the state.
+            place: where it is in the state: ``optimizer/state/0``.
+        """
         kind = type(value)
+
         if value is None or kind in (bool, int, str):
             return value
         if kind is float and math.isfinite(value):
             return value
+
         if kind is list:
             return self._items(value, place)
         if kind is dict and "$" not in value and all(type(key) is str for key in value):
             return {key: self.value(item, _under(place, key)) for key, item in value.items()}
+
         if isinstance(value, Tensor):
             return self._tensor(value.detach(), place)
         if kind is RowShard:
             return self._kept(value, place)
+
         return self._marked(value, place)
 
     def _items(self, items: Iterable[Any], place: str) -> list[Any]:
         return [self.value(item, f"{place}/{i}") for i, item in enumerate(items)]
 
     def _kept(self, tensor: Tensor | RowShard, place: str) -> dict[str, Any]:
+        """Keep a tensor by its place, and return what stands for it."""
         while place in self.tensors:  # two keys that are one text
             place += "'"
         self.tensors[place] = tensor
@@ -104,16 +136,19 @@ class _Encoder:
         """Return a dict that says the type of a value that JSON lacks."""
         kind = type(value)
         name = kind.__name__
+
         if name in _TEXTS:
             return {"$": name, "of": _TEXTS[name][0](value)}
+
         if name in _LISTS and not hasattr(value, "_fields"):
             return {"$": name, "of": self._items(value, place)}
+
         if name in _DICTS:
-            pairs = [
-                [self.value(key, place), self.value(item, _under(place, str(key)))]
-                for key, item in value.items()
-            ]
+            pairs = []
+            for key, item in value.items():
+                pairs.append([self.value(key, place), self.value(item, _under(place, str(key)))])
             return {"$": name, "of": pairs}
+
         if isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
             return {
                 "$": "numpy",
@@ -121,12 +156,14 @@ class _Encoder:
                 "dtype": value.dtype.str,
                 "shape": value.shape if value.ndim else None,
             }
+
         raise InputError(
             f'"{place}" is a {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold: '
             "keep it as tensors, numbers, texts, or lists and dicts of them"
         )
 
     def _tensor(self, tensor: Tensor, place: str) -> dict[str, Any]:
+        """Keep a tensor in types that safetensors files have, and return what stands for it."""
         if tensor.layout == torch.sparse_coo:
             tensor = tensor.coalesce()
             held = {
@@ -134,17 +171,20 @@ class _Encoder:
                 "values": self._tensor(tensor.values(), f"{place}/values"),
             }
             return {"$": "sparse", "of": held, "shape": list(tensor.shape)}
+
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             raise InputError(
                 f'"{place}" is a tensor of {tensor.layout}, quantized or on meta, which no '
                 "checkpoint can hold"
             )
+
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_complex():
             real = self._tensor(torch.view_as_real(tensor), f"{place}/real")
             return {"$": "complex tensor", "of": real}
         if tensor.dtype in SAFETENSORS_TYPES:
             return self._kept(tensor, place)
+
         # A copy, since a single element may have any stride.
         whole = tensor.clone(memory_format=torch.contiguous_format)
         bits = whole.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
@@ -157,31 +197,47 @@ def _under(place: str, key: str) -> str:
 
 
 def decoded(tree: Any, tensors: Mapping[str, Any]) -> Any:
-    """Return the state that ``encoded`` was given."""
+    """Return the state that ``encoded`` was given.
+
+    Args:
+        tree: the values from JSON.
+        tensors: by the names that ``encoded`` gave them.
+    """
     if isinstance(tree, list):
         return [decoded(item, tensors) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if "$" not in tree:
         return {key: decoded(item, tensors) for key, item in tree.items()}
+
     kind = tree["$"]
     if kind == "tensor":
         return tensors[tree["of"]]
     if kind in _TEXTS:
         return _TEXTS[kind][1](tree["of"])
+
     if kind == "numpy":
-        flat = numpy.frombuffer(base64.b64decode(tree["of"]), dtype=tree["dtype"])
+        body = base64.b64decode(tree["of"])
+        flat = numpy.frombuffer(body, dtype=tree["dtype"])
         return flat[0] if tree["shape"] is None else flat.reshape(tree["shape"]).copy()
+
     return _rebuilt(tree, decoded(tree["of"], tensors))
 
 
 def _rebuilt(tree: dict[str, Any], of: Any) -> Any:
-    """Return a container, or a tensor of another type, made of what is in it."""
+    """Return a container, or a tensor of another type, made of what is in it.
+
+    Args:
+        tree: what says the type.
+        of: what is in it, decoded.
+    """
     kind = tree["$"]
+
     if kind in _LISTS:
         return _LISTS[kind](of)
     if kind in _DICTS:
         return _DICTS[kind](of)
+
     if kind == "complex tensor":
         return torch.view_as_complex(of)
     if kind == "bits":
