@@ -4,6 +4,7 @@
 
     order.py           the indices of an epoch, computed slice by slice where they are many
     shares.py          which samples make global batch k of an epoch, and which of them a process gets
+    own_batches.py     the batches of a loop of one's own, cut in micro-batches
     fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
     loader_workers.py  the same in loader workers
     loader.py          all of that, epoch by epoch, copied to an accelerator while the batch before is used

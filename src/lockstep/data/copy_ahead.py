@@ -34,6 +34,7 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
                 _move(field, parts, place)
             yield batch
         return
+
     streams = {place: torch.Stream(place) for place in places}
     before: Batch | None = None
     copied: dict[torch.device, Any] = {}
@@ -46,6 +47,7 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
         if before is not None:
             yield _received(before, copied_before)
         before = batch
+
     if before is not None:
         yield _received(before, copied)
 
@@ -69,6 +71,7 @@ def _move(field: str, parts: list[Part], place: torch.device) -> None:
         for part, nest in zip(parts, nests, strict=True):
             setattr(part, field, each(move, nest))
         return
+
     together = [_rows_moved(rows, place) for rows in zip(*held, strict=True)]
     for part, nest, own in zip(parts, nests, zip(*together, strict=True), strict=True):
         new = iter(own)
@@ -102,4 +105,5 @@ def _received(batch: Batch, copied: dict[torch.device, Any]) -> Batch:
         for tensor in tensors((part.inputs, part.targets)):
             if tensor.device in computing:
                 tensor.record_stream(computing[tensor.device])
+
     return batch

@@ -50,4 +50,5 @@ def forgets_samples(dataset: Any) -> bool:
         if type(one).__name__.startswith("BufferShuffled"):
             return True
         todo += [getattr(one, "ex_iterable", None), *getattr(one, "ex_iterables", ())]
+
     return False

@@ -149,14 +149,17 @@ class Fetcher:
             shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
             message = f"{self._name}: fetching samples {shown} raised {told(error)}"
             raise SampleError(message) from error
+
         if before is not None and not same(before, states()):
             self._whole = False
             return None
+
         if len(samples) != len(share):
             raise JobError(
                 f"{self._name}: its __getitems__ gave {len(samples)} samples for {len(share)} "
                 "indices"
             )
+
         return samples
 
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
@@ -171,6 +174,7 @@ class Fetcher:
                 samples.append(dataset[index])
             except Exception as error:
                 raise SampleError(f"{self._name}: sample {number} raised {told(error)}") from error
+
         return samples
 
 
@@ -181,6 +185,7 @@ def _pair_of_tensors(dataset: TensorDataset, name: str) -> tuple[Tensor, Tensor]
             "expected; of several inputs a dataset gives ((a, b), targets), which is called as "
             "model(a, b)"
         )
+
     return dataset.tensors
 
 
@@ -188,6 +193,7 @@ def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
     if not tensor.is_cpu:
         own = at if at.device == tensor.device else to_device(at, tensor.device)
         return tensor.index_select(0, own)
+
     if not pin:
         return tensor.index_select(0, at)
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
@@ -202,9 +208,11 @@ def number_of(nest: Any) -> int:
         for part in inside:
             state = absorbed(state, number_of(part))
         return state
+
     if isinstance(nest, Tensor):
         sums = digest(nest)
         return 0 if sums is None else absorbed(*sums)
+
     if isinstance(nest, int | float | str | bytes):
         return zlib.crc32(repr(nest).encode())
     return zlib.crc32(nest.tobytes()) if hasattr(nest, "tobytes") else 0
@@ -252,6 +260,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         if not _is_pair(made):
             raise JobError(f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected")
         return made[0], made[1]
+
     for sample in samples:
         _check_pair(sample, name)
     try:
@@ -261,6 +270,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         raise JobError(
             f"collate: samples can't be put together ({told(error)}): give a collate that can"
         ) from error
+
     return inputs, targets
 
 
@@ -288,6 +298,7 @@ def _check_pair(sample: Any, name: str) -> None:
         raise JobError(
             f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
         )
+
     if sample[1] is None:
         raise JobError(
             f"{name}: the targets of a sample are None: give a number in their place (0, say) "

@@ -58,6 +58,7 @@ def _number(dataset: Any) -> int:
     if type(base) is TensorDataset:
         for tensor in base.tensors:
             made.append(tensor[:: max(1, len(tensor) // _LOOKED_AT)][:_LOOKED_AT])
+
     return number_of(made)
 
 
@@ -86,6 +87,7 @@ def fingerprint(batch: Batch, samples: int | None, collate: Collate | None) -> d
                 found["epoch"] = batch.epoch
                 found["number"] = number_of(cut(pair, 0, 1, part.size))
                 return found
+
     return found
 
 
@@ -98,6 +100,7 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
             f"{name} has {len(dataset):,} samples, and had {before['samples']:,} when the run was "
             "begun: its batches are other ones now"
         )
+
     if "number" not in before:
         return None
     index = before["sample"]
@@ -105,6 +108,7 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
     for _ in range(2):
         pairs, _note = Fetcher(dataset, seed=seed)(before["epoch"], [[index]])
         numbers.append(number_of(pairs[0]))
+
     # A sample that is other each time tells nothing.
     if before["number"] in numbers or numbers[0] != numbers[1]:
         return None

@@ -47,6 +47,7 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
         if settings.get("collate") is not None and world.is_first:
             warnings.warn(f"collate is given each device's local batch, {OF_COLLATE}", stacklevel=2)
+
     dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
     kind = StreamLoader if is_stream(dataset) else Loader
     return kind(dataset, batch_size=batch_size, **settings)

@@ -86,6 +86,7 @@ class AnyLoader(ABC):
             raise JobError(
                 f"order: a function of the epoch is expected, not a {type(order).__name__}"
             )
+
         if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
         self._name = name or ("eval_data" if evaluation else "train_data")
@@ -123,6 +124,7 @@ class AnyLoader(ABC):
                 readers=readers,
                 on_accelerator=bool(self._places),
             )
+
         return wanted * readers
 
     @abstractmethod
@@ -178,6 +180,7 @@ class AnyLoader(ABC):
             self.close()
             self._workers = Workers(self._fetching, self._count, self._pin)
             self._are_stale = False
+
         if self._workers is not None:
             return self._workers.fetch(requests)
         return (self._fetching(*request) for request in requests)
@@ -242,6 +245,7 @@ class Loader(AnyLoader):
         if callable(set_epoch) and not self._evaluation:
             set_epoch(epoch)
             self.renew_workers()
+
         order = self.orders(epoch)
         self._compare(epoch, order)
         collate = functools.partial(self._fetching, epoch)
@@ -264,6 +268,7 @@ class Loader(AnyLoader):
             for row in self._cutting.rows(order if held is None else Placed(order, held), start):
                 yield [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
             return
+
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
         answers = self._answers(
             (epoch, [share.tolist() for share in shares])
@@ -308,6 +313,7 @@ class Loader(AnyLoader):
             if self._shuffle:
                 return permutation(self._length, self._seed, epoch)
             return Ascending(self._length)
+
         order = by_person(self._by_person, self._length, self._seed, epoch)
         if not self._looked:  # once, ask again: a generator of its own would have moved
             self._looked = True
@@ -319,6 +325,7 @@ class Loader(AnyLoader):
                     kind="sampler",
                     fix="take torch's, random's or numpy's global one, which are seeded",
                 )
+
         return order
 
     def _compare(self, epoch: int, order: Order) -> None:

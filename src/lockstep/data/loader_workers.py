@@ -108,6 +108,7 @@ def free_cores() -> tuple[int, ...]:
                 found |= os.sched_getaffinity(int(thread))
         except OSError:  # no /proc, or a thread that has just ended
             pass
+
     return tuple(sorted(found))
 
 
@@ -195,6 +196,7 @@ class Workers:
         with warnings.catch_warnings():  # a training says it, in a line
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             answers = iter(self._loader)
+
         _hear_deaths_where_waiting()
         while True:
             try:

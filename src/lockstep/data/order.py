@@ -105,6 +105,7 @@ class Scattered:
             )
             moved.add_(_hashed(other, key, size))
             moved.sub_(moved.ge(size).to(torch.int64).mul_(size))
+
         return row.mul_(self._columns).add_(column)
 
 
@@ -139,14 +140,17 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
             order = torch.as_tensor(function(epoch))
         except Exception as error:
             raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
+
     if order.dim() != 1 or not len(order):
         raise JobError(
             f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected"
         )
+
     if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
         raise JobError(
             f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected"
         )
+
     order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
     low, high = (int(v) for v in order.aminmax())
     if low < 0 or high >= n:
@@ -154,4 +158,5 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         raise JobError(
             f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}"
         )
+
     return order

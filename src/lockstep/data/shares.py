@@ -12,7 +12,6 @@ in micro-batches, each of them in shares, always as evenly as can be and the lar
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -20,18 +19,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.errors import InputError, JobError
+from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import named_parts, parts, tensors
-from lockstep.tensors.rows import (
-    are_batches,
-    batch_size_of,
-    cut,
-    holds_samples,
-    joined,
-    share_sizes,
-)
-from lockstep.tensors.seeding import kept_state_on, seed_on
+from lockstep.tensors.pytree import tensors
+from lockstep.tensors.rows import cut, joined, share_sizes
 
 T = TypeVar("T")
 
@@ -47,16 +38,22 @@ _INDICES_AT_ONCE = 1 << 16
 where it is computed.
 """
 
-TRAINING, EVALUATION, ORDER, COLLATE, MAP = 1, 2, 3, 4, 5
+TRAINING = 1
+EVALUATION = 2
+ORDER = 3
+COLLATE = 4
+MAP = 5
 """Streams of random numbers of one seed, which must not meet."""
 
 
 def absorbed(state: int, number: int) -> int:
-    """A 64-bit state that has taken in one more number (the finaliser of splitmix64 over their
-    sum).
+    """Return a 64-bit state that has taken in one more number.
 
     Every bit of the number moves every bit of the state, which a linear formula such as ``seed +
     1000 * epoch + index`` does not: there, two epochs share most of their streams.
+
+    Source: the finaliser of splitmix64, over the sum of both
+        (Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014).
     """
     z = (state + 0x9E3779B97F4A7C15 * (2 * number + 1)) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -65,7 +62,7 @@ def absorbed(state: int, number: int) -> int:
 
 
 def mixed(*numbers: int) -> int:
-    """A seed made of several numbers, in 63 bits, which every generator takes."""
+    """Return a seed made of several numbers, in 63 bits, which every generator takes."""
     state = 0
     for number in numbers:
         state = absorbed(state, number)
@@ -125,6 +122,7 @@ class Batch:
                 f"accumulate: this batch has {len(full)} micro-batches: give it whole to the "
                 "step: step(batch)"
             )
+
         yield full[0].inputs if full else None
         yield full[0].targets if full else None
 
@@ -147,15 +145,14 @@ class Cutting:
     """
 
     def __init__(self, batch_size: int, accumulate: int, rank: int | None, world_size: int) -> None:
-        for setting, value in (
-            ("batch_size", batch_size),
-            ("accumulate", accumulate),
-            ("world_size", world_size),
-        ):
+        sizes = {"batch_size": batch_size, "accumulate": accumulate, "world_size": world_size}
+        for setting, value in sizes.items():
             if not isinstance(value, int) or value < 1:
                 raise JobError(f"{setting}: {value!r}, a whole number of at least 1 is expected")
+
         if rank is not None and not 0 <= rank < world_size:
             raise JobError(f"rank: {rank} is not one of {world_size}")
+
         self.batch_size = batch_size
         self.world_size = world_size
         self.rank = rank
@@ -176,31 +173,35 @@ class Cutting:
         found = []
         for rank in self.ranks:
             start = 0
-            for micro in share_sizes(size, self._accumulate):
-                sizes = share_sizes(micro, self.world_size)
-                mine = start + sum(sizes[:rank])
-                if micro:
-                    found.append((mine, mine + sizes[rank], micro))
-                start += micro
+            for micro_batch in share_sizes(size, self._accumulate):
+                sizes = share_sizes(micro_batch, self.world_size)
+                first = start + sum(sizes[:rank])
+                if micro_batch:
+                    found.append((first, first + sizes[rank], micro_batch))
+                start += micro_batch
+
         return found
 
     def row(self, samples: Tensor) -> tuple[Tensor, ...]:
         """Return the indices of a global batch, then those of each wanted share."""
-        return samples, *(samples[a:b] for a, b, _ in self.spans(len(samples)))
+        shares = [samples[start:end] for start, end, _ in self.spans(len(samples))]
+        return samples, *shares
 
     def rows(self, order: Order, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
-        """Yield the row of each global batch from number ``start`` on; the order is asked for in
-        blocks of some batches.
+        """Yield the row of each global batch from number ``start`` on.
+
+        The order is asked for in blocks of some batches.
         """
-        full = len(order) // self.batch_size
-        at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // self.batch_size))
+        size = self.batch_size
+        full = len(order) // size
+        at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // size))
         for first in range(start, full, at_once):
-            block = order[first * self.batch_size : min(first + at_once, full) * self.batch_size]
-            block = block.view(-1, self.batch_size)
-            yield from zip(
-                block.unbind(), *(block[:, a:b].unbind() for a, b, _ in self._of_full), strict=True
-            )
-        last = order[full * self.batch_size :]
+            end = min(first + at_once, full)
+            block = order[first * size : end * size].view(-1, size)  # (batches, samples)
+            shares = [block[:, a:b].unbind() for a, b, _ in self._of_full]
+            yield from zip(block.unbind(), *shares, strict=True)
+
+        last = order[full * size :]
         if len(last) and start <= full:
             yield self.row(last)
 
@@ -212,158 +213,40 @@ class Cutting:
     def batch(
         self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int
     ) -> Batch:
-        """Return the batch of a row, with the inputs and targets of each share that isn't empty."""
+        """Return the batch of a row.
+
+        Args:
+            row: of ``rows``.
+            pairs: inputs and targets of each share that isn't empty.
+            index, epoch: where the batch is.
+        """
         samples = row[0]
         made = iter(pairs)
         parts = []
         for share, (start, end, of) in zip(row[1:], self.spans(len(samples)), strict=True):
             inputs, targets = next(made) if end > start else (None, None)
             parts.append(Part(inputs, targets, end - start, of, share))
+
         batch = Batch(parts, len(samples), index, epoch, samples)
         if self.rank is None:
             batch.shares = self.by_rank(parts)
             batch.parts = [Part(None, None, part.of, part.of) for part in batch.shares[0]]
+
         return batch
 
 
 def over_ranks(world: World, *numbers: int) -> list[list[int]]:
-    """The whole numbers that each rank has, in rank order; every rank calls it. Quicker than any
-    objects.
+    """Return the whole numbers that each rank has, in rank order; every rank calls it.
+
+    This is quicker than a gathering of objects.
     """
     if world.size == 1:
         return [[*numbers]]
+
     every = torch.zeros(world.size, len(numbers), dtype=torch.int64)
     every[world.rank] = torch.tensor(numbers)
     found: list[list[int]] = world.all_reduce(every.to(world.exchange_device)).tolist()
     return found
-
-
-def batch_of(
-    inputs: Any,
-    targets: Any,
-    accumulate: int,
-    world: World,
-    refuse_gaps: Callable[[list[bool]], None],
-) -> Batch:
-    """Return this rank's share, which a loop of one's own gives, as a Batch.
-
-    Every rank calls it, and learns what the others have.
-
-    Args:
-        inputs, targets: of this rank's samples; None where it has none.
-        accumulate: micro-batches to cut them in.
-        world: the ranks.
-        refuse_gaps: called with which ranks have samples of a micro-batch, where one has none and a
-            later one has.
-
-    Raises:
-        InputError: inputs and targets can't be cut together.
-    """
-    samples = 0 if inputs is None else batch_size_of(inputs)
-    is_cut = accumulate > 1 or len(world.devices) > 1
-    if is_cut or world.size > 1:
-        _refuse_lists_of_samples(inputs, samples)
-    if is_cut:
-        refuse_uncut(inputs, targets, samples)
-    parts = []
-    start = 0
-    for size in share_sizes(samples, accumulate):
-        if not size:
-            parts.append(Part(None, None, 0, 0))
-            continue
-        if size < samples:
-            some, wanted = cut((inputs, targets), start, size, samples)
-            parts.append(Part(some, wanted, size, size))
-        else:
-            parts.append(Part(inputs, targets, size, size))
-        start += size
-    sizes = [theirs for (theirs,) in over_ranks(world, samples)]
-    if world.size > 1:
-        _count_over_ranks(parts, sizes, refuse_gaps)
-    return Batch(parts, sum(sizes), 0, 0)
-
-
-def _count_over_ranks(
-    parts: list[Part], sizes: list[int], refuse_gaps: Callable[[list[bool]], None]
-) -> None:
-    """Set the samples of each micro-batch, all ranks together."""
-    every = [share_sizes(samples, len(parts)) for samples in sizes]
-    for part, shares in zip(parts, zip(*every, strict=True), strict=True):
-        here = [size > 0 for size in shares]
-        # A number below that of the ranks says that some have none; these are the last ones
-        # wherever it matters.
-        part.of = sum(shares) if all(here) else sum(here)
-        if not all(here[: sum(here)]):
-            refuse_gaps(here)
-
-
-def refuse_uncut(inputs: Any, targets: Any, samples: int) -> None:
-    """Refuse a batch that can't be cut in samples, whatever the samples of a later batch are.
-
-    Raises:
-        InputError: a tensor has neither a row for each sample nor one for all, or a list of
-            targets may be either of two things.
-    """
-    if samples > 1:
-        _refuse_uncut("inputs", inputs, samples)
-        _refuse_uncut("targets", targets, samples)
-
-
-def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
-    if isinstance(nest, Tensor):
-        if nest.dim() and nest.shape[0] not in (1, samples):
-            raise InputError(
-                f"{name}: a tensor of shape {tuple(nest.shape)} cannot be cut into {samples} "
-                "samples: the first dimension must be the batch (batch_first=True, or transpose "
-                "inside of the model), or 1 where all samples share the tensor"
-            )
-        return
-    if isinstance(nest, list | tuple) and holds_samples(nest, samples):
-        return
-    is_list_of_targets = type(nest) is list and name.startswith("targets")
-    if is_list_of_targets and len(nest) == samples and are_batches(nest, samples):
-        raise InputError(
-            f"{name}: a list of {samples} items, whose tensors have {samples} rows each, for "
-            f"{samples} samples can be cut in two ways: give several targets of all samples as a "
-            "tuple, and those of each sample as a list of dictionaries"
-        )
-    for key, part in named_parts(nest):
-        _refuse_uncut(f"{name}.{key}", part, samples)
-
-
-def _refuse_lists_of_samples(inputs: Any, rows: int) -> None:
-    """Refuse a list with an item for each sample as inputs: nobody can see that it is one.
-
-    Raises:
-        InputError: with what to do instead.
-    """
-    for one in (inputs, *(parts(inputs) or ())):
-        if type(one) is not list or len(one) == rows:
-            continue
-        if any(t.dim() and t.shape[0] not in (1, rows) for t in tensors(one)):
-            raise InputError(
-                f"inputs: a list of {len(one)} items, whose tensors have unequal numbers of rows, "
-                "cannot be cut: pad the samples to one tensor, or train by a Job, whose collate "
-                "may give such a list; several inputs of all samples are a tuple"
-            )
-
-
-@contextlib.contextmanager
-def own_stream(world: World, seed: int) -> Iterator[None]:
-    """Random numbers of this rank's own for a step.
-
-    A script seeds all ranks alike, so that they agree on what it draws; masks must differ all the
-    same.
-    """
-    if world.size == 1:
-        yield
-        return
-    mine = mixed(seed, world.step + 1, world.rank)
-    with contextlib.ExitStack() as kept:
-        for device in {torch.device("cpu"), *(device.torch for device in world.devices)}:
-            kept.enter_context(kept_state_on(device))
-            seed_on(device, mine)
-        yield
 
 
 class Order(Protocol):
@@ -371,9 +254,11 @@ class Order(Protocol):
     ``order.py``).
     """
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """Return the number of samples of the epoch."""
 
-    def __getitem__(self, span: slice, /) -> Tensor: ...
+    def __getitem__(self, span: slice, /) -> Tensor:
+        """Return some of the indices."""
 
 
 def mixed_share(shares: list[Part]) -> Part:

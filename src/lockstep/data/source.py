@@ -50,20 +50,24 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
                 f"{name}: a generator can be iterated only once: give the function that makes it"
             )
         return source
+
     if not _is_map_style(source):
         raise JobError(
             f"{name}: {type(source).__name__} is no dataset: it needs __getitem__ and __len__, or "
             "__iter__"
         )
+
     if isinstance(source, Mapping) and source and all(isinstance(key, str) for key in source):
         raise JobError(
             f"{name}: sets by name are for eval_data; put them together in one with "
             "torch.utils.data.ConcatDataset"
         )
+
     try:
         length = len(source)
     except Exception as error:
         raise JobError(f"{name}: its length can't be told ({told(error)})") from error
+
     if not length:
         raise JobError(f"{name}: it is empty")
     return source
@@ -88,6 +92,7 @@ def resolve_sets(source: Any, world: World, name: str = "eval_data") -> dict[str
     for key in source:
         if not isinstance(key, str) or not key:
             raise JobError(f"{name}: the name of a set is {key!r}, a text is expected")
+
     return {key: resolve(value, world, f'{name}["{key}"]') for key, value in source.items()}
 
 
@@ -101,6 +106,7 @@ def check_name(data: Any) -> None:
     if not name or not colon:
         known = nearest(data, ["eval", "eval:NAME", "train", "FILE.py:NAME"])
         raise InputError(f'data: there is no dataset "{data}"; {known}')
+
     if not Path(file).is_file():
         raise InputError(f"{data}: there is no file {file}")
 
@@ -117,6 +123,7 @@ def source_of(job: Job, data: Any) -> tuple[str, Any]:
                 "eval_data: the job has none; predict on train, or name data as file.py:NAME"
             )
         return "eval_data", job.eval_data
+
     file, _, name = data.rpartition(":")
     module = vars(loaded(file))
     if name in module:
@@ -162,12 +169,14 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
             f"{name}: a stream has no length, and predicting needs one: give a list of the "
             "samples, or a dataset with __getitem__ and __len__"
         )
+
     base = base_of(dataset)
     tensors: Any = ()
     if type(base) is TensorDataset:
         tensors = base.tensors
     elif isinstance(base, Tensor) and base.is_cpu:
         tensors = (base,)
+
     if collate is not None or len(tensors) not in (1, 2):
         return dataset, functools.partial(_collated, collate, name)
     if len(tensors) == 1:
@@ -175,6 +184,7 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
         dataset = TensorDataset(tensors[0], torch.zeros(1).expand(len(base)))
         if lookup is not None:
             dataset = Subset(dataset, lookup.tolist())
+
     return dataset, None  # tensors are indexed, as in training
 
 
@@ -260,4 +270,5 @@ def _called(source: Any, world: World, name: str) -> Any:
             raise JobError(
                 message if is_own else f"{name}: calling it{where} raised {message}"
             ) from failure
+
     return made

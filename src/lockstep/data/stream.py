@@ -58,6 +58,7 @@ def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
             "train_data is a stream, which can't be shuffled: it comes in its own order, the same "
             "on every rank (shuffle=False says so too)"
         )
+
     if meets:
         yield (
             "train_data is a stream, of which the ranks compare what they have read before each "
@@ -92,6 +93,7 @@ class StreamLoader(AnyLoader):
                 f"order: {self._name} is a stream, which comes in its own order: give a map-style "
                 "dataset"
             )
+
         self.samples: int | None = None
         return Reader(
             self._dataset, self._cutting, self._seed, self._evaluation, self._collate, self._name
@@ -115,6 +117,7 @@ class StreamLoader(AnyLoader):
         if self._begins is not None and self._begins[:2] == (epoch, start):
             kept = self._begins[2]
             self._begins = None
+
         requests = itertools.chain(
             [(epoch, start, True, kept)],
             ((epoch, index, False) for index in itertools.count(start + 1)),
@@ -215,6 +218,7 @@ class Reader:
                 if self._collate is not None and self._draws:
                     seed_all(absorbed(absorbed(state, first + start), COLLATE) >> 1)
                 pairs.append(together(samples[start:end], self._collate, self._name))
+
         number = 0
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         if self._compared and samples and index & (index - 1) == 0:
@@ -246,10 +250,12 @@ class Reader:
             self._samples = iter(self._dataset)
         except Exception as error:
             raise JobError(f"{self._name}: going through it raised {told(error)}") from error
+
         skipped = start * self._cutting.batch_size
         if kept is not None:
             self._place = skipped
             return
+
         for _ in itertools.islice(self._left(state), skipped):
             pass
         # A smaller last batch ends before its own end.

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.shares import refuse_uncut
+from lockstep.data.own_batches import refuse_uncut
 from lockstep.errors import StrategyError
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase

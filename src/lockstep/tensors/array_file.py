@@ -110,6 +110,7 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
             f"out: a .npy file holds one array, and the outputs have {len(arrays)} ({names}): "
             "take .npz"
         )
+
     arrays = [replace(array, dtype=_kept(ending, array)) for array in arrays]
     if ending == ".safetensors":
         return _safetensors(arrays)
@@ -119,6 +120,7 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
         header = _numpy_header(array) if ending else b""
         found.headers[file] = header
         found.arrays[array.name] = replace(array, file=file, start=len(header))
+
     return found
 
 
@@ -128,6 +130,7 @@ def _kept(ending: str, array: Array) -> torch.dtype:
         is_known = array.dtype in SAFETENSORS_TYPES
     else:
         is_known = not ending or _numpy_format(array.dtype) is not None
+
     if is_known:
         return array.dtype
     if array.dtype.is_floating_point:
@@ -166,6 +169,7 @@ def _safetensors(arrays: list[Array]) -> Layout:
             "shape": array.shape,
             "data_offsets": [array.start, end],
         }
+
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
@@ -202,6 +206,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor
             f'outputs: rows of "{name}" have shape {array.shape[1:]} in the first batch and '
             f"{tuple(rows.shape[1:])} in another, which no array can hold: take .jsonl"
         )
+
     rows = rows.detach().to("cpu", array.dtype).resolve_conj().resolve_neg()
     path = folder / array.file
     if not path.is_file():
@@ -209,6 +214,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor
             f"{path}: can't be opened on every rank: on several machines, name a file in a folder "
             "that all of them share"
         )
+
     with writing(path, layout.size(array.file)), path.open("rb+") as file:
         file.seek(array.start + first * array.row)
         file.write(bits_of(rows).numpy().data)
@@ -234,6 +240,7 @@ def mapped(folder: Path, layout: Layout) -> dict[str, Tensor]:
             path = str(folder / array.file)
             flat = torch.from_file(path, shared=False, size=count, dtype=array.dtype)
         found[name] = flat.view(array.shape)
+
     return found
 
 

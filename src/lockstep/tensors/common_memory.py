@@ -34,6 +34,7 @@ def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
             groups.append([])
         groups[-1].append((name, tensor))
         reach = max(reach, end)
+
     return [group for group in groups if len(group) > 1]
 
 

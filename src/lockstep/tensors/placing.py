@@ -87,6 +87,7 @@ def moved_in_buckets(
             sizes[kind] = 0
         sizes[kind] += size
         buckets.setdefault(kind, []).append(i)
+
     for bucket in buckets.values():
         yield _moved_together(bucket, tensors, place)
 
@@ -121,6 +122,7 @@ def _moved_together(
     for tensor in mine:
         copies.append(flat.as_strided(tensor.shape, tensor.stride(), offset))
         offset += tensor.numel()
+
     return bucket, copies
 
 

@@ -43,6 +43,7 @@ def parts(nest: Any) -> list[Any] | None:
             "a PackedSequence can't be split: pass the padded batch and its lengths, and pack "
             "them in forward"
         )
+
     if isinstance(nest, (list, tuple)):
         return list(nest)
     if isinstance(nest, MutableMapping):
@@ -60,6 +61,7 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
         names = getattr(nest, "_fields", range(len(inside)))
     else:
         names = _attributes(nest) or ()
+
     return list(zip(map(str, names), inside, strict=True))
 
 
@@ -79,9 +81,11 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     else:
         for name, value in zip(_attributes(nest) or (), new, strict=True):
             object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
+
     for name in list(getattr(made, "__dict__", ())):
         if _is_cached(nest, name):
             del made.__dict__[name]  # it was computed of the other parts
+
     return made
 
 
@@ -91,6 +95,7 @@ def _put_items(made: MutableMapping[Any, Any], items: Iterable[tuple[Any, Any]])
     for name, value in attributes.items():
         if isinstance(value, dict):  # where a mapping of another class keeps its items
             attributes[name] = copy.copy(value)
+
     for key, value in items:
         made[key] = value
         if key in attributes:  # (``self.__dict__ = self``)
@@ -143,9 +148,11 @@ def described(nest: Any) -> str:
         items = (f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
         body = "{" + ", ".join(items) + "}"
         return body if type(nest) is dict else f"{type(nest).__name__}({body})"
+
     if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
         items = (f"{name}={described(value)}" for name, value in named_parts(nest))
         return f"{type(nest).__name__}({', '.join(items)})"
+
     shown = inside if len(inside) <= 8 else inside[:3]
     body = ", ".join(map(described, shown))
     if len(shown) < len(inside):
@@ -164,6 +171,7 @@ def opaque_class(nest: Any) -> str | None:
     for part in parts(nest) or ():
         if name := opaque_class(part):
             return name
+
     is_leaf = parts(nest) is None and not isinstance(nest, Tensor)
     held = getattr(nest, "__dict__", {}).values() if is_leaf else ()
     return type(nest).__name__ if any(isinstance(value, Tensor) for value in held) else None
@@ -206,6 +214,7 @@ def each(
         taken = on_list(nest)
         if taken is not None:
             return taken
+
     inside = parts(nest)
     if inside is None:
         return nest if on_object is None else on_object(nest)
@@ -265,6 +274,7 @@ def call(model: Any, inputs: Any) -> Any:
         args = inputs
     elif isinstance(inputs, Mapping):
         args, kwargs = (), inputs
+
     try:
         return model(*args, **kwargs)
     except TypeError as error:
@@ -281,12 +291,14 @@ def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str
         signature = inspect.signature(getattr(model, "forward", model))
     except (TypeError, ValueError):
         return None
+
     try:
         signature.bind(*args, **kwargs)
         return None
     except TypeError as error:
         forward = f"{type(model).__name__}'s forward({', '.join(signature.parameters)})"
         why = f"{forward} can't take {described(inputs)}: {error}"
+
     if kwargs:
         return f"{why}: a dict of inputs is passed by its names"
     if len(args) < 2:
@@ -323,9 +335,11 @@ def to_device(
             wanted = dtype
         elif dtype is torch.float64 and tensor.is_complex():
             wanted = torch.complex128
+
         if pins and tensor.is_cpu and tensor.layout == torch.strided:
             # From pageable memory a copy would wait for all that the device was given.
             tensor = tensor.to(wanted).pin_memory()
+
         its_layout = layout if tensor.dim() == 4 else torch.preserve_format
         return tensor.to(device, wanted, non_blocking=ahead, memory_format=its_layout)
 
@@ -336,6 +350,7 @@ def to_device(
         if dtype is not None:
             with contextlib.suppress(Exception):  # some take a device only
                 leaf = leaf.to(dtype)
+
         return leaf
 
     def moved_packed(packed: Any) -> Any:
@@ -357,6 +372,7 @@ def _attributes(nest: Any) -> list[str] | None:
     for name in getattr(nest, "__dict__", ()):
         if not _is_cached(nest, name):  # it was computed in __post_init__
             names[name] = None
+
     return list(names)
 
 

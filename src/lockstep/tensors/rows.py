@@ -35,10 +35,12 @@ def batch_size_of(tree: Any) -> int:
     for tensor in tensors(tree):
         if tensor.dim():
             return tensor.shape[0]
+
     if name := opaque_class(tree):
         raise InputError(
             f"the inputs are of the class {name}, whose tensors are not seen", fix=MAKE_SEEN
         )
+
     raise InputError("the inputs have no tensor with a batch dimension, so they have no size")
 
 
@@ -131,6 +133,7 @@ def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
         if not target.dim() or target.shape[0] != samples:
             return None
         possible.update(itertools.accumulate(target.shape[1:], operator.mul))
+
     if times not in possible:
         return None
     return outputs.reshape(samples, times, *outputs.shape[1:]), targets
@@ -166,12 +169,14 @@ def with_sample_lists(nest: Any, samples: int, known: dict[str, bool], way: str 
         elif known.get(way, holds_samples(nest, samples)):
             known[way] = True
             return SampleList(nest)
+
     named = named_parts(nest)
     new = [with_sample_lists(part, samples, known, f"{way}.{name}") for name, part in named]
     if type(nest) is list and any(
         isinstance(one, MutableMapping) or is_dataclass(one) for one in nest
     ):
         return ListOfBatches(new)
+
     return nest if all(a is b for a, (_, b) in zip(new, named, strict=True)) else rebuilt(nest, new)
 
 
@@ -186,10 +191,12 @@ def joined(one: Any, its: int, other: Any, others: int) -> Any:
             return one
         fits = isinstance(other, Tensor) and other.shape == (others, *one.shape[1:])
         return torch.cat([one, other.to(one)]) if fits else None
+
     if not same_kind(one, other) and not (
         isinstance(one, list | tuple) and isinstance(other, list | tuple)
     ):
         return None
+
     if isinstance(one, str) and one != other:
         return None
     if isinstance(one, list | tuple) and holds_samples(one, its) and holds_samples(other, others):

@@ -33,6 +33,7 @@ def seed_on(device: torch.device, key: int) -> None:
     if device.type == "cpu":
         torch.default_generator.manual_seed(key)
         return
+
     generators = getattr(torch.get_device_module(device), "default_generators", ())
     if generators:
         generators[device.index].manual_seed(key)

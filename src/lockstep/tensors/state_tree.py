@@ -182,6 +182,7 @@ class _Encoder:
         if tensor.is_complex():
             real = self._tensor(torch.view_as_real(tensor), f"{place}/real")
             return {"$": "complex tensor", "of": real}
+
         if tensor.dtype in SAFETENSORS_TYPES:
             return self._kept(tensor, place)
 

@@ -19,7 +19,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
-from lockstep.data.shares import batch_of, over_ranks
+from lockstep.data.own_batches import batch_of
+from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World

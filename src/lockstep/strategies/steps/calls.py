@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.shares import batch_of, over_ranks, own_stream
+from lockstep.data.own_batches import batch_of, own_stream
+from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
