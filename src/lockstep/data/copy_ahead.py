@@ -28,6 +28,7 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
         places: where the shares go; of a batch without shares, inputs to the first and targets to
             the last.
     """
+    # Without pinned memory a copy waits for the device, so nothing is copied ahead.
     if not may_pin(places[0]):
         for batch in batches:
             for place, field, parts in _fields(batch, places):
@@ -37,11 +38,12 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
 
     streams = {place: torch.Stream(place) for place in places}
     before: Batch | None = None
-    copied: dict[torch.device, Any] = {}
+    copied: dict[torch.device, Any] = {}  # the events after the copies of the last batch
     for batch in batches:
         for place, field, parts in _fields(batch, places):
             with streams[place]:
                 _move(field, parts, place)
+
         copied_before = copied
         copied = {place: stream.record_event() for place, stream in streams.items()}
         if before is not None:
@@ -63,7 +65,13 @@ def _fields(
 
 
 def _move(field: str, parts: list[Part], place: torch.device) -> None:
-    """Move a field of all micro-batches to a device."""
+    """Move a field of all micro-batches to a device.
+
+    Args:
+        field: ``inputs`` or ``targets``.
+        parts: the micro-batches that aren't empty.
+        place: the device.
+    """
     nests = [getattr(part, field) for part in parts]
     held = [list(tensors(nest)) for nest in nests]
     move = functools.partial(to_device, device=place)
@@ -79,14 +87,23 @@ def _move(field: str, parts: list[Part], place: torch.device) -> None:
 
 
 def _are_rows(held: list[list[Tensor]]) -> bool:
-    """Whether the tensors of all micro-batches can be put together, row by row."""
+    """Whether the tensors of all micro-batches can be put together, row by row.
+
+    Args:
+        held: the tensors of each micro-batch.
+    """
     kinds = [[(tensor.shape[1:], tensor.dtype) for tensor in own] for own in held]
     in_rows = all(tensor.is_cpu and tensor.dim() for own in held for tensor in own)
     return in_rows and bool(kinds[0]) and all(kind == kinds[0] for kind in kinds)
 
 
 def _rows_moved(rows: Sequence[Tensor], place: torch.device) -> Sequence[Tensor]:
-    """Make one copy for all micro-batches."""
+    """Make one copy for all micro-batches.
+
+    Args:
+        rows: a tensor of each micro-batch.
+        place: the device.
+    """
     sizes = [len(those) for those in rows]
     shape = (sum(sizes), *rows[0].shape[1:])
     whole = torch.empty(shape, dtype=rows[0].dtype, pin_memory=may_pin(place))

@@ -30,15 +30,24 @@ _LOOKED_AT = 3
 """Samples that are fetched twice, to see whether they come out the same."""
 
 Collate = Callable[[list[Any]], Any]
+"""Makes ``(inputs, targets)`` of a list of samples."""
+
 Pair = tuple[Any, Any]
+"""Inputs and targets."""
 
 
 class Fetcher:
-    """Gives ``(inputs, targets)`` for indices of a map-style dataset; the arguments are those of
-    ``AnyLoader``.
+    """Gives ``(inputs, targets)`` for indices of a map-style dataset.
 
     ``draws_random = False`` on the dataset says that it draws no random numbers, which saves
     looking.
+
+    Args:
+        dataset: map-style, or a ``Subset`` of one.
+        seed: of the run.
+        evaluation: whether random numbers are of the evaluation's stream.
+        collate: as in ``AnyLoader``.
+        name: the job's field, for messages.
 
     Attributes:
         dataset: what it fetches from, the one under any ``Subset``.
@@ -60,11 +69,12 @@ class Fetcher:
         self._collate = collate
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
+        self._whole = callable(getattr(self.dataset, "__getitems__", None))
+        self._note: str | None = None
+
         # Tensors draw nothing, but what puts samples together may.
         self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
-        self._whole = callable(getattr(self.dataset, "__getitems__", None))
         self._looked = not self._draws
-        self._note: str | None = None
         if type(self.dataset) is TensorDataset:
             self._looked = True
             if collate is None:
@@ -78,6 +88,10 @@ class Fetcher:
 
         The three random states are as before afterwards.
 
+        Args:
+            epoch: the number of the epoch.
+            shares: the indices of each, of one sample at least.
+
         Raises:
             SampleError: a sample raised; its index is named.
             JobError: samples aren't pairs, or can't be put together.
@@ -86,16 +100,19 @@ class Fetcher:
             return [self._pair(epoch, share) for share in shares], self._note
 
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
+        """Return inputs and targets of one share."""
         if self.tensors is not None:
             return self.indexed(torch.as_tensor(share))
         indices = share
         if self._lookup is not None:
             indices = self._lookup[torch.as_tensor(share)].tolist()
+
         samples = self._samples(epoch, indices, share)
         if not self._looked:
             self._look(epoch, indices[:_LOOKED_AT], share[:_LOOKED_AT], samples)
         if self._collate is not None and self._draws:
-            seed_all(absorbed(absorbed(absorbed(self._stream, epoch), indices[0]), COLLATE) >> 1)
+            state = absorbed(absorbed(self._stream, epoch), indices[0])
+            seed_all(absorbed(state, COLLATE) >> 1)
         return together(samples, self._collate, self._name)
 
     @property
@@ -121,7 +138,8 @@ class Fetcher:
         seed.
         """
         self._looked = True
-        state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
+        has_state = hasattr(self.dataset, "load_state_dict")
+        state = self.dataset.state_dict() if has_state else None
         again = self._samples(epoch, indices, share)
         if state is not None:
             self.dataset.load_state_dict(state)
@@ -135,6 +153,13 @@ class Fetcher:
                 return
 
     def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
+        """Return the samples of some indices.
+
+        Args:
+            epoch: the number of the epoch.
+            indices: in the dataset under any ``Subset``.
+            share: the same samples in the dataset that was given, for messages.
+        """
         samples = self._at_once(indices, share) if self._whole else None
         return samples or self._one_by_one(epoch, indices, share)
 
@@ -163,6 +188,7 @@ class Fetcher:
         return samples
 
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
+        """Return the samples by a call for each, under random numbers of its own."""
         state = absorbed(self._stream, epoch)
         draws = self._draws
         dataset = self.dataset
@@ -179,6 +205,7 @@ class Fetcher:
 
 
 def _pair_of_tensors(dataset: TensorDataset, name: str) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets of all samples."""
     if len(dataset.tensors) != 2:
         raise JobError(
             f"{name}: its TensorDataset has {len(dataset.tensors)} tensors, (inputs, targets) is "
@@ -190,12 +217,14 @@ def _pair_of_tensors(dataset: TensorDataset, name: str) -> tuple[Tensor, Tensor]
 
 
 def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
+    """Return some rows of a tensor, where it is, or in pinned memory."""
     if not tensor.is_cpu:
         own = at if at.device == tensor.device else to_device(at, tensor.device)
         return tensor.index_select(0, own)
 
     if not pin:
         return tensor.index_select(0, at)
+
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, at, out=out)
 
@@ -234,18 +263,26 @@ def lookup_of(dataset: Any) -> Tensor | None:
     given: Any = dataset.indices
     if isinstance(given, range):
         given = torch.arange(given.start, given.stop, given.step)
+
     taken = torch.as_tensor(given).to(torch.int64)
     below: Any = dataset.dataset
     deeper = lookup_of(below)
     if deeper is not None:
         return deeper[taken]
-    return torch.where(taken < 0, taken + len(below), taken) if bool((taken < 0).any()) else taken
+
+    from_the_end = taken < 0
+    return torch.where(from_the_end, taken + len(below), taken) if from_the_end.any() else taken
 
 
 def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
     """Return one ``(inputs, targets)`` of a list of samples.
 
     Inputs that are a tuple in a sample are one in the batch.
+
+    Args:
+        samples: of a dataset.
+        collate: the person's; None for PyTorch's.
+        name: the job's field, for messages.
 
     Raises:
         JobError: they aren't pairs, or can't be put together.
@@ -276,17 +313,20 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
 
 def _tuple_of_batches(batch: Sequence[Any], *, collate_fn_map: Any = None) -> Any:
     """Put tuples together as a tuple: PyTorch's collate makes a list of them."""
-    made = [
-        put_together(values, collate_fn_map=collate_fn_map) for values in zip(*batch, strict=True)
-    ]
+    made = []
+    for values in zip(*batch, strict=True):
+        made.append(put_together(values, collate_fn_map=collate_fn_map))
+
     kind: Any = type(batch[0])
     return kind._make(made) if hasattr(kind, "_make") else tuple(made)
 
 
 _COLLATES: Any = {**default_collate_fn_map, tuple: _tuple_of_batches}
+"""How PyTorch's collate puts values of a type together, and tuples."""
 
 
 def _check_pair(sample: Any, name: str) -> None:
+    """Refuse a sample that is no ``(inputs, targets)``."""
     if not _is_pair(sample):
         hint = ""
         if isinstance(sample, tuple | list) and len(sample) > 2:
@@ -311,6 +351,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _shape_of(value: Any) -> str:
+    """Return what a value is, for messages: ``a tuple of 3``."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
     return "None" if value is None else f"a {type(value).__name__}"
