@@ -29,8 +29,9 @@ whether more come.
 
 
 class AnyLoader(ABC):
-    """Global batch k of epoch e is the same set of samples for any number of processes; here is one
-    process's share.
+    """Goes through a dataset, and gives this process's share of each global batch.
+
+    Global batch k of epoch e is the same set of samples for any number of processes.
 
     Args:
         dataset: map-style, or a stream, of ``(inputs, targets)``.
@@ -89,6 +90,7 @@ class AnyLoader(ABC):
 
         if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
+
         self._name = name or ("eval_data" if evaluation else "train_data")
         self._dataset = dataset
         self._seed = seed
@@ -96,14 +98,16 @@ class AnyLoader(ABC):
         self._by_person = order
         self._collate = collate
         self._evaluation = evaluation
+
         places = [device] if isinstance(device, torch.device) else list(device or ())
         self._places = [] if any(place.type == "cpu" for place in places) else places
         self._pin = bool(self._places) and may_pin(self._places[0])
+
         self._fetching = self._fetcher()
         self._count = self._count_of_workers(workers)
         self._workers: Workers | None = None
         self._are_stale = bool(self._count)
-        self._states: dict[tuple[int, int], Any] | None = None
+        self._states: dict[tuple[int, int], Any] | None = None  # by epoch and position
         self._next = 0
 
     @property
@@ -113,9 +117,12 @@ class AnyLoader(ABC):
 
     @abstractmethod
     def _fetcher(self) -> Any:
-        """What makes samples (loader workers hold a copy), by this dataset and these settings."""
+        """Return what makes samples by this dataset and these settings; loader workers hold a
+        copy.
+        """
 
     def _count_of_workers(self, wanted: int | None) -> int:
+        """Return the number of loader workers of this process."""
         readers = len(self._cutting.ranks)
         if wanted is None:
             wanted = workers_here(
@@ -129,15 +136,17 @@ class AnyLoader(ABC):
 
     @abstractmethod
     def batches_of(self, epoch: int) -> int | None:
-        """Global batches of this epoch; None for a stream, of which only its end tells."""
+        """Return the number of global batches of this epoch; None for a stream, of which only its
+        end tells.
+        """
 
     def __iter__(self) -> Iterator[Batch]:
-        """The next epoch: the first time epoch 0."""
+        """Go through the next epoch: the first time epoch 0."""
         self._next += 1
         return self.epoch(self._next - 1)
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
-        """This process's share of the batches of an epoch, from global batch ``start`` on.
+        """Yield this process's share of the batches of an epoch, from global batch ``start`` on.
 
         Raises:
             JobError: the person's order gives indices that don't exist, a sample isn't a pair, or a
@@ -152,7 +161,8 @@ class AnyLoader(ABC):
         return copied_ahead(batches, self._places)
 
     @abstractmethod
-    def _batches(self, epoch: int, start: int) -> Iterator[Batch]: ...
+    def _batches(self, epoch: int, start: int) -> Iterator[Batch]:
+        """Yield the batches where they were made, on the CPU or where the dataset is."""
 
     def keep_states(self) -> None:
         """From now on keep the dataset's state after each of the last batches: they may be read
@@ -161,16 +171,20 @@ class AnyLoader(ABC):
         self._states = {}
 
     def state_at(self, epoch: int, position: int) -> Any:
-        """The dataset's state before global batch ``position`` of an epoch; None where that
-        isn't known.
+        """Return the dataset's state before global batch ``position`` of an epoch; None where
+        that isn't known.
         """
         return None if self._states is None else self._states.get((epoch, position))
 
     def _keep(self, epoch: int, position: int, state: Any) -> None:
-        if self._states is not None:
-            self._states[epoch, position] = state
-            if len(self._states) > _KEPT:
-                del self._states[next(iter(self._states))]
+        """Keep the dataset's state before a global batch, and forget the oldest one."""
+        if self._states is None:
+            return
+
+        self._states[epoch, position] = state
+        if len(self._states) > _KEPT:
+            oldest = next(iter(self._states))
+            del self._states[oldest]
 
     def _answers(self, requests: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
         """Yield what ``_fetching`` gives for each request, here or in loader workers, which are
@@ -186,7 +200,7 @@ class AnyLoader(ABC):
         return (self._fetching(*request) for request in requests)
 
     def _world_to_compare(self) -> World | None:
-        """The ranks that share these batches, where there are several."""
+        """Return the ranks that share these batches, where there are several."""
         world = _world.current()
         if world is None or world.size == 1 or world.size != self._cutting.world_size:
             return None
@@ -210,12 +224,14 @@ class Loader(AnyLoader):
     _fetching: Fetcher
 
     def _fetcher(self) -> Fetcher:
-        if not (length := len(self._dataset)):
+        self._length = len(self._dataset)
+        if not self._length:
             raise JobError(f"{self._name}: it is empty")
-        self._length = length
-        self._held: tuple[int, Order] | None = None
-        self._looked = self._said = False
-        self.samples: int = length if self._by_person is None else len(self.orders(0))
+
+        self._held: tuple[int, Order] | None = None  # the last epoch asked for
+        self._looked = False  # whether the person's order was asked for twice
+        self._said = False  # whether the fetcher's note was logged
+        self.samples: int = len(self.orders(0))
         return Fetcher(
             self._dataset,
             seed=self._seed,
@@ -229,12 +245,12 @@ class Loader(AnyLoader):
         return None if self._count else self._fetching.held_on
 
     def __len__(self) -> int:
-        """Global batches of an epoch (the first)."""
+        """Return the number of global batches of an epoch (the first)."""
         return -(-self.samples // self._cutting.batch_size)
 
     def batches_of(self, epoch: int) -> int:
-        """Global batches of this epoch, where the person's order gives epochs of different
-        lengths.
+        """Return the number of global batches of this epoch: the person's order may give epochs
+        of different lengths.
         """
         if self._by_person is None:
             return len(self)
@@ -257,6 +273,7 @@ class Loader(AnyLoader):
                 self._keep(epoch, index + 1, state)
                 if index + 1 == self.batches_of(epoch):
                     self._keep(epoch + 1, 0, state)
+
             batch = self._cutting.batch(row, pairs, index, epoch)
             batch.collate = collate
             yield batch
@@ -280,7 +297,7 @@ class Loader(AnyLoader):
             for _ in self._asked(row):
                 found, note = next(answers)
                 pairs += found
-                self._say(note)
+                self._log(note)
             yield pairs
 
     def _asked(self, row: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
@@ -290,15 +307,18 @@ class Loader(AnyLoader):
             if full:
                 yield full
 
-    def _say(self, note: str | None) -> None:
-        if note is not None and not self._said:
-            self._said = True
-            world = _world.current()
-            if world is not None and not self._cutting.rank:
-                world.tell(Line.note(note))
+    def _log(self, note: str | None) -> None:
+        """Log the fetcher's note on the dataset, once."""
+        if note is None or self._said:
+            return
+
+        self._said = True
+        world = _world.current()
+        if world is not None and not self._cutting.rank:
+            world.tell(Line.note(note))
 
     def orders(self, epoch: int) -> Order:
-        """The order of an epoch; the last one asked for is kept.
+        """Return the order of an epoch; the last one asked for is kept.
 
         Raises:
             JobError: the person's can't be, or doesn't depend on the epoch alone.
@@ -315,17 +335,18 @@ class Loader(AnyLoader):
             return Ascending(self._length)
 
         order = by_person(self._by_person, self._length, self._seed, epoch)
-        if not self._looked:  # once, ask again: a generator of its own would have moved
-            self._looked = True
-            again = by_person(self._by_person, self._length, self._seed, epoch)
-            if not torch.equal(order, again):
-                raise JobError(
-                    f"order: for epoch {epoch} it gave other indices when it was called again: it "
-                    "draws from a generator of its own",
-                    kind="sampler",
-                    fix="take torch's, random's or numpy's global one, which are seeded",
-                )
+        if self._looked:
+            return order
 
+        self._looked = True
+        again = by_person(self._by_person, self._length, self._seed, epoch)
+        if not torch.equal(order, again):  # a generator of its own has moved
+            raise JobError(
+                f"order: for epoch {epoch} it gave other indices when it was called again: it "
+                "draws from a generator of its own",
+                kind="sampler",
+                fix="take torch's, random's or numpy's global one, which are seeded",
+            )
         return order
 
     def _compare(self, epoch: int, order: Order) -> None:
@@ -333,6 +354,7 @@ class Loader(AnyLoader):
         world = self._world_to_compare()
         if self._by_person is None or world is None:
             return
+
         numbers = over_ranks(world, number_of(order) >> 1)
         for rank, number in enumerate(numbers):
             if number != numbers[0]:

@@ -35,14 +35,14 @@ _IN_MEMORY = 1 << 20
 """Samples up to which a permutation is kept as a tensor, of 8 MB then."""
 
 _ROUNDS = 8
-_FACTORS = (
-    0xBF58476D1CE4E5B9 - (1 << 64),
-    0x94D049BB133111EB - (1 << 64),
-)  # those of splitmix64, as signed numbers
+"""Lines of the network."""
+
+_FACTORS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
+"""The factors of splitmix64, as signed numbers."""
 
 
 class Ascending:
-    """0, 1, ..., n - 1."""
+    """The order 0, 1, ..., n - 1."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -96,22 +96,27 @@ class Scattered:
         return found
 
     def _sent(self, cells: Tensor) -> Tensor:
-        """Where each cell of the table goes. cells: (places,)"""
+        """Return where each cell of the table goes. cells: (places,)"""
         row = cells.div(self._columns, rounding_mode="floor")
         column = cells.sub_(row * self._columns)
         for i, key in enumerate(self._keys):
-            moved, other, size = (
-                (row, column, self._rows) if i % 2 == 0 else (column, row, self._columns)
-            )
-            moved.add_(_hashed(other, key, size))
-            moved.sub_(moved.ge(size).to(torch.int64).mul_(size))
+            if i % 2 == 0:
+                _shift(row, column, key, self._rows)
+            else:
+                _shift(column, row, key, self._columns)
 
         return row.mul_(self._columns).add_(column)
 
 
+def _shift(numbers: Tensor, by: Tensor, key: int, size: int) -> None:
+    """Add a hash of other numbers to these in place, modulo ``size``."""
+    numbers.add_(_hashed(by, key, size))
+    numbers.sub_(numbers.ge(size).to(torch.int64).mul_(size))
+
+
 def _hashed(numbers: Tensor, key: int, size: int) -> Tensor:
-    """A number below ``size`` (at most 2**31) for each number, by the high bits of two wrapping
-    multiplications.
+    """Return a number below ``size`` (at most 2**31) for each number, by the high bits of two
+    wrapping multiplications.
     """
     z = (numbers ^ key).mul_(_FACTORS[0])
     z = (z ^ (z >> 29)).mul_(_FACTORS[1])
@@ -119,7 +124,7 @@ def _hashed(numbers: Tensor, key: int, size: int) -> Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> Order:
-    """The order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator
+    """Return the order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator
     moved.
     """
     if n > _IN_MEMORY:
@@ -128,8 +133,13 @@ def permutation(n: int, seed: int, epoch: int) -> Order:
 
 
 def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> Tensor:
-    """What the person's ``order(epoch)`` gives for a dataset of ``n`` samples, drawn under a seed
-    of (seed, epoch).
+    """Return what the person's ``order(epoch)`` gives, drawn under a seed of (seed, epoch).
+
+    Args:
+        function: the person's.
+        n: samples of the dataset.
+        seed: of the run.
+        epoch: the number of the epoch.
 
     Raises:
         JobError: it raised, or gave something else than indices that exist.
@@ -152,9 +162,9 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         )
 
     order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
-    low, high = (int(v) for v in order.aminmax())
+    low, high = order.aminmax()
     if low < 0 or high >= n:
-        wrong = low if low < 0 else high
+        wrong = int(low if low < 0 else high)
         raise JobError(
             f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}"
         )

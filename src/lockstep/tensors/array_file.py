@@ -54,7 +54,7 @@ class Array:
 
     @property
     def row(self) -> int:
-        """Bytes of a row."""
+        """The bytes of a row."""
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
@@ -65,13 +65,18 @@ class Array:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each file begins with, by its name, and the arrays by theirs."""
+    """Where arrays lie in files.
+
+    Attributes:
+        headers: what each file begins with, by the file's name.
+        arrays: by their names.
+    """
 
     headers: dict[str, bytes]
     arrays: dict[str, Array]
 
     def size(self, file: str) -> int:
-        """Bytes of a file."""
+        """Return the bytes of a file."""
         ends = [array.end for array in self.arrays.values() if array.file == file]
         return max(len(self.headers[file]), *ends)
 
@@ -94,7 +99,7 @@ SAFETENSORS_TYPES = {
 
 
 def layout(ending: str, arrays: list[Array]) -> Layout:
-    """Where the rows of these arrays go.
+    """Return where the rows of these arrays go.
 
     Args:
         ending: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` is for memory, without a
@@ -142,6 +147,7 @@ def _kept(ending: str, array: Array) -> torch.dtype:
 
 
 def _numpy_format(dtype: torch.dtype) -> str | None:
+    """Return NumPy's name of a format; None where NumPy lacks it."""
     try:
         return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
     except TypeError:
@@ -149,6 +155,7 @@ def _numpy_format(dtype: torch.dtype) -> str | None:
 
 
 def _numpy_header(array: Array) -> bytes:
+    """Return what an .npy file begins with."""
     file = io.BytesIO()
     header = {"descr": _numpy_format(array.dtype), "fortran_order": False, "shape": array.shape}
     numpy.lib.format.write_array_header_1_0(file, header)
@@ -156,7 +163,10 @@ def _numpy_header(array: Array) -> bytes:
 
 
 def _safetensors(arrays: list[Array]) -> Layout:
-    """One file for all, large numbers first, so that each array begins at a multiple of its own."""
+    """Return the layout of one file for all arrays.
+
+    Large numbers come first, so that each array begins at a multiple of its own number's size.
+    """
     placed: list[Array] = []
     fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -193,8 +203,14 @@ def create(folder: Path, layout: Layout) -> None:
 
 
 def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor) -> None:
-    """Write ``rows`` of the array of that name, from row ``first`` on, in the files that ``create``
-    has made.
+    """Write rows of an array in the files that ``create`` has made.
+
+    Args:
+        folder: of the files.
+        layout: of the files.
+        name: the array's.
+        first: the number of the first row.
+        rows: some rows, on any device.
 
     Raises:
         InputError: they are of another shape than those before.
@@ -221,7 +237,7 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor
 
 
 def archive(target: Path, folder: Path, layout: Layout) -> None:
-    """Put the files of a layout together as an .npz, each taken away when it is in."""
+    """Put the files of a layout together as an .npz; each is removed when it is in."""
     size = sum(map(layout.size, layout.headers))
     with writing(target, size), zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as whole:
         for name, array in layout.arrays.items():
@@ -230,8 +246,9 @@ def archive(target: Path, folder: Path, layout: Layout) -> None:
 
 
 def mapped(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    """The arrays of a layout without headers, by name, as memory; the files may be taken away
-    afterwards.
+    """Return the arrays of a layout without headers as memory, by name.
+
+    The files may be removed afterwards.
     """
     found = {}
     for name, array in layout.arrays.items():
@@ -246,8 +263,11 @@ def mapped(folder: Path, layout: Layout) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def writing(path: Path, size: int | None = None) -> Iterator[None]:
-    """Raise a ``SaveError`` of one line where the file, in a folder beside the person's, can't
-    be written.
+    """Raise a ``SaveError`` of one line where a file can't be written.
+
+    Args:
+        path: the file, in a folder beside the person's.
+        size: its bytes, where they are known.
     """
     try:
         yield

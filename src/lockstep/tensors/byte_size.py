@@ -10,17 +10,20 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 1
 
 
 def size(count: float) -> str:
-    """``1.5 GiB``, ``12 MiB``, ``300 KiB``, ``17 B``."""
+    """Return a number of bytes in three places: ``1.5 GiB``, ``300 KiB``, ``17 B``."""
     for unit, one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= one:
-            return (
-                f"{count / one:.3g} {unit}" if count < 999.5 * one else f"{count / one:,.0f} {unit}"
-            )
+            form = ".3g" if count < 999.5 * one else ",.0f"
+            return f"{count / one:{form}} {unit}"
     return f"{count:.0f} B"
 
 
 def bytes_of(word: str, name: str) -> int:
-    """``8GiB`` or ``5GB`` in bytes; ``name`` is that of the option.
+    """Return the number of bytes that ``8GiB`` or ``5GB`` is.
+
+    Args:
+        word: what the person wrote.
+        name: the option, for messages.
 
     Raises:
         InputError: it is no size.
@@ -28,4 +31,5 @@ def bytes_of(word: str, name: str) -> int:
     match = re.fullmatch(r"(\d*\.?\d+)\s*((?:[kmg]i?)?b)?", word.strip().lower())
     if match is None:
         raise InputError(f"{name} {word}: write a size: 8GiB, 500MiB")
+
     return int(float(match[1]) * _UNITS[match[2] or "b"])

@@ -15,11 +15,14 @@ from lockstep.errors import StrategyError
 from lockstep.tensors.pytree import is_lazy
 
 Named = tuple[str, Tensor]
+"""A parameter or buffer, with its name."""
 
 
 def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
-    """Find tensors whose memory overlaps: a list for each piece of memory, in the order of their
-    addresses.
+    """Find tensors whose memory overlaps.
+
+    Returns:
+        A list for each piece of memory that several tensors have, in the order of their addresses.
     """
     spans: dict[int, tuple[int, int, str, Tensor]] = {}
     for name, tensor in named:
@@ -48,7 +51,7 @@ def _is_plain(tensor: Tensor) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte, and of the byte after the last one."""
     start = tensor.data_ptr()
-    last = 0
+    last = 0  # the place of the last element
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         last += (size - 1) * stride
     return start, start + (last + 1) * tensor.element_size()
@@ -56,8 +59,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def common_memory_kept(model: nn.Module) -> Iterator[None]:
-    """Leave trained parameters in common memory, and others with them, that are converted or moved
-    meanwhile.
+    """Leave tensors in common memory that are converted or moved meanwhile.
+
+    Groups of tensors without a trained parameter are left alone.
+
+    Args:
+        model: whose parameters and buffers are kept together.
 
     Raises:
         StrategyError: that can't be, since they are on several devices now, say.
@@ -83,6 +90,7 @@ def _put_together(group: list[Named], now: dict[str, Tensor]) -> None:
         now: all tensors of the model as they are, by name.
     """
     (name, first), (other, _), *_ = group
+
     places = {(now[each].device, now[each].dtype) for each, _ in group}
     pieces = {before.untyped_storage().data_ptr() for _, before in group}
     if len(places) > 1 or len(pieces) > 1:
@@ -99,8 +107,11 @@ def _put_together(group: list[Named], now: dict[str, Tensor]) -> None:
 
 
 def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
-    """Refuse a parameter that is trained and has memory in common with another tensor, for a
-    strategy that parts them.
+    """Refuse a trained parameter that has memory in common with another tensor.
+
+    Args:
+        named: parameters and buffers.
+        strategy: the name of one that gives each tensor its own memory.
 
     Raises:
         StrategyError: with the names of both.
@@ -116,5 +127,5 @@ def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
 
 
 def tensors_of(model: nn.Module) -> Iterator[Named]:
-    """The model's parameters and buffers, by name."""
+    """Yield the model's parameters and buffers, by name."""
     return itertools.chain(model.named_parameters(), model.named_buffers())

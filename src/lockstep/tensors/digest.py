@@ -20,6 +20,10 @@ def bits_of(tensor: Tensor, dtype: torch.dtype = torch.uint8) -> Tensor:
     """Return the bits of a strided tensor in one row, as whole numbers.
 
     There is no copy where the tensor is contiguous.
+
+    Args:
+        tensor: of any format.
+        dtype: of the whole numbers; no larger than an element.
     """
     flat = tensor.detach().contiguous()
     flat = flat.as_strided((flat.numel(),), (1,))  # a single element may have any stride

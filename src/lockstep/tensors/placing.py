@@ -25,8 +25,9 @@ count.
 
 
 def place_module(module: nn.Module, place: torch.device) -> None:
-    """Move a module's parameters and buffers to a device, as ``Module.to`` does, with its ties
-    and hooks.
+    """Move a module's parameters and buffers to a device.
+
+    This is ``Module.to``, but ties and hooks are kept.
     """
     with common_memory_kept(module):
         here = torch.empty(0)

@@ -30,8 +30,9 @@ MAKE_SEEN = "make it a dataclass, a named tuple or a dictionary"
 
 
 def parts(nest: Any) -> list[Any] | None:
-    """What lies directly inside a nest, in order; None for a leaf (a tensor, or anything that isn't
-    a container).
+    """Return what lies directly inside a nest, in order.
+
+    None for a leaf: a tensor, or anything that isn't a container.
 
     Raises:
         InputError: a ``PackedSequence``, whose rows are not samples.
@@ -48,12 +49,16 @@ def parts(nest: Any) -> list[Any] | None:
         return list(nest)
     if isinstance(nest, MutableMapping):
         return list(nest.values())
+
     names = _attributes(nest)
     return None if names is None else [getattr(nest, name) for name in names]
 
 
 def named_parts(nest: Any) -> list[tuple[str, Any]]:
-    """What lies directly inside a nest with its key, field, or number from 0; none in a leaf."""
+    """Return what lies directly inside a nest with its key, field, or number from 0.
+
+    There is nothing in a leaf.
+    """
     inside = parts(nest) or []
     if isinstance(nest, MutableMapping):
         names: Any = nest
@@ -66,8 +71,13 @@ def named_parts(nest: Any) -> list[tuple[str, Any]]:
 
 
 def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
-    """Return a nest of the same type with new parts: order, keys, and whatever else a subclass
-    carries are kept.
+    """Return a nest of the same type with new parts.
+
+    Order, keys, and whatever else a subclass carries are kept.
+
+    Args:
+        nest: a container.
+        new: a part for each of ``parts(nest)``.
     """
     if isinstance(nest, tuple):
         return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
@@ -103,7 +113,7 @@ def _put_items(made: MutableMapping[Any, Any], items: Iterable[tuple[Any, Any]])
 
 
 def tensors(nest: Any) -> Iterator[Tensor]:
-    """Every tensor of a nest, in order; of a ``PackedSequence`` its data."""
+    """Yield every tensor of a nest, in order; of a ``PackedSequence`` its data."""
     if isinstance(nest, Tensor):
         yield nest
     elif isinstance(nest, PackedSequence):
@@ -114,8 +124,9 @@ def tensors(nest: Any) -> Iterator[Tensor]:
 
 
 def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The same with the way to each: ``logits``, ``hidden.2``; "" where the nest is a tensor
-    itself.
+    """Yield every tensor of a nest with the way to it: ``logits``, ``hidden.2``.
+
+    The way is "" where the nest is a tensor itself.
     """
     if isinstance(nest, Tensor):
         yield way, nest
@@ -125,25 +136,30 @@ def named_tensors(nest: Any, way: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def graph_nodes(nest: Any) -> Iterator[Any]:
-    """Every node of the autograd graph behind the tensors of a nest."""
+    """Yield every node of the autograd graph behind the tensors of a nest."""
     todo: list[Any] = [tensor.grad_fn for tensor in tensors(nest)]
     seen = {None}
     while todo:
-        if (node := todo.pop()) not in seen:
+        node = todo.pop()
+        if node not in seen:
             seen.add(node)
             yield node
             todo += [before for before, _ in node.next_functions]
 
 
 def described(nest: Any) -> str:
-    """The structure of a nest in one line: ``{'logits': float32(8, 10), 'hidden': [float32(8,
-    4)]}``.
+    """Return the structure of a nest in one line.
+
+    ::
+
+        {'logits': float32(8, 10), 'hidden': [float32(8, 4)]}
     """
     if isinstance(nest, Tensor):
         return f"{str(nest.dtype).removeprefix('torch.')}{tuple(nest.shape)}"
     inside = parts(nest)
     if inside is None:
         return "None" if nest is None else type(nest).__name__
+
     if isinstance(nest, MutableMapping):
         items = (f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
         body = "{" + ", ".join(items) + "}"
@@ -178,8 +194,9 @@ def opaque_class(nest: Any) -> str | None:
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether two nests can stand for one another at this level: same type, keys and number of
-    parts.
+    """Whether two nests can stand for one another at this level.
+
+    They are of the same type, with the same keys and number of parts.
     """
     if type(one) is not type(other):
         return False
@@ -196,7 +213,7 @@ def each(
     on_packed: Callable[[PackedSequence], Any] | None = None,
     on_object: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The same nest with ``function`` of each tensor; anything else is left as it is.
+    """Return the same nest with ``function`` of each tensor; anything else is left as it is.
 
     Args:
         function: of a tensor.
@@ -223,16 +240,18 @@ def each(
 
 
 def copied_nest(nest: T) -> T:
-    """The same nest of the same tensors: what a function keeps in an object of it, this one
-    doesn't have.
+    """Return the same nest of the same tensors.
+
+    What a function keeps in an object of the nest, this one doesn't have.
     """
     copied: T = each(_same, nest, on_packed=_same)
     return copied
 
 
 def clones(nest: Any) -> Any:
-    """The same nest with a copy of each tensor, for what may write to it. (A ``PackedSequence``
-    stays.)
+    """Return the same nest with a copy of each tensor, for what may write to it.
+
+    A ``PackedSequence`` stays.
     """
     return each(torch.clone, nest, on_packed=_same)
 
@@ -242,9 +261,7 @@ def _same(thing: Any) -> Any:
 
 
 def versions(nest: Any) -> list[tuple[int, int]]:
-    """What tells whether something was written to one of the tensors of a nest, taken out or put
-    in.
-    """
+    """Return what changes when a tensor of a nest is written to, taken out or put in."""
     with torch._C.DisableTorchFunction():  # a mode that is on would be asked for each of them
         return [(id(t), t._version) for t in tensors(nest) if not t.is_inference()]
 
@@ -262,8 +279,13 @@ def is_lazy(tensor: Tensor) -> bool:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """``model(*inputs)`` for a tuple or a list, ``model(**inputs)`` for a dict, else
-    ``model(inputs)``.
+    """Call a model on its inputs.
+
+    ::
+
+        model(*inputs)     a tuple or a list
+        model(**inputs)    a dict
+        model(inputs)      anything else
 
     Raises:
         InputError: the model's forward doesn't take so many, or not by these names.
@@ -278,14 +300,19 @@ def call(model: Any, inputs: Any) -> Any:
     try:
         return model(*args, **kwargs)
     except TypeError as error:
-        if (why := _unfit(model, inputs, args, kwargs)) is None:
+        why = _unfit(model, inputs, args, kwargs)
+        if why is None:
             raise
         raise InputError(why) from error
 
 
 def _unfit(model: Any, inputs: Any, args: Any, kwargs: Mapping[str, Any]) -> str | None:
-    """Why the arguments that ``inputs`` are don't fit the model's forward; None where they do,
-    or nobody can tell.
+    """Return why arguments don't fit a model's forward; None where they do, or nobody can tell.
+
+    Args:
+        model: a module, or a function.
+        inputs: what was given.
+        args, kwargs: the arguments that ``inputs`` are.
     """
     try:
         signature = inspect.signature(getattr(model, "forward", model))
@@ -317,13 +344,18 @@ def to_device(
     *,
     channels_last: bool = False,
 ) -> Any:
-    """Every tensor on ``device``; floating ones as ``dtype`` where given, images in
-    ``channels_last`` layout.
+    """Return the same nest with every tensor on ``device``.
 
     Beside float64 complex ones are complex128. An object that has ``.to()``, as the batches of
     graph libraries have, is moved by ``.to(device)`` and cast by ``.to(dtype)``.
 
     An accelerator is waited for where its tensors come to the CPU: the host reads them next.
+
+    Args:
+        tree: any nesting.
+        device: of the result.
+        dtype: of floating tensors; None leaves it.
+        channels_last: whether to lay out tensors of four dimensions as images.
     """
     pins = may_pin(device)
     ahead = device.type != "cpu"
@@ -346,6 +378,7 @@ def to_device(
     def moved_object(leaf: Any) -> Any:
         if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
             return leaf
+
         leaf = leaf.to(device)
         if dtype is not None:
             with contextlib.suppress(Exception):  # some take a device only
@@ -365,9 +398,10 @@ def may_pin(device: torch.device) -> bool:
 
 
 def _attributes(nest: Any) -> list[str] | None:
-    """The names of what a dataclass holds, its fields first; None of anything else."""
+    """Return the names of what a dataclass holds, its fields first; None of anything else."""
     if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
+
     names = dict.fromkeys(field.name for field in dataclasses.fields(nest))
     for name in getattr(nest, "__dict__", ()):
         if not _is_cached(nest, name):  # it was computed in __post_init__
@@ -377,4 +411,5 @@ def _attributes(nest: Any) -> list[str] | None:
 
 
 def _is_cached(nest: Any, name: str) -> bool:
+    """Whether an attribute was computed from others, by a ``cached_property``."""
     return isinstance(getattr(type(nest), name, None), functools.cached_property)

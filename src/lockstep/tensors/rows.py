@@ -45,14 +45,20 @@ def batch_size_of(tree: Any) -> int:
 
 
 def share_sizes(total: int, parts: int) -> list[int]:
-    """Cut ``total`` items in ``parts`` as evenly as can be, larger first: 10 in 4 is 3, 3, 2, 2."""
+    """Return the sizes of ``parts`` of ``total`` items, as even as can be, the larger first.
+
+    ::
+
+        share_sizes(10, 4) == [3, 3, 2, 2]
+    """
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
 
 
 def has_rows(tensor: Tensor, samples: int) -> bool:
-    """Whether a tensor has a row for each sample. A parameter, which a model may give among its
-    outputs, belongs to all samples.
+    """Whether a tensor has a row for each sample.
+
+    A parameter, which a model may give among its outputs, belongs to all samples.
     """
     if isinstance(tensor, nn.Parameter) or not tensor.dim():
         return False
@@ -99,6 +105,12 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
 
     Every tensor that has a row for each sample is cut, and so is a list that has an item for each.
     What else there is belongs to all samples.
+
+    Args:
+        tree: any nesting.
+        start: the first sample.
+        size: how many samples.
+        whole: how many samples the nest has.
     """
 
     def of_samples(items: list[Any] | tuple[Any, ...]) -> list[Any] | tuple[Any, ...] | None:
@@ -119,11 +131,18 @@ def cut(tree: Any, start: int, size: int, whole: int) -> Any:
 def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
     """Return outputs of shape ``(batch x time, classes)`` as ``(batch, time, classes)``.
 
-    None where they aren't that: a single tensor, beside targets ``(batch, time, ...)``.
+    Args:
+        nest: outputs and targets.
+        samples: the size of the batch.
+
+    Returns:
+        Outputs and targets; None where outputs aren't that: a single tensor, beside targets
+        ``(batch, time, ...)``.
     """
     outputs, targets = nest
     if not isinstance(outputs, Tensor) or not outputs.dim():
         return None
+
     length = outputs.shape[0]
     times = length // samples
     if times < 2 or times * samples != length:
@@ -140,7 +159,14 @@ def folded(nest: tuple[Any, Any], samples: int) -> tuple[Any, Any] | None:
 
 
 def part_of(nest: tuple[Any, Any], start: int, size: int, samples: int) -> tuple[Any, Any]:
-    """Return some samples of outputs and targets; outputs may have several rows for each sample."""
+    """Return some samples of outputs and targets.
+
+    Outputs may have several rows for each sample, as ``folded`` takes them.
+
+    Args:
+        nest: outputs and targets.
+        start, size, samples: as in ``cut``.
+    """
     rows = folded(nest, samples)
     if rows is None:
         outputs, targets = cut(nest, start, size, samples)

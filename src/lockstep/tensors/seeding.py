@@ -84,7 +84,8 @@ class States(NamedTuple):
 
 def states(accelerators: Sequence[torch.device] = ()) -> States:
     """Return the states of the three generators, and of those of accelerators."""
-    return States(torch.get_rng_state(), other_states(), tuple(map(state_on, accelerators)))
+    on_accelerators = tuple(map(state_on, accelerators))
+    return States(torch.get_rng_state(), other_states(), on_accelerators)
 
 
 def put_states(wanted: States, accelerators: Sequence[torch.device] = ()) -> None:
@@ -99,6 +100,7 @@ def state_on(device: torch.device) -> Tensor:
     """Return the state of PyTorch's generator of one device."""
     if device.type == "cpu":
         return torch.get_rng_state()
+
     module: Any = torch.get_device_module(device)
     state: Tensor = module.get_rng_state(*_argument(device))
     return state
@@ -109,6 +111,7 @@ def put_state_on(device: torch.device, state: Tensor) -> None:
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
+
     module: Any = torch.get_device_module(device)
     module.set_rng_state(state, *_argument(device))
 
@@ -143,12 +146,18 @@ def set_other_states(wanted: tuple[Any, Any]) -> None:
 
 def same(a: States, b: States) -> bool:
     """Whether nothing was drawn between the two."""
-    of_torch = zip((a.torch, *a.accelerators), (b.torch, *b.accelerators), strict=True)
-    return all(torch.equal(one, other) for one, other in of_torch) and same_others(
-        a.others, b.others
-    )
+    if not same_others(a.others, b.others):
+        return False
+
+    before = (a.torch, *a.accelerators)
+    after = (b.torch, *b.accelerators)
+    return all(map(torch.equal, before, after))
 
 
 def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     """Whether nothing was drawn from ``random`` and numpy between the two."""
-    return bool(a[0] == b[0] and (a[1][1] == b[1][1]).all() and a[1][2:] == b[1][2:])
+    (python, (_, numbers, *place)) = a
+    (python_now, (_, numbers_now, *place_now)) = b
+    if python != python_now or place != place_now:
+        return False
+    return bool((numbers == numbers_now).all())

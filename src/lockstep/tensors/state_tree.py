@@ -49,10 +49,12 @@ _DICTS: dict[str, Callable[[Any], Any]] = {
 
 
 def _base64(value: bytes) -> str:
+    """Return bytes as a text."""
     return base64.b64encode(value).decode()
 
 
 def _name_of(dtype: torch.dtype) -> str:
+    """Return the name of a format in ``torch``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -123,6 +125,7 @@ class _Encoder:
         return self._marked(value, place)
 
     def _items(self, items: Iterable[Any], place: str) -> list[Any]:
+        """Return what JSON has in the place of each item of a list."""
         return [self.value(item, f"{place}/{i}") for i, item in enumerate(items)]
 
     def _kept(self, tensor: Tensor | RowShard, place: str) -> dict[str, Any]:
@@ -194,6 +197,7 @@ class _Encoder:
 
 
 def _under(place: str, key: str) -> str:
+    """Return the place of an item of a dict."""
     return f"{place}/{key}" if place else key
 
 
