@@ -7,8 +7,10 @@
     own_batches.py     the batches of a loop of one's own, cut in micro-batches
     fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
     loader_workers.py  the same in loader workers
-    loader.py          all of that, epoch by epoch, copied to an accelerator while the batch before is used
+    loader.py          all of that, epoch by epoch
+    copy_ahead.py      batches copied to an accelerator while the one before is used
     stream.py          the same for a dataset that can only be gone through: every rank reads it, and keeps its share
+    dataset_state.py   the state of a dataset that has one
     source.py          the dataset of a job, or the callable that gives one; evaluation sets by name
     fingerprint.py     whether data are the same on every rank, and as when a run was begun
     job_loaders.py     the loaders of a job, and of a loop of one's own

@@ -10,7 +10,7 @@ is. The micro-batches of a batch are copied together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +82,13 @@ def _move(field: str, parts: list[Part], place: torch.device) -> None:
 
     together = [_rows_moved(rows, place) for rows in zip(*held, strict=True)]
     for part, nest, own in zip(parts, nests, zip(*together, strict=True), strict=True):
-        new = iter(own)
-        setattr(part, field, each(lambda _, new=new: next(new), nest))
+        setattr(part, field, _with_tensors(nest, own))
+
+
+def _with_tensors(nest: Any, new: Iterable[Tensor]) -> Any:
+    """Return the same nest with other tensors in the place of its own."""
+    ahead = iter(new)
+    return each(lambda _: next(ahead), nest)
 
 
 def _are_rows(held: list[list[Tensor]]) -> bool:

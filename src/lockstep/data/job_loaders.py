@@ -15,14 +15,13 @@ from lockstep.launch.world import World
 
 OF_COLLATE = (
     "not the global batch: what it pads, mixes or draws is of these samples only, so that draws "
-    "aren't those of one "
-    "device, and a loss must not count padding"
+    "aren't those of one device, and a loss must not count padding"
 )
-"""What is said of a collate that is given a part of a batch."""
+"""What is logged of a collate that is given a part of a batch."""
 
 
 def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
-    """This process's share of every global batch, for a loop of your own.
+    """Return this process's share of every global batch, for a loop of your own.
 
     ::
 
@@ -45,6 +44,7 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
     if world is not None and world.size > 1:
         device = None if world.device.is_slot else world.device.torch
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
+
         if settings.get("collate") is not None and world.is_first:
             warnings.warn(f"collate is given each device's local batch, {OF_COLLATE}", stacklevel=2)
 
@@ -54,23 +54,19 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
 
 
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
-    """A loader for each evaluation set, by its name."""
-    return {
-        name: job_loader(
-            job,
-            world,
-            dataset,
-            evaluation=True,
-            name=f'eval_data["{name}"]' if name else "eval_data",
-        )
-        for name, dataset in sets.items()
-    }
+    """Return a loader for each evaluation set, by its name."""
+    loaders = {}
+    for name, dataset in sets.items():
+        field = f'eval_data["{name}"]' if name else "eval_data"
+        loaders[name] = job_loader(job, world, dataset, evaluation=True, name=field)
+
+    return loaders
 
 
 def job_loader(
     job: Job, world: World, dataset: Any, *, evaluation: bool = False, name: str = "train_data"
 ) -> AnyLoader:
-    """The loader of this rank's shares of a dataset, with the settings of a job.
+    """Return the loader of this rank's shares of a dataset, with the settings of a job.
 
     Args:
         job: whose settings they are.
@@ -85,11 +81,16 @@ def job_loader(
     same_on_every_rank(dataset, world, name)
     kind = StreamLoader if is_stream(dataset) else Loader
     data = world.data
+    several = data.local_batches > 1
+    batch_size = job.batch_size
+    if evaluation and job.eval_batch_size:
+        batch_size = job.eval_batch_size
+
     return kind(
         dataset,
-        rank=None if data.local_batches > 1 else data.rank,
-        world_size=data.local_batches if data.local_batches > 1 else data.size,
-        batch_size=(job.eval_batch_size or job.batch_size) if evaluation else job.batch_size,
+        rank=None if several else data.rank,
+        world_size=data.local_batches if several else data.size,
+        batch_size=batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,
         shuffle=job.shuffle and not evaluation,

@@ -147,7 +147,11 @@ def without_worker_info() -> Iterator[None]:
 
 
 class _Requests:
-    """The sampler of one epoch after another."""
+    """The sampler of one epoch after another.
+
+    Attributes:
+        now: the requests of the epoch that is fetched.
+    """
 
     def __init__(self) -> None:
         self.now: Iterable[Request] = ()
@@ -157,8 +161,14 @@ class _Requests:
 
 
 class Workers:
-    """Loader workers of one rank, each with a copy of the fetcher. They start with the first
-    request.
+    """Loader workers of one rank, each with a copy of the fetcher.
+
+    They start with the first request.
+
+    Args:
+        fetcher: what makes the answers.
+        count: how many workers.
+        pin: whether answers are to come in pinned memory.
     """
 
     def __init__(self, fetcher: Fetching, count: int, pin: bool) -> None:

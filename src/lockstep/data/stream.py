@@ -189,8 +189,8 @@ class Reader:
         self._draws = getattr(dataset, "draws_random", True)
         self._compared = cutting.world_size > 1 and cutting.rank is not None
         self._samples: Iterator[Any] | None = None
-        self._place = 0
-        self._gave = False
+        self._place = 0  # samples that were read in this epoch
+        self._gave = False  # whether there was a sample in any epoch
 
     def __call__(self, epoch: int, index: int, begins: bool, kept: Any = None) -> Read:
         """Read batch ``index`` of an epoch, the one after that of the last call, unless the epoch
@@ -227,9 +227,11 @@ class Reader:
         return len(samples), number, pairs, after
 
     def _next(self, state: int) -> list[Any]:
+        """Read the samples of a global batch, fewer at the end of the stream."""
         return list(itertools.islice(self._left(state), self._cutting.batch_size))
 
     def _refuse_empty(self) -> None:
+        """Refuse an epoch without a sample."""
         if not self._gave:
             raise JobError(f"{self._name}: it is empty")
         raise RunError(
@@ -239,6 +241,7 @@ class Reader:
         )
 
     def _begin(self, epoch: int, state: int, start: int, kept: Any) -> None:
+        """Begin an epoch at global batch ``start``, in a state that was kept, or by skipping."""
         self._place = 0
         if self._draws:
             seed_all(absorbed(state, ORDER) >> 1)
@@ -266,7 +269,7 @@ class Reader:
             )
 
     def _left(self, state: int) -> Iterator[Any]:
-        """What is left of the stream, with random numbers that belong to the sample."""
+        """Yield what is left of the stream, with random numbers that belong to the sample."""
         while self._samples is not None:
             if self._draws:
                 seed_all(absorbed(state, self._place) >> 1)
