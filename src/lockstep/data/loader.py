@@ -265,9 +265,7 @@ class Loader(AnyLoader):
         order = self.orders(epoch)
         self._compare(epoch, order)
         collate = functools.partial(self._fetching, epoch)
-        rows = self._cutting.rows(order, start)
-        pairs_of_rows = self._fetched(epoch, start, order)
-        for index, (row, pairs) in enumerate(zip(rows, pairs_of_rows, strict=True), start):
+        for index, (row, pairs) in enumerate(self._fetched(epoch, start, order), start):
             if self._states is not None:
                 state = state_of(self._dataset)
                 self._keep(epoch, index + 1, state)
@@ -278,12 +276,19 @@ class Loader(AnyLoader):
             batch.collate = collate
             yield batch
 
-    def _fetched(self, epoch: int, start: int, order: Order) -> Iterator[list[Pair]]:
-        """Yield inputs and targets of the shares of each row that aren't empty."""
+    def _fetched(self, epoch: int, start: int, order: Order) -> Iterator[tuple[Any, list[Pair]]]:
+        """Yield each row, with inputs and targets of its shares that aren't empty."""
+        rows = self._cutting.rows(order, start)
         if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
             held = self._held_on
-            for row in self._cutting.rows(order if held is None else Placed(order, held), start):
-                yield [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
+            if held is None:
+                for row in rows:
+                    yield row, self._indexed(row)
+                return
+
+            placed = self._cutting.rows(Placed(order, held), start)
+            for row, at in zip(rows, placed, strict=True):
+                yield row, self._indexed(at)
             return
 
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
@@ -292,13 +297,17 @@ class Loader(AnyLoader):
             for row in self._cutting.rows(order, start)
             for shares in self._asked(row)
         )
-        for row in self._cutting.rows(order, start):
+        for row in rows:
             pairs: list[Pair] = []
             for _ in self._asked(row):
                 found, note = next(answers)
                 pairs += found
                 self._log(note)
-            yield pairs
+            yield row, pairs
+
+    def _indexed(self, row: tuple[Tensor, ...]) -> list[Pair]:
+        """Return the rows of a tensor dataset that are the shares of a row."""
+        return [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
 
     def _asked(self, row: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
         """Yield the shares of each rank in a row that aren't empty: a request each."""
