@@ -555,7 +555,6 @@ def boxes_of(strategy: str, devices: str) -> tuple[Any, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["dp", "pp"])
-@pytest.mark.filterwarnings("ignore:gradients of parts of the batch could not")
 def test_a_list_of_targets_is_cut_by_samples_or_refused_where_it_may_be_two_things(
     way: str,
 ) -> None:
@@ -652,7 +651,6 @@ def scaled(strategy: str, devices: str, rows: int, accumulate: int = 1) -> torch
     return weights(model)
 
 
-@pytest.mark.filterwarnings("ignore:outputs depend on other samples")
 @pytest.mark.parametrize(
     ("way", "accumulate"), [("dp 3", 1), ("single", 2), ("pp 2", 2), ("dp 3", 2)]
 )

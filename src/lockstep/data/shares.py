@@ -21,8 +21,7 @@ from torch import Tensor
 
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import tensors
-from lockstep.tensors.rows import cut, joined, share_sizes
+from lockstep.tensors.rows import share_sizes
 
 T = TypeVar("T")
 
@@ -259,25 +258,3 @@ class Order(Protocol):
 
     def __getitem__(self, span: slice, /) -> Tensor:
         """Return some of the indices."""
-
-
-def mixed_share(shares: list[Part]) -> Part:
-    """As many samples as the first share has (two, if it has one), some of it and some of the
-    second one.
-
-    So they show what is alike within each share only, lengths say. Where shares can't be joined, it
-    is the first one.
-    """
-    first, *others = shares
-    if not others or not others[0].size or not first.size:
-        return first
-    second = others[0]
-    some = (first.size + 1) // 2
-    more = min(max(1, first.size - some), second.size)
-    one, other = (first.inputs, first.targets), (second.inputs, second.targets)
-    held = list(tensors(one))
-    if not held or any(t.is_nested or (t.dim() and len(t) != first.size) for t in held):
-        return first  # what isn't cut can't be joined
-    head = cut(one, 0, some, first.size)
-    both = joined(head, some, cut(other, 0, more, second.size), more)
-    return first if both is None else Part(both[0], both[1], some + more, some + more)

@@ -25,9 +25,6 @@ from lockstep.errors import InputError
 
 T = TypeVar("T")
 
-MAKE_SEEN = "make it a dataclass, a named tuple or a dictionary"
-"""What to do with an object of another class, whose tensors are not seen."""
-
 
 def parts(nest: Any) -> list[Any] | None:
     """Return what lies directly inside a nest, in order.
@@ -176,21 +173,6 @@ def described(nest: Any) -> str:
     if isinstance(nest, list):
         return f"[{body}]"
     return f"({body},)" if len(inside) == 1 else f"({body})"
-
-
-def opaque_class(nest: Any) -> str | None:
-    """The name of the first class among its leaves that keeps tensors as attributes, which are
-    not seen.
-    """
-    if isinstance(nest, (PackedSequence, type)):
-        return None
-    for part in parts(nest) or ():
-        if name := opaque_class(part):
-            return name
-
-    is_leaf = parts(nest) is None and not isinstance(nest, Tensor)
-    held = getattr(nest, "__dict__", {}).values() if is_leaf else ()
-    return type(nest).__name__ if any(isinstance(value, Tensor) for value in held) else None
 
 
 def same_kind(one: Any, other: Any) -> bool:
