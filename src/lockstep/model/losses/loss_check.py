@@ -33,6 +33,7 @@ from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import copied_nest, each, holds_packed, tensors
+from lockstep.tensors.pytree import parts as parts_of
 from lockstep.tensors.rows import part_of
 from lockstep.tensors.seeding import kept_state_on
 from lockstep.threads.random_streams import stream
@@ -66,6 +67,7 @@ class LossCheck:
         self._loss = loss
         self._checks = cuts and not loss.is_known
         self._accepts = accepts
+        self._has_passed = False
         self.interval = CheckInterval()
         self.notes: list[str] = []
 
@@ -93,6 +95,8 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
+        if holds_packed((outputs, targets)):
+            return None
         nest = each(torch.Tensor.detach, outputs), targets
         if not _can_be_cut(nest, samples):
             return None
@@ -109,9 +113,13 @@ class LossCheck:
             if not waits:
                 return _are_apart(whole, parts, tolerance)
             if not _is_apart(whole, parts, tolerance):
+                self._has_passed = True
                 return None
-            if drawn or not self._is_repeatable(nest, whole, samples):
-                self._checks = False  # the sum check has the parts draw what the whole draws
+            is_of_all = not self._has_passed and _holds_numbers_of_all(nest, samples)
+            if drawn or is_of_all or not self._is_repeatable(nest, whole, samples):
+                self._checks = (
+                    False  # the sum check has parts collated, and draw what the whole does
+                )
                 return None
             if self._is_rounding(nest, samples):
                 return None
@@ -193,7 +201,7 @@ def _sizes(samples: int) -> tuple[int, int]:
 
 def _can_be_cut(nest: Nest, samples: int) -> bool:
     """Whether each tensor has a row for each sample (or several), but for integers of all."""
-    if samples < 2 or holds_packed(nest):
+    if samples < 2:
         return False
     one = part_of(nest, 0, 1, samples)
     shapes = [(tensor.shape, tensor.is_floating_point()) for tensor in tensors(nest)]
@@ -204,6 +212,16 @@ def _can_be_cut(nest: Nest, samples: int) -> bool:
         is_floating and shape == of_first
         for (shape, is_floating), of_first in zip(shapes, of_one, strict=True)
     )
+
+
+def _holds_numbers_of_all(nest: Any, samples: int) -> bool:
+    """Whether there is a number of the whole batch, as of items that collate has counted."""
+    if isinstance(nest, Tensor):
+        return not nest.is_floating_point() and nest.shape[:1] != (samples,)
+    inside = parts_of(nest)
+    if inside is None:
+        return isinstance(nest, int | float)
+    return any(_holds_numbers_of_all(one, samples) for one in inside)
 
 
 @contextlib.contextmanager
