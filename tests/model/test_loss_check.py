@@ -359,6 +359,25 @@ def test_what_needs_the_whole_batch_trains_where_no_batch_is_cut_only(
         lockstep.train(job, **where, **TRAINED[way])
 
 
+def mean_times_items(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    known = targets >= 0
+    each = F.cross_entropy(outputs, targets.clamp(min=0), reduction="none")
+    return (each * known).sum() / known.sum() * known.sum(), known.sum()
+
+
+@pytest.mark.parametrize("labelled_samples", [0, 3])
+def test_parts_without_an_item_add_up(labelled_samples: int, tmp_path: Path) -> None:
+    """Their total is NaN times 0, as is the gradient."""
+    known = torch.arange(8) < labelled_samples
+    targets = torch.cat([labels(8, 3), labels(8, 3).where(known, -1)])
+    job = job_of(mean_times_items, train_data=TensorDataset(drawn(16, 6), targets), shuffle=False)
+    one, two = (
+        lockstep.train(job, strategy=way, devices=on, folder=tmp_path, quiet=True)
+        for way, on in (("single", "1xcpu"), ("dp", "2xcpu"))
+    )
+    assert one.history[-1]["train_loss"] == pytest.approx(two.history[-1]["train_loss"], rel=1e-5)
+
+
 class Squeezing(nn.Module):
     """Of one sample it gives a row less."""
 

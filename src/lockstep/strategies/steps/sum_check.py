@@ -84,6 +84,13 @@ class Sums:
     count: Number
     named: Mapping[str, tuple[Number, Number]]
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward runs; the total of no item is a constant where it is NaN times 0."""
+        if self.total is None or not self.total.requires_grad:
+            return False
+        return bool(float(self.count)) or math.isfinite(float(self.total.detach()))
+
     def numbers(self) -> dict[str, float]:
         """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
         found = {}
@@ -318,7 +325,7 @@ class _Computing:
         with self._computing(piece):
             sums = self._summed(piece)
             by = divisor or float(sums.count)
-            if sums.total is not None and sums.total.requires_grad and by:
+            if sums.has_gradients and by:
                 torch.autograd.backward(sums.total / by)
         return sums
 
@@ -346,6 +353,7 @@ class _Comparison:
         self._in_turn = in_turn
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sums: list[dict[str, float]] = []  # of the whole, and of each part
+        self._counts: list[float] = []
         self._ends: list[dict[str, Any]] = []  # what the snapshot's things came to
         self._sizes = dict.fromkeys(self._trained, 0.0)  # norms of gradients
         self._draws_elsewhere = False
@@ -361,6 +369,7 @@ class _Comparison:
             is_whole = piece is whole
             sums = compute(piece, divisor=0.0 if is_whole else whole.size)
             self._sums.append(sums.numbers())
+            self._counts.append(float(sums.count))
             self._draws_elsewhere |= self._snapshot.drew_elsewhere()
             if is_whole:
                 self._negate(float(sums.count) / whole.size)
@@ -393,6 +402,8 @@ class _Comparison:
         if not all(map(math.isfinite, self._sums[0].values())):
             verdict.unchecked = "the loss is not finite"
             return verdict
+        if not any(self._counts):
+            return verdict  # an update that counts no item is skipped
         verdict.apart, difference = self._worst()
         if verdict.apart <= TOLERANCE[verdict.precision]:
             return verdict
