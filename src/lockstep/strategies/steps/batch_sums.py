@@ -97,7 +97,13 @@ class BatchSums:
             return
         if is_power_of_two(batch.index + 1):
             summed = SummedLoss(step.model, step.loss, _forward, metrics=metrics, trains=False)
-            self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
+            verdict = self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
+            if verdict is None:
+                return
+            self._refuse_written(verdict)
+            if verdict.draws and step.world.is_first:
+                text = "the model draws random numbers in evaluation, which differ from those of"
+                step.tell_once([Caveat("drawing", f"{text} one device; they are reproducible")])
 
     def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
