@@ -85,11 +85,13 @@ class Sums:
     named: Mapping[str, tuple[Number, Number]]
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether backward runs; the total of no item is a constant where it is NaN times 0."""
-        if self.total is None or not self.total.requires_grad:
-            return False
-        return bool(float(self.count)) or math.isfinite(float(self.total.detach()))
+    def with_gradient(self) -> Tensor | None:
+        """The total, where backward runs on it: not where it is of no item, and NaN times 0."""
+        total = self.total
+        if total is None or not total.requires_grad:
+            return None
+        is_number = bool(float(self.count)) or math.isfinite(float(total.detach()))
+        return total if is_number else None
 
     def numbers(self) -> dict[str, float]:
         """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
@@ -325,8 +327,9 @@ class _Computing:
         with self._computing(piece):
             sums = self._summed(piece)
             by = divisor or float(sums.count)
-            if sums.has_gradients and by:
-                torch.autograd.backward(sums.total / by)
+            total = sums.with_gradient
+            if total is not None and by:
+                torch.autograd.backward(total / by)
         return sums
 
     def outputs(self, piece: Piece) -> Any:
