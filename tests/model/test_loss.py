@@ -16,7 +16,6 @@ import cloudpickle
 import pytest
 import torch
 import torch.nn.functional as F
-from lockstep.model.losses.additivity import Piece
 from torch import Tensor, nn
 
 import lockstep

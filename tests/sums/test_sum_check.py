@@ -26,7 +26,7 @@ from lockstep.tensors.pytree import call, to_device
 from sums.cases import CASES, Case
 from sums.test_cases import WAYS, batches, seed
 
-from zoo import ZOO, slow  # isort: skip
+from zoo import ZOO, drawn, slow  # isort: skip
 
 NOT_STOPPED = {
     "batchnorm": "known by its type, and logged",
@@ -271,3 +271,43 @@ def test_ranks_that_share_weights_are_not_checked(tmp_path: Path) -> None:
     job = ZOO["mlp"].replace(model=mixing, check_every=1)
     run = train(job, strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
     assert run.metrics["loss"] > 0
+
+
+class OwnGenerator:
+    """Augments by a generator of its own, and hands out dictionaries, which collate changes."""
+
+    def __init__(self) -> None:
+        self.generator, self.fetched = numpy.random.default_rng(0), 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        self.fetched += 1
+        return {"x": drawn(6, seed=i) + self.generator.random(), "y": torch.tensor(i % 3)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"fetched": self.fetched}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.fetched = state["fetched"]
+
+
+def popped(samples: list[dict[str, Any]]) -> Any:
+    targets = [sample.pop("y") for sample in samples]
+    return default_collate(samples)["x"].float(), default_collate(targets)
+
+
+def test_a_dataset_that_draws_from_its_own_generator_goes_on_as_without_a_check(
+    tmp_path: Path,
+) -> None:
+    """Found by trial: samples were fetched again for the parts, and came out otherwise."""
+    where = {"strategy": "dp", "devices": "2xcpu", "folder": tmp_path, "quiet": True}
+    ends = []
+    for every in (0, 1):
+        data = OwnGenerator()
+        job = ZOO["mlp"].replace(train_data=data, collate=popped, eval_data=None, metrics={})
+        ends.append((train(job, check_every=every, **where).model().state_dict(), data.fetched))
+    (one, _), (other, _) = ends
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert ends[0][1] == ends[1][1]

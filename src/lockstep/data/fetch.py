@@ -9,6 +9,7 @@ is detected by the generators' states.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import parts, to_device
-from lockstep.tensors.seeding import kept_states, same, seed_all, states
+from lockstep.tensors.seeding import kept_generators, kept_states, same, seed_all, states
 
 _LOOKED_AT = 3
 """Samples that are fetched twice, to see whether they come out the same."""
@@ -98,6 +99,40 @@ class Fetcher:
         """
         with kept_states() if self._draws else nullcontext():
             return [self._pair(epoch, share) for share in shares], self._note
+
+    def with_parts(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
+        """Return inputs and targets of some samples, and of parts of them.
+
+        Samples are fetched once. Generators that the dataset holds, and its state, are as before
+        afterwards.
+
+        Args:
+            epoch: the number of the epoch.
+            shares: the indices of all the samples, then those of each part.
+
+        Raises:
+            SampleError: a sample raised; its index is named.
+            JobError: samples aren't pairs, or can't be put together.
+        """
+        if self.tensors is not None:
+            return [self.indexed(torch.as_tensor(share)) for share in shares]
+        whole = shares[0]
+        indices = whole
+        if self._lookup is not None:
+            indices = self._lookup[torch.as_tensor(whole)].tolist()
+        state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
+        pairs = []
+        with kept_states(), kept_generators(self.dataset):
+            samples = dict(zip(whole, self._samples(epoch, indices, whole), strict=True))
+            for share in shares:
+                if self._collate is not None:
+                    seed_all(absorbed(absorbed(self._stream, epoch), share[0]) >> 1)
+                pairs.append(
+                    together([_copy(samples[i]) for i in share], self._collate, self._name)
+                )
+        if state is not None:
+            self.dataset.load_state_dict(state)
+        return pairs
 
     def _pair(self, epoch: int, share: Sequence[int]) -> Pair:
         """Return inputs and targets of one share."""
@@ -227,6 +262,14 @@ def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
 
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, at, out=out)
+
+
+def _copy(sample: Any) -> Any:
+    """Copy a sample, since a collate may change it; one that can't be copied is given itself."""
+    try:
+        return copy.deepcopy(sample)
+    except Exception:
+        return sample
 
 
 def number_of(nest: Any) -> int:

@@ -264,7 +264,7 @@ class Loader(AnyLoader):
 
         order = self.orders(epoch)
         self._compare(epoch, order)
-        collate = functools.partial(self._fetching, epoch)
+        collate = functools.partial(self._fetching.with_parts, epoch)
         for index, (row, pairs) in enumerate(self._fetched(epoch, start, order), start):
             if self._states is not None:
                 state = state_of(self._dataset)

@@ -102,8 +102,8 @@ class Batch:
         samples: the indices in the dataset of the whole global batch, where they are known.
         shares: where one process drives several devices, for each its part of each micro-batch;
             ``parts`` are then sizes only.
-        collate: gives inputs and targets of other samples of the epoch, by their indices, a pair
-            for each list of them; None where nobody can.
+        collate: gives inputs and targets of some samples, and of parts of them, by lists of their
+            indices; None where nobody can.
     """
 
     parts: list[Part]
@@ -112,7 +112,7 @@ class Batch:
     epoch: int
     samples: Tensor | None = None
     shares: list[list[Part]] | None = None
-    collate: Callable[[Sequence[Sequence[int]]], tuple[list[Any], str | None]] | None = None
+    collate: Callable[[Sequence[Sequence[int]]], list[Any]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
         full = [part for part in self.parts if part.size]

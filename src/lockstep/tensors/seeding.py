@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -49,23 +51,6 @@ def kept_states(accelerators: Sequence[torch.device] = ()) -> Iterator[None]:
         yield
     finally:
         put_states(before, accelerators)
-
-
-@contextmanager
-def noted_seeding() -> Iterator[list[int]]:
-    """Note the seeds that ``torch.manual_seed`` is given meanwhile, by whatever thread."""
-    seeds: list[int] = []
-    kept = torch.manual_seed
-
-    def noting(seed: Any) -> torch.Generator:
-        seeds.append(seed)
-        return kept(seed)
-
-    torch.manual_seed = torch.random.manual_seed = noting
-    try:
-        yield seeds
-    finally:
-        torch.manual_seed = torch.random.manual_seed = kept
 
 
 class States(NamedTuple):
@@ -161,3 +146,39 @@ def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
     if python != python_now or place != place_now:
         return False
     return bool((numbers == numbers_now).all())
+
+
+# ---- generators that an object holds -------------------------------------------------------------
+
+
+@contextmanager
+def kept_generators(holder: Any) -> Iterator[None]:
+    """Give the generators that an object holds back the states they have now.
+
+    They are attributes of the object, or of objects in its attributes, two levels deep.
+    """
+    resets = [_reset(generator) for generator in _generators_in(holder, levels=3)]
+    try:
+        yield
+    finally:
+        for reset in resets:
+            reset()
+
+
+def _generators_in(holder: Any, levels: int) -> Iterator[Any]:
+    held = getattr(holder, "__dict__", {}).values() if levels else ()
+    for value in list(held):
+        if isinstance(value, random.Random | numpy.random.Generator | torch.Generator):
+            yield value
+        elif not isinstance(value, Tensor | type):
+            yield from _generators_in(value, levels - 1)
+
+
+def _reset(generator: Any) -> Callable[[], Any]:
+    """A function that gives a generator back the state it has now."""
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, numpy.random.Generator):
+        bits = generator.bit_generator
+        return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
+    return functools.partial(generator.set_state, generator.get_state())

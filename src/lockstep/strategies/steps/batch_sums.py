@@ -144,7 +144,7 @@ class BatchSums:
             return None
         first = _first_of_two(samples)
         indices = batch.samples[:samples].tolist()
-        pairs, _ = batch.collate([indices, indices[:first], indices[first:]])
+        pairs = batch.collate([indices, indices[:first], indices[first:]])
         sizes = samples, first, samples - first
         starts = 0, 0, first
         return [
