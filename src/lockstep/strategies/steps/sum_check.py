@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +28,15 @@ from torch import Tensor, nn
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.losses.loss import Number, Totalled
-from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.snapshot import Snapshot, same
+from lockstep.strategies.steps.mixing_layer import first_that_mixes
+from lockstep.strategies.steps.reference_modes import (
+    full_precision,
+    in_float64,
+    known_in_evaluation_mode,
+)
 from lockstep.strategies.steps.replayed_draws import ReplayedDraws
-from lockstep.tensors.pytree import call, clones, each, tensors
+from lockstep.strategies.steps.sums_of_pieces import Piece, Summed, Sums
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""
@@ -45,156 +48,6 @@ _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.b
 """The part of the largest gradient below which another one is rounding: that of a key's bias is
 zero.
 """
-
-_BATCH_NORMS = nn.modules.batchnorm._BatchNorm
-_KNOWN = (_BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.RReLU)
-"""Layers that are known to compute otherwise in training, and are in evaluation mode meanwhile."""
-
-Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]
-"""Gives totals and counts by name, for outputs and targets."""
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Samples that are computed together: the whole, or a part of it, which begins with its
-    sample ``start``.
-    """
-
-    inputs: Any
-    targets: Any
-    size: int
-    start: int = 0
-
-    def doubled(self) -> Piece:
-        """The same samples in float64."""
-        return Piece(_doubled(self.inputs), _doubled(self.targets), self.size, self.start)
-
-
-@dataclass(frozen=True)
-class Sums:
-    """What a model, or its loss, came to for some samples.
-
-    Attributes:
-        total: what backward runs on; None where gradients aren't compared.
-        count: the number of items of that total.
-        named: totals and counts, by what they are of.
-    """
-
-    total: Tensor | None
-    count: Number
-    named: Mapping[str, tuple[Number, Number]]
-
-    @property
-    def with_gradient(self) -> Tensor | None:
-        """The total, where backward runs on it: not where it is of no item, and NaN times 0."""
-        total = self.total
-        if total is None or not total.requires_grad:
-            return None
-        is_number = bool(float(self.count)) or math.isfinite(float(total.detach()))
-        return total if is_number else None
-
-    def numbers(self) -> dict[str, float]:
-        """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
-        found = {}
-        for name, (total, count) in self.named.items():
-            found[f"the total of {name}"] = float(total) if count else 0.0
-            found[f"the count of {name}"] = float(count)
-        return found
-
-
-class Summed(ABC):
-    """What has to be the same sums for a batch as for its parts.
-
-    Attributes:
-        model: the model.
-        holds: objects beside the model that may have state.
-        trains: whether gradients are compared.
-    """
-
-    model: nn.Module
-    holds: Sequence[Any] = ()
-    trains = True
-
-    @abstractmethod
-    def __call__(self, piece: Piece) -> Sums:
-        """Compute the sums of a piece."""
-
-    @abstractmethod
-    def doubled(self) -> Summed:
-        """The same for a model that is in float64."""
-
-    def outputs(self, piece: Piece) -> Any:
-        """Call the model as for the sums."""
-        return self(piece)
-
-    def explained(self, piece: Piece) -> LossError | None:
-        """Give an error that says more, where the loss is no sum over samples of these outputs."""
-        del piece
-        return None
-
-
-class SummedLoss(Summed):
-    """The loss of a model, with its parts, and metrics beside it.
-
-    Args:
-        model: the model.
-        loss: gives total and count.
-        forward: calls the model with inputs.
-        metrics: gives the total and count of each metric, by name, for outputs and targets.
-        trains: whether gradients are compared.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Totalled,
-        forward: Callable[[nn.Module, Any], Any] = call,
-        *,
-        metrics: Metrics | None = None,
-        trains: bool = True,
-    ) -> None:
-        self.model = model
-        self.holds = [loss.loss]
-        self.trains = trains
-        self._loss = loss
-        self._forward = forward
-        self._metrics = metrics
-
-    def __call__(self, piece: Piece) -> Sums:
-        """Compute the sums of a piece."""
-        outputs = self.outputs(piece)
-        targets = clones(piece.targets)  # which may be written to
-        loss = self._loss(outputs, targets, piece.size)
-        named = {"the loss": (loss.total.detach(), loss.count)}
-        for name, part in loss.parts.items():
-            named[f'part "{name}" of the loss'] = part
-        if self._metrics is not None:
-            for name, pair in self._metrics(outputs, piece.targets).items():
-                named[f'metric "{name}"'] = pair
-        return Sums(loss.total if self.trains else None, loss.count, named)
-
-    def outputs(self, piece: Piece) -> Any:
-        """Call the model."""
-        return self._forward(self.model, clones(piece.inputs))
-
-    def doubled(self) -> SummedLoss:
-        """The same for a model that is in float64."""
-        loss = self._loss.copied(double=True)
-        return SummedLoss(
-            self.model, loss, self._forward, metrics=self._metrics, trains=self.trains
-        )
-
-    def explained(self, piece: Piece) -> LossError | None:
-        """Give the error of a loss that is no sum over samples of these outputs."""
-        with torch.no_grad():
-            outputs = self.outputs(piece)
-            whole = self._loss(outputs, piece.targets, piece.size)
-            check = LossCheck(self._loss, cuts=True)
-            try:
-                check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
-            except LossError as error:
-                return error
-        return None
 
 
 @dataclass
@@ -274,7 +127,7 @@ class SumCheck:
         verdict = self._compared(pieces, self._summed, layout)
         if not verdict.difference or verdict.precision is torch.float64:
             return verdict
-        with _in_float64(self._model):
+        with in_float64(self._model):
             doubled = [piece.doubled() for piece in pieces]
             again = self._compared(doubled, self._summed.doubled(), layout)
         if not again.unchecked:
@@ -292,7 +145,7 @@ class SumCheck:
             comparison.run(pieces, compute)
             verdict = comparison.verdict()
             if verdict.difference:
-                verdict.where = _first_that_mixes(pieces, compute, snapshot)
+                verdict.where = first_that_mixes(self._model, pieces, compute.outputs, snapshot)
             if verdict.difference and not verdict.where:
                 snapshot.put_back()
                 verdict.error = summed.explained(pieces[0])
@@ -341,7 +194,7 @@ class _Computing:
     def _computing(self, piece: Piece) -> Iterator[None]:
         self._draws.replay(piece.start, piece.start + piece.size)
         grad = torch.set_grad_enabled(self._summed.trains)
-        with grad, _known_in_evaluation_mode(self.model), self._draws, _full_precision():
+        with grad, known_in_evaluation_mode(self.model), self._draws, full_precision():
             yield
 
 
@@ -422,163 +275,45 @@ class _Comparison:
         """
         tolerance = TOLERANCE[self._draws.coarsest]
         whole, *parts = self._sums
-        worst, text = 0.0, ""
+        worst = 0.0
+        text = ""
         for name, value in whole.items():
-            of_parts = [
-                part.get(name, 0.0) for part in parts
-            ]  # a batch may leave out a part of the loss
+            # A batch may leave out a part of the loss.
+            of_parts = [part.get(name, 0.0) for part in parts]
             far = _apart(value, of_parts)
-            if far > max(worst, tolerance) or math.isnan(far):
+            if far > max(worst, tolerance):
                 added = " + ".join(f"{part:.6g}" for part in of_parts)
-                worst, text = (
-                    far,
-                    f"{name} is {value:.6g} for the whole batch, and {added} for its parts",
-                )
+                worst = far
+                text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
         if text:
-            return math.inf if math.isnan(worst) else worst, text
+            return worst, text
+
         floor = _FLOOR[self._draws.coarsest] * max(self._sizes.values(), default=0.0) + 1e-300
         for name, p in self._trained.items():
-            far = _norm(p.grad) / (self._sizes[name] + floor)
-            if not far <= worst:
-                worst, text = (
-                    far,
+            far = _finite(_norm(p.grad) / (self._sizes[name] + floor))
+            if far > worst:
+                worst = far
+                text = (
                     f'the gradient of "{name}" for the whole batch is not the sum for its parts '
-                    f"({far:.1e})",
+                    f"({far:.1e})"
                 )
-        return math.inf if math.isnan(worst) else worst, text
+        return worst, text
 
 
 def _apart(whole: float, parts: Sequence[float]) -> float:
+    """How far parts are off the whole, relatively."""
     largest = max(abs(value) for value in (whole, *parts))
-    return abs(whole - sum(parts)) / max(1e-300, largest)
+    return _finite(abs(whole - sum(parts)) / max(1e-300, largest))
+
+
+def _finite(number: float) -> float:
+    """The number, or infinity in the place of NaN."""
+    return math.inf if math.isnan(number) else number
 
 
 def _norm(gradient: Tensor | None) -> float:
-    """(Not the largest element: rounding may flip one of many ReLUs.)"""
+    """The norm of a gradient, which rounding that flips one of many ReLUs hardly changes."""
     if gradient is None or not gradient.numel():
         return 0.0
     dense = gradient.to_dense() if gradient.is_sparse else gradient
     return float(dense.norm())
-
-
-# ---- how the model computes meanwhile ------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Batch norms take their running statistics; those that have none take a mean of 0 and a
-    variance of 1.
-    """
-    every = [module for module in model.modules() if isinstance(module, _KNOWN)]
-    known = [module for module in every if module.training]
-    bare = [m for m in every if isinstance(m, _BATCH_NORMS) and m.running_mean is None]
-    for module in known:
-        module.training = False
-    for norm in bare:
-        like = next(model.parameters(), torch.zeros(()))
-        norm.running_mean = torch.zeros(norm.num_features, dtype=like.dtype, device=like.device)
-        norm.running_var = torch.ones_like(norm.running_mean)
-    try:
-        yield
-    finally:
-        for module in known:
-            module.training = True
-        for norm in bare:
-            norm.running_mean = norm.running_var = None
-
-
-@contextlib.contextmanager
-def _full_precision() -> Iterator[None]:
-    with torch.autocast("cpu", enabled=False), torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
-def _in_float64(model: nn.Module) -> Iterator[None]:
-    """The model itself in float64 for a while: parameters, buffers, and tensors in attributes."""
-    parameters = [(p, p.data) for p in model.parameters()]
-    owners = [owner for module in model.modules() for owner in (module._buffers, vars(module))]
-    held = [
-        (owner, {key: its for key, its in owner.items() if isinstance(its, Tensor)})
-        for owner in owners
-    ]
-    try:
-        for p, data in parameters:
-            p.data = _wide(data)
-        for owner, before in held:
-            owner.update({key: _wide(tensor) for key, tensor in before.items()})
-        yield
-    finally:
-        for p, data in parameters:
-            p.data = data
-        for owner, before in held:
-            owner.update(before)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _doubled(nest: Any) -> Any:
-    return each(_wide, nest)
-
-
-# ---- where samples act on one another ------------------------------------------------------------
-
-
-def _first_that_mixes(pieces: list[Piece], compute: _Computing, snapshot: Snapshot) -> str:
-    """Name the first module whose outputs for the last part depend on the others, though its
-    inputs don't; "" where there is none.
-    """
-    whole, *_, last = pieces
-
-    def differ(of_whole: Tensor, of_part: Tensor) -> bool:
-        rows = of_whole.shape[:1] == (whole.size,) and of_part.shape[:1] == (last.size,)
-        if not rows or of_whole.shape[1:] != of_part.shape[1:]:
-            return False
-        same_rows = of_whole[last.start : last.start + last.size]
-        tolerance = TOLERANCE.get(of_part.dtype, 1e-4)
-        return not float((same_rows - of_part).abs().max()) <= tolerance * float(
-            of_part.abs().max()
-        )
-
-    calls_of_whole = _calls(whole, compute, snapshot)
-    calls_of_part = _calls(last, compute, snapshot)
-    for (name, *given_and_gave), (_, *of_part) in zip(calls_of_whole, calls_of_part, strict=False):
-        given, gave = (
-            any(differ(one, other) for one, other in zip(of_whole, of, strict=False))
-            for of_whole, of in zip(given_and_gave, of_part, strict=True)
-        )
-        if gave and not given:
-            return f"samples act on one another in {name}"
-    return ""
-
-
-def _calls(
-    piece: Piece, compute: _Computing, snapshot: Snapshot
-) -> list[tuple[str, list[Tensor], list[Tensor]]]:
-    """Each call of a module in forward: its name, and the tensors that it was given and gave."""
-    model = compute.model
-    calls: list[tuple[str, list[Tensor], list[Tensor]]] = []
-    names = {
-        module: f'"{name}" ({type(module).__name__})' for name, module in model.named_modules()
-    }
-    names[model] = f"the model ({type(model).__name__})"
-
-    def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        calls.append((names[module], _floats((args, kwargs)), _floats(outputs)))
-
-    snapshot.put_back()
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in names]
-    try:
-        compute.outputs(piece)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return calls
-
-
-def _floats(nest: Any) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors(nest) if tensor.is_floating_point()]

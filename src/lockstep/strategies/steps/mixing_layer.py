@@ -1,0 +1,95 @@
+"""The first layer in which the samples of a batch act on one another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.model.snapshot import Snapshot
+from lockstep.strategies.steps.sums_of_pieces import Piece
+from lockstep.tensors.pytree import tensors
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""How far rows may lie apart, as a part of the largest number."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of a module in forward."""
+
+    name: str
+    given: list[Tensor]
+    gave: list[Tensor]
+
+
+def first_that_mixes(
+    model: nn.Module,
+    pieces: list[Piece],
+    compute_outputs: Callable[[Piece], Any],
+    snapshot: Snapshot,
+) -> str:
+    """Name the first module whose outputs for the last part depend on the other samples, though
+    its inputs don't; "" where there is none.
+
+    Args:
+        model: the model.
+        pieces: the whole, and its parts.
+        compute_outputs: calls the model with a piece.
+        snapshot: of the model, which is put back before each call.
+    """
+    whole, *_, last = pieces
+    of_whole = _calls(model, whole, compute_outputs, snapshot)
+    of_part = _calls(model, last, compute_outputs, snapshot)
+    for one, other in zip(of_whole, of_part, strict=False):
+        gave_other_rows = _differ(one.gave, other.gave, whole, last)
+        if gave_other_rows and not _differ(one.given, other.given, whole, last):
+            return f"samples act on one another in {one.name}"
+    return ""
+
+
+def _calls(
+    model: nn.Module,
+    piece: Piece,
+    compute_outputs: Callable[[Piece], Any],
+    snapshot: Snapshot,
+) -> list[_Call]:
+    calls: list[_Call] = []
+    names = {}
+    for name, module in model.named_modules():
+        names[module] = f'"{name}" ({type(module).__name__})'
+    names[model] = f"the model ({type(model).__name__})"
+
+    def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        calls.append(_Call(names[module], _floats((args, kwargs)), _floats(outputs)))
+
+    snapshot.put_back()
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in names]
+    try:
+        compute_outputs(piece)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _floats(nest: Any) -> list[Tensor]:
+    return [tensor.detach() for tensor in tensors(nest) if tensor.is_floating_point()]
+
+
+def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
+    """Whether the rows of a part are other ones where they are computed with the whole."""
+    for one, other in zip(of_whole, of_part, strict=False):
+        if one.shape[:1] != (whole.size,) or other.shape[:1] != (part.size,):
+            continue
+        if one.shape[1:] != other.shape[1:] or not other.numel():
+            continue
+        rows = one[part.start : part.start + part.size]
+        apart = float((rows - other).abs().max())
+        bound = _TOLERANCE.get(other.dtype, 5e-2) * float(other.abs().max())
+        if not apart <= bound:
+            return True
+    return False

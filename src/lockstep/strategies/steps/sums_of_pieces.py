@@ -1,0 +1,164 @@
+"""What is summed over the parts of a batch: the loss of a model, with its parts, and metrics."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import LossError
+from lockstep.model.losses.loss import Number, Totalled
+from lockstep.model.losses.loss_check import LossCheck
+from lockstep.strategies.steps.reference_modes import doubled
+from lockstep.tensors.pytree import call, clones
+
+Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]
+"""Gives totals and counts by name, for outputs and targets."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Samples that are computed together: the whole, or a part of it, which begins with its
+    sample ``start``.
+    """
+
+    inputs: Any
+    targets: Any
+    size: int
+    start: int = 0
+
+    def doubled(self) -> Piece:
+        """The same samples in float64."""
+        return Piece(doubled(self.inputs), doubled(self.targets), self.size, self.start)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What a model, or its loss, came to for some samples.
+
+    Attributes:
+        total: what backward runs on; None where gradients aren't compared.
+        count: the number of items of that total.
+        named: totals and counts, by what they are of.
+    """
+
+    total: Tensor | None
+    count: Number
+    named: Mapping[str, tuple[Number, Number]]
+
+    @property
+    def with_gradient(self) -> Tensor | None:
+        """The total, where backward runs on it: not where it is of no item, and NaN times 0."""
+        total = self.total
+        if total is None or not total.requires_grad:
+            return None
+        is_number = bool(float(self.count)) or math.isfinite(float(total.detach()))
+        return total if is_number else None
+
+    def numbers(self) -> dict[str, float]:
+        """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
+        found = {}
+        for name, (total, count) in self.named.items():
+            found[f"the total of {name}"] = float(total) if count else 0.0
+            found[f"the count of {name}"] = float(count)
+        return found
+
+
+class Summed(ABC):
+    """What has to be the same sums for a batch as for its parts.
+
+    Attributes:
+        model: the model.
+        holds: objects beside the model that may have state.
+        trains: whether gradients are compared.
+    """
+
+    model: nn.Module
+    holds: Sequence[Any] = ()
+    trains = True
+
+    @abstractmethod
+    def __call__(self, piece: Piece) -> Sums:
+        """Compute the sums of a piece."""
+
+    @abstractmethod
+    def doubled(self) -> Summed:
+        """The same for a model that is in float64."""
+
+    def outputs(self, piece: Piece) -> Any:
+        """Call the model as for the sums."""
+        return self(piece)
+
+    def explained(self, piece: Piece) -> LossError | None:
+        """Give an error that says more, where the loss is no sum over samples of these outputs."""
+        del piece
+        return None
+
+
+class SummedLoss(Summed):
+    """The loss of a model, with its parts, and metrics beside it.
+
+    Args:
+        model: the model.
+        loss: gives total and count.
+        forward: calls the model with inputs.
+        metrics: gives the total and count of each metric, by name, for outputs and targets.
+        trains: whether gradients are compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Totalled,
+        forward: Callable[[nn.Module, Any], Any] = call,
+        *,
+        metrics: Metrics | None = None,
+        trains: bool = True,
+    ) -> None:
+        self.model = model
+        self.holds = [loss.loss]
+        self.trains = trains
+        self._loss = loss
+        self._forward = forward
+        self._metrics = metrics
+
+    def __call__(self, piece: Piece) -> Sums:
+        """Compute the sums of a piece."""
+        outputs = self.outputs(piece)
+        targets = clones(piece.targets)  # which may be written to
+        loss = self._loss(outputs, targets, piece.size)
+        named = {"the loss": (loss.total.detach(), loss.count)}
+        for name, part in loss.parts.items():
+            named[f'part "{name}" of the loss'] = part
+        if self._metrics is not None:
+            for name, pair in self._metrics(outputs, piece.targets).items():
+                named[f'metric "{name}"'] = pair
+        return Sums(loss.total if self.trains else None, loss.count, named)
+
+    def outputs(self, piece: Piece) -> Any:
+        """Call the model."""
+        return self._forward(self.model, clones(piece.inputs))
+
+    def doubled(self) -> SummedLoss:
+        """The same for a model that is in float64."""
+        loss = self._loss.copied(double=True)
+        return SummedLoss(
+            self.model, loss, self._forward, metrics=self._metrics, trains=self.trains
+        )
+
+    def explained(self, piece: Piece) -> LossError | None:
+        """Give the error of a loss that is no sum over samples of these outputs."""
+        with torch.no_grad():
+            outputs = self.outputs(piece)
+            whole = self._loss(outputs, piece.targets, piece.size)
+            check = LossCheck(self._loss, cuts=True)
+            try:
+                check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
+            except LossError as error:
+                return error
+        return None
