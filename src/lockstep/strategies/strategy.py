@@ -152,8 +152,8 @@ class Strategy(ABC):
         """
         if job.step is not None and self.runs_functions is not True:
             raise StrategyError(
-                f"{self.name} can't train a job with step=: {self.runs_functions}; take single, "
-                "dp or ddp"
+                f"{self.name} can't train a job with step=: {self.runs_functions}; take single or "
+                "ddp"
             )
 
     def refuse(self, model: nn.Module, replicas: int) -> None:
