@@ -32,6 +32,7 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of, build_model
+from lockstep.model.hooks import structure_of
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.modes import NORMS, draws_dropout
 from lockstep.model.optimizer import build_optimizer
@@ -121,6 +122,7 @@ class DPStep(Step):
         self._find_trained()
         self._modules = [list(replica.modules()) for replica in self._replicas]
         self._every_parameter = [list(replica.parameters()) for replica in self._replicas]
+        self._structure = structure_of(model)
         self._buffers = [buffers_of(replica) for replica in self._replicas]
         self._team = ThreadPool(world.devices)
         if exchange is not None:
@@ -316,12 +318,13 @@ class DPStep(Step):
         """Make every replica equal to the first before a step.
 
         Raises:
-            StrategyError: the model has other modules than when the replicas were made.
+            StrategyError: the model has other modules, parameters or hooks than when the replicas
+                were made.
         """
-        if self.is_checked and list(self.model.modules()) != self._modules[0]:
+        if self.is_checked and structure_of(self.model) != self._structure:
             raise StrategyError(
-                "dp: modules of the model have changed since its replicas were made: call "
-                "lockstep.parallelize again, or take ddp"
+                "dp: modules, parameters or hooks of the model have changed since its replicas "
+                "were made: call lockstep.parallelize again, or take ddp"
             )
         self._follow_settings()
         self._share_parameters()
