@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,12 +15,28 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a switch, or a list, tuple or dictionary of some."""
+    """Whether a value is a number, a text, a switch, or a nest of some in lists, tuples and
+    dictionaries.
+    """
     if isinstance(value, dict):
         value = (*value, *value.values())
     elif not isinstance(value, list | tuple):
         return isinstance(value, _PLAIN)
-    return all(isinstance(item, _PLAIN) for item in value)
+    return all(map(is_plain, value))
+
+
+def _copied(value: Any) -> Any:
+    """Copy a plain value, and the lists and dictionaries within it."""
+    copied = copy.copy(value)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, list):
+        items = enumerate(value)
+    for key, item in items:
+        if isinstance(item, dict | list):
+            copied[key] = _copied(item)
+    return copied
 
 
 def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
@@ -35,4 +51,4 @@ def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) ->
             if theirs.get(name) is value or name in _INTERNAL:
                 continue
             if is_plain(value):
-                theirs[name] = copies.setdefault(id(value), copy.copy(value))
+                theirs[name] = copies.setdefault(id(value), _copied(value))
