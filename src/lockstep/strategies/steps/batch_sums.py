@@ -77,7 +77,6 @@ class BatchSums:
             return
         self.draws |= verdict.draws
         self.draws_elsewhere |= verdict.draws_elsewhere
-        self._refuse_written(verdict)
         if step.world.is_first:
             step.tell_once(self._notes(verdict))
 
@@ -102,7 +101,7 @@ class BatchSums:
     def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
         step = self._step
-        in_turn = step.replicas == 1
+        in_turn = step.replicas == 1 or len(batch.parts) > 1
         sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
         with step.layout.read():
             for most in (None, self._samples_of_a_part(batch)):
@@ -117,6 +116,7 @@ class BatchSums:
                         raise
                     verdict = Verdict(unchecked="out of memory")
         assert pieces is not None
+        self._refuse_written(verdict)
         if verdict.difference and not verdict.communicates:
             self._refuse(verdict, pieces, when)
         return verdict

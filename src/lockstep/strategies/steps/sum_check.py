@@ -144,6 +144,8 @@ class SumCheck:
         try:
             comparison.run(pieces, compute)
             verdict = comparison.verdict()
+            if verdict.kept:
+                verdict.kept = comparison.repeatable(verdict.kept, pieces[0], compute)
             if verdict.difference:
                 verdict.where = first_that_mixes(self._model, pieces, compute.outputs, snapshot)
             if verdict.difference and not verdict.where:
@@ -157,7 +159,9 @@ class SumCheck:
             unchecked = (
                 f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
             )
-            return Verdict(unchecked=unchecked, communicates=draws.communicates)
+            return Verdict(
+                unchecked=unchecked, communicates=draws.communicates, draws=draws.has_drawn
+            )
         finally:
             snapshot.put_back()
             for p in self._model.parameters():
@@ -249,10 +253,14 @@ class _Comparison:
         """Judge what the pieces came to."""
         verdict = Verdict(precision=self._draws.coarsest, communicates=self._draws.communicates)
         whole, *parts = self._ends
-        other = parts[-1] if self._in_turn else parts[0]
+        ends = parts[-1:] if self._in_turn else parts
         verdict.written = self._snapshot.written(whole)
-        verdict.drifts = [name for name in verdict.written if not same(whole[name], other[name])]
-        verdict.kept = self._snapshot.ends_otherwise(whole, other)
+        others: set[str] = set()
+        for end in ends:
+            others.update(name for name in verdict.written if not same(whole[name], end.get(name)))
+            others.update(self._snapshot.ends_otherwise(whole, end))
+        verdict.drifts = [name for name in verdict.written if name in others]
+        verdict.kept = sorted(others.difference(verdict.written))
         verdict.draws = self._draws.has_drawn or self._draws_elsewhere
         verdict.draws_elsewhere = self._draws_elsewhere
         if not all(map(math.isfinite, self._sums[0].values())):
@@ -268,6 +276,13 @@ class _Comparison:
             return verdict
         verdict.difference = difference
         return verdict
+
+    def repeatable(self, names: list[str], whole: Piece, compute: _Computing) -> list[str]:
+        """Leave out values that end otherwise for the same samples, too: a time, say."""
+        self._snapshot.put_back()
+        compute(whole, divisor=0.0)
+        again = self._snapshot.values()
+        return [name for name in names if same(self._ends[0].get(name), again.get(name))]
 
     def _worst(self) -> tuple[float, str]:
         """How far the worst sum is off, and what to say of it: rather of totals than of
