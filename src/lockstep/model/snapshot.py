@@ -39,8 +39,8 @@ _OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType
 class Snapshot:
     """All that a model, and objects beside it, hold, and random numbers, to be put back.
 
-    Weights, buffers, attributes, and what lies in them: containers, arrays, generators, and objects
-    of other classes.
+    Weights, which of them are trained, buffers, attributes, and what lies in them: containers,
+    arrays, generators, and objects of other classes.
 
     Args:
         model: the model.
@@ -65,6 +65,7 @@ class Snapshot:
             held = (one for one in held if not isinstance(one, nn.Parameter))
         self._kept = [(one, *_copied_with_restore(one)) for one in held]
         self._before = {name: _copied(value) for name, value in self._named().items()}
+        self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._random: States = states(accelerators)
 
@@ -73,6 +74,9 @@ class Snapshot:
         with torch.no_grad():
             for one, copied, restore in self._kept:
                 restore(one, copied)
+        for p, is_trained in self._trained:
+            if p.requires_grad is not is_trained:
+                p.requires_grad_(is_trained)
         put_states(self._random, self._accelerators)
 
     def drew_elsewhere(self) -> bool:

@@ -46,20 +46,24 @@ class BatchSums:
         self._every = job.check_every
         self._accepts = job.accept_differences
         self._is_told = False  # of a difference that is accepted
+        self._has_checked = False
+        self._is_owed = False  # a check, since a batch had too few samples
         self.last: float = math.inf
         self.draws = False
         self.draws_elsewhere = False
 
     def is_due(self, update: int) -> bool:
         """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
-        ``check_every``-th.
+        ``check_every``-th; the next one where a batch has too few samples.
         """
         step = self._step
         if self._every == 0 or not step.cuts_batch or update > self.last:
             return False
         if not step.together:  # other ranks write the weights that a check would put back
             return False
-        return is_power_of_two(update) or (self._every is not None and update % self._every == 0)
+        if is_power_of_two(update) or self._is_owed:
+            return True
+        return self._every is not None and update % self._every == 0
 
     def check(self, batch: Batch, summed: Summed | None = None) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.
@@ -73,12 +77,14 @@ class BatchSums:
         if summed is None:
             summed = SummedLoss(step.model, step.loss, _forward)
         verdict = self._verdict(batch, summed, f"in update {step.number}")
+        self._is_owed = verdict is None and self._has_checked
         if verdict is None:
             return
+        self._has_checked = True
         self.draws |= verdict.draws
         self.draws_elsewhere |= verdict.draws_elsewhere
         if step.world.is_first:
-            step.tell_once(self._notes(verdict))
+            step.tell_once(self._notes(verdict, in_turn=self._is_in_turn(batch)))
 
     def check_evaluation(self, batch: Batch, metrics: Metrics) -> None:
         """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
@@ -101,7 +107,7 @@ class BatchSums:
     def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
         step = self._step
-        in_turn = step.replicas == 1 or len(batch.parts) > 1
+        in_turn = self._is_in_turn(batch)
         sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
         with step.layout.read():
             for most in (None, self._samples_of_a_part(batch)):
@@ -120,6 +126,10 @@ class BatchSums:
         if verdict.difference and not verdict.communicates:
             self._refuse(verdict, pieces, when)
         return verdict
+
+    def _is_in_turn(self, batch: Batch) -> bool:
+        """Whether one model computes parts of the batch one after the other."""
+        return self._step.replicas == 1 or len(batch.parts) > 1
 
     # ---- which samples ---------------------------------------------------------------------------
 
@@ -203,7 +213,7 @@ class BatchSums:
                 fix="make it a buffer, write it between updates, or use single",
             )
 
-    def _notes(self, verdict: Verdict) -> Iterator[Caveat]:
+    def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
         of_replicas = self._step.replicas > 1
         if verdict.communicates:
             text = "the model, or its loss, communicates with other ranks"
@@ -219,7 +229,7 @@ class BatchSums:
             text = f'the model writes its parameter "{name}" in forward, once per micro-batch'
             yield Caveat("state", text)
         for name in verdict.kept:
-            yield _of_kept(name, of_replicas=of_replicas)
+            yield _of_kept(name, in_turn=in_turn)
         modules = self._step.model.modules()
         if verdict.draws and of_replicas and not any(map(draws_dropout, modules)):
             yield Caveat(
@@ -229,14 +239,14 @@ class BatchSums:
             )
 
 
-def _of_kept(name: str, *, of_replicas: bool) -> Caveat:
-    if of_replicas:
+def _of_kept(name: str, *, in_turn: bool) -> Caveat:
+    if in_turn:
+        text = f'"{name}" is written once per micro-batch, not once per batch'
+    else:
         text = (
             f'"{name}" is written from the local batch: each replica has its own, or follows the '
             "first"
         )
-    else:
-        text = f'"{name}" is written once per micro-batch, not once per batch'
     return Caveat("buffer", text, "single keeps the results")
 
 
