@@ -95,10 +95,11 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
-        if holds_packed((outputs, targets)):
+        if samples < 2 or holds_packed((outputs, targets)):
             return None
         nest = each(torch.Tensor.detach, outputs), targets
-        if not _can_be_cut(nest, samples):
+        if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
+            self._checks = False  # else a batch of as many samples would be cut by chance
             return None
         loss = self._loss.copied()
         if loss is self._loss and loss.may_have_state:  # the check would change that
@@ -199,10 +200,12 @@ def _sizes(samples: int) -> tuple[int, int]:
     return first, samples - first
 
 
+def _holds_parameters(outputs: Any) -> bool:
+    return any(tensor.is_leaf and tensor.requires_grad for tensor in tensors(outputs))
+
+
 def _can_be_cut(nest: Nest, samples: int) -> bool:
     """Whether each tensor has a row for each sample (or several), but for integers of all."""
-    if samples < 2:
-        return False
     one = part_of(nest, 0, 1, samples)
     shapes = [(tensor.shape, tensor.is_floating_point()) for tensor in tensors(nest)]
     of_one = [tensor.shape for tensor in tensors(one)]
