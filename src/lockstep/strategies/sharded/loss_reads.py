@@ -78,8 +78,11 @@ def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None
     Raises:
         StrategyError: it does.
     """
-    own, held = set(map(id, cut.values())), getattr(loss.loss, "__dict__", {})
-    for module in (*held.values(), *held.get("_modules", {}).values()):
+    own = set(map(id, cut.values()))
+    held = getattr(loss.loss, "__dict__", {})
+    closure = getattr(loss.loss, "__closure__", None) or ()
+    closed_over = [cell.cell_contents for cell in closure]
+    for module in (*held.values(), *held.get("_modules", {}).values(), *closed_over):
         for name, p in module.named_parameters() if isinstance(module, nn.Module) else ():
             if isinstance(p, DTensor) and id(p) not in own:
                 raise StrategyError(
