@@ -28,6 +28,7 @@ from torch import Tensor
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
+from lockstep.model.communication import NotedCommunication
 from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.torch_losses import HALF
@@ -68,6 +69,7 @@ class LossCheck:
         self._checks = cuts and not loss.is_known
         self._accepts = accepts
         self._has_passed = False
+        self._is_first = True
         self.interval = CheckInterval()
         self.notes: list[str] = []
 
@@ -107,6 +109,10 @@ class LossCheck:
             return None
         sizes = _sizes(samples)
         with torch.no_grad(), _drawing_apart(nest) as drawn:
+            if self._is_first:
+                self._is_first = False
+                if self._communicates(loss, nest, samples):
+                    return None
             parts = self._parts(loss, nest, sizes, samples)
             if parts is None:
                 return None
@@ -146,6 +152,16 @@ class LossCheck:
                 raise
             self._checks = False
             return None
+
+    def _communicates(self, loss: Totalled, nest: Nest, samples: int) -> bool:
+        """Whether the loss communicates with other ranks, which may not be checking: then the loss
+        isn't checked at all.
+        """
+        noted = NotedCommunication()  # type: ignore[no-untyped-call]
+        with noted, contextlib.suppress(LossError):
+            loss(*copied_nest(nest), samples)
+        self._checks = not noted.found
+        return bool(noted.found)
 
     def _is_repeatable(self, nest: Nest, whole: Loss, samples: int) -> bool:
         """Whether the loss is the same again: one that draws, or remembers something, isn't."""

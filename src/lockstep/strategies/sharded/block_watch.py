@@ -37,6 +37,7 @@ class BlockWatch:
 
     Attributes:
         used: names of the parameters that got a gradient.
+        written: names of parameters that forward writes, which are written back to their shards.
         order: a hash below 2^20 of which blocks this rank has come to, in which order.
     """
 
@@ -45,6 +46,7 @@ class BlockWatch:
     ) -> None:
         self._shards, self._world, self._compares = shards, world, compares
         self.used: set[str] = set()
+        self.written: set[str] = set()
         self.order = 0
         self._names = ["its end", *(f'"{name}"' for name in shards.blocks), "its begin"]
         self._now: set[str] = set()
@@ -61,7 +63,7 @@ class BlockWatch:
                 self._comes_to(number, mine), prepend=True, with_kwargs=True
             )
             block.register_forward_pre_hook(self._notes_uses(mine))
-            block.register_forward_hook(self._gives(name), prepend=True, with_kwargs=True)
+            block.register_forward_hook(self._gives(name, mine), prepend=True, with_kwargs=True)
         model.register_forward_hook(self._ends)
 
     def begin_update(self) -> None:
@@ -146,12 +148,21 @@ class BlockWatch:
                 "ranks have come to other blocks in this update, or in another order"
             )
 
-    def _gives(self, name: str) -> Callable[..., Any]:
+    @torch.no_grad()
+    def _write_back(self, places: list[tuple[nn.Module, str, str]]) -> None:
+        """Give the shards what a block's forward has written to gathered parameters."""
+        for module, key, name in places:
+            p = module._parameters[key]
+            if name in self.written and p is not None:
+                self._shards.local[name].copy_(self._shards.part(name, p))
+
+    def _gives(self, name: str, places: list[tuple[nn.Module, str, str]]) -> Callable[..., Any]:
         """A hook on what a block gives, whose backward is to gather the block's parameters
         again.
         """
 
         def hook(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+            self._write_back(places)
             _written_back((args, kwargs), self._given.pop())
             what = f'"{name}"' if name else "the model"
             if any(isinstance(t, DTensor) for t in tensors(outputs)):

@@ -313,6 +313,11 @@ class ShardedStep(DDPStep):
                     return outputs, total, count
             return None, 0.0, 0
 
+    def _check_sums(self, batch: Batch) -> None:
+        """Hold a batch to being the sum of its parts, and keep what forward writes."""
+        super()._check_sums(batch)
+        self._watch.written = self.sums.written
+
     # ---- the whole model -------------------------------------------------------------------------
 
     @contextlib.contextmanager

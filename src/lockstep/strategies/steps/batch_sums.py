@@ -39,6 +39,7 @@ class BatchSums:
         last: the last update that is checked.
         draws: whether the model, or the loss, was found to draw random numbers.
         draws_elsewhere: whether it draws some from Python's or numpy's generators.
+        written: names of parameters that forward writes.
     """
 
     def __init__(self, step: Step, job: Recipe) -> None:
@@ -51,6 +52,7 @@ class BatchSums:
         self.last: float = math.inf
         self.draws = False
         self.draws_elsewhere = False
+        self.written: set[str] = set()
 
     def is_due(self, update: int) -> bool:
         """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
@@ -83,6 +85,7 @@ class BatchSums:
         self._has_checked = True
         self.draws |= verdict.draws
         self.draws_elsewhere |= verdict.draws_elsewhere
+        self.written |= set(verdict.written)
         if step.world.is_first:
             step.tell_once(self._notes(verdict, in_turn=self._is_in_turn(batch)))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.model.communication import communicates
 from lockstep.tensors.pytree import tensors
 
 COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -143,6 +144,6 @@ class _Kind:
     def __init__(self, func: Any) -> None:
         self.name = func.overloadpacket.__name__
         self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.communicates = func.namespace in ("c10d", "_c10d_functional")
+        self.communicates = communicates(func)
         names = [argument.name for argument in func._schema.arguments]
         self.dropout_at = names.index("dropout_p") if "dropout_p" in names else None

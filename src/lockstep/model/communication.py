@@ -1,0 +1,35 @@
+"""Whether code of a person's own communicates with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def communicates(operator: Any) -> bool:
+    """Whether an operator of PyTorch sends something to other ranks."""
+    return operator.namespace in ("c10d", "_c10d_functional")
+
+
+class NotedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether an operator communicates, in this thread.
+
+    Attributes:
+        found: whether one did.
+    """
+
+    found = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator."""
+        del types
+        self.found |= communicates(func)
+        return func(*args, **(kwargs or {}))
