@@ -119,10 +119,16 @@ class Snapshot:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two tensors, or numbers, are equal."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one, other))
-    return type(one) is type(other) and bool(one == other)
+    """Whether two tensors, or numbers, are equal; NaN is NaN."""
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    if one.shape != other.shape:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() or one.layout is not torch.strided:
+        return False
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _reachable(roots: list[Any]) -> Iterator[Any]:

@@ -103,9 +103,8 @@ class BatchSums:
             if verdict is None:
                 return
             self._refuse_written(verdict)
-            if verdict.draws and step.world.is_first:
-                text = "the model draws random numbers in evaluation, which differ from those of"
-                step.tell_once([Caveat("drawing", f"{text} one device; they are reproducible")])
+            if step.world.is_first:
+                step.tell_once(self._notes_of_evaluation(verdict))
 
     def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
@@ -216,6 +215,16 @@ class BatchSums:
                 fix="make it a buffer, write it between updates, or use single",
             )
 
+    def _notes_of_evaluation(self, verdict: Verdict) -> Iterator[Caveat]:
+        if any(map(_normalizes_by_batch, self._step.model.modules())):
+            yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
+        if verdict.draws:
+            yield Caveat(
+                "drawing",
+                "the model draws random numbers in evaluation, which differ from those of one "
+                "device; they are reproducible",
+            )
+
     def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
         of_replicas = self._step.replicas > 1
         if verdict.communicates:
@@ -240,6 +249,13 @@ class BatchSums:
                 "the model draws random numbers in forward, which differ from single-device "
                 "training; they are reproducible",
             )
+
+
+def _normalizes_by_batch(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that takes no running statistics."""
+    if not isinstance(module, nn.modules.batchnorm._BatchNorm):
+        return False
+    return module.training or module.running_mean is None
 
 
 def _of_kept(name: str, *, in_turn: bool) -> Caveat:

@@ -214,6 +214,7 @@ class _Comparison:
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._sums: list[dict[str, float]] = []  # of the whole, and of each part
         self._counts: list[float] = []
+        self._is_finite = True  # the gradient of the whole
         self._ends: list[dict[str, Any]] = []  # what the snapshot's things came to
         self._sizes = dict.fromkeys(self._trained, 0.0)  # norms of gradients
         self._draws_elsewhere = False
@@ -233,6 +234,8 @@ class _Comparison:
             self._draws_elsewhere |= self._snapshot.drew_elsewhere()
             if is_whole:
                 self._negate(float(sums.count) / whole.size)
+                norms = [_norm(p.grad) for p in self._trained.values()]
+                self._is_finite = all(map(math.isfinite, norms))
             self._ends.append(self._snapshot.values())
             if piece is pieces[-1]:
                 break
@@ -265,6 +268,9 @@ class _Comparison:
         verdict.draws_elsewhere = self._draws_elsewhere
         if not all(map(math.isfinite, self._sums[0].values())):
             verdict.unchecked = "the loss is not finite"
+            return verdict
+        if not self._is_finite:
+            verdict.unchecked = "a gradient is not finite"
             return verdict
         if not any(self._counts):
             return verdict  # an update that counts no item is skipped
