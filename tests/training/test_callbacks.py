@@ -17,7 +17,7 @@ from torch import nn
 import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import EMA, TrainingContext
-from lockstep.errors import JobError, LockstepError
+from lockstep.errors import JobError, LockstepError, StrategyError
 from zoo import ZOO, drawn, labels, slow
 
 WAYS = {
@@ -318,6 +318,15 @@ def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
         trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
 
 
+def test_hooks_on_parameters_that_a_callback_adds_are_refused_where_they_see_parts(
+    tmp_path: Path,
+) -> None:
+    trained(job(Hooks(True, 0)), "single", tmp_path)
+    for step, update in ((0, 1), (3, 4)):
+        with pytest.raises(StrategyError, match=rf'in update {update}, .*the gradient of "'):
+            trained(job(Hooks(True, step), accumulate=2), "single", tmp_path)
+
+
 class Thaws(Callback):
     def on_step(self, training: TrainingContext) -> None:
         next(iter(training.model.children())).requires_grad_(training.step >= 2)
@@ -599,31 +608,3 @@ def test_a_teacher_that_a_callback_makes_is_that_of_the_loss(way: str, tmp_path:
     teacher another id.
     """
     assert abs(taught(tmp_path, way) - taught(tmp_path, "single")) < 1e-10
-
-
-class Counted(torch.nn.Linear):
-    """Scales its outputs by how often it was called, which a function among its attributes
-    keeps.
-    """
-
-    def __init__(self, kept: dict[str, int]) -> None:
-        super().__init__(6, 3)
-        self.functions = [partial(self.counted, kept)]
-
-    @staticmethod
-    def counted(kept: dict[str, int]) -> int:
-        kept["calls"] += 1
-        return kept["calls"]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) / self.functions[0]()
-
-
-def test_what_a_function_of_a_model_keeps_is_of_the_calls_of_a_training_alone(
-    tmp_path: Path,
-) -> None:
-    """Found by trial: the first trial evaluation counted, too."""
-    kept = {"calls": 0}
-    its = dataclasses.replace(job(epochs=1, metrics={}), model=lambda: Counted(kept))
-    run = trained(its, "single", tmp_path)
-    assert kept["calls"] == run.history[-1]["step"] + -(-len(its.eval_data) // its.batch_size)

@@ -100,10 +100,7 @@ class BatchSums:
         if is_power_of_two(batch.index + 1):
             summed = SummedLoss(step.model, step.loss, _forward, metrics=metrics, trains=False)
             verdict = self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
-            if verdict is None:
-                return
-            self._refuse_written(verdict)
-            if step.world.is_first:
+            if verdict is not None and step.world.is_first:
                 step.tell_once(self._notes_of_evaluation(verdict))
 
     def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
