@@ -206,7 +206,7 @@ def test_the_outputs_own_mean_is_refused_where_batches_are_cut_with_the_line_to_
     devices = "1xcpu" if way == "single" else "2xcpu"
     with pytest.raises(
         LossError,
-        match=r'reads outputs "loss" \(\), .*take loss=lockstep.model_loss, which weights',
+        match=r"own is outputs.loss, the model's mean .*take loss=lockstep.model_loss, which weig",
     ):
         lockstep.train(
             job_of(bert, own),

@@ -63,6 +63,12 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (mean.float() if mean.dtype in HALF else mean) * count, count
 
 
+def mean_of(outputs: Any) -> Tensor | None:
+    """The mean that a model computed itself, ``outputs.loss``; None where it gave none."""
+    loss = _of(outputs, "loss")
+    return loss if isinstance(loss, Tensor) and not loss.dim() else None
+
+
 def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     """Logits (items, classes), and the label of each, (items,)."""
     logits: Any = _of(outputs, "logits")

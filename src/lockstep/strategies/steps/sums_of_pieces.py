@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.errors import LossError
 from lockstep.model.losses.loss import Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
+from lockstep.model.losses.model_loss import mean_of
 from lockstep.strategies.steps.reference_modes import doubled
 from lockstep.tensors.pytree import call, clones
 
@@ -156,6 +157,13 @@ class SummedLoss(Summed):
         with torch.no_grad():
             outputs = self.outputs(piece)
             whole = self._loss(outputs, piece.targets, piece.size)
+            mean = mean_of(outputs)
+            if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
+                return LossError(
+                    f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of "
+                    "a batch have more labels or fewer",
+                    fix="take loss=lockstep.model_loss, which weights it by their number",
+                )
             check = LossCheck(self._loss, cuts=True)
             try:
                 check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
