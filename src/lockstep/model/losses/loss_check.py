@@ -35,7 +35,7 @@ from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import copied_nest, each, holds_packed, tensors
 from lockstep.tensors.pytree import parts as parts_of
-from lockstep.tensors.rows import part_of
+from lockstep.tensors.rows import are_batches, part_of
 from lockstep.tensors.seeding import kept_state_on
 from lockstep.threads.random_streams import stream
 
@@ -100,6 +100,8 @@ class LossCheck:
         if samples < 2 or holds_packed((outputs, targets)):
             return None
         nest = each(torch.Tensor.detach, outputs), targets
+        if _may_be_of_samples_or_batches(nest, samples):
+            return None
         if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
             self._checks = False  # else a batch of as many samples would be cut by chance
             return None
@@ -218,6 +220,16 @@ def _sizes(samples: int) -> tuple[int, int]:
 
 def _holds_parameters(outputs: Any) -> bool:
     return any(tensor.is_leaf and tensor.requires_grad for tensor in tensors(outputs))
+
+
+def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
+    """Whether there is a list of as many tensors as samples, each with as many rows.
+
+    It may be the two boxes of each of two images, or what each of two layers gives of both.
+    """
+    if isinstance(nest, list) and len(nest) == samples and are_batches(nest, samples):
+        return True
+    return any(_may_be_of_samples_or_batches(one, samples) for one in parts_of(nest) or ())
 
 
 def _can_be_cut(nest: Nest, samples: int) -> bool:
