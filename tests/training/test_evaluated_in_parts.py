@@ -91,13 +91,10 @@ def test_a_mask_that_comes_late_is_found_where_the_loss_divides_by_an_output_of_
 
 
 @pytest.mark.parametrize("way", ["dp", slow("ddp")])
-def test_a_loss_that_adds_up_beside_such_outputs_is_taken(
-    way: str, tmp_path: Path, capfd: Any
-) -> None:
+def test_a_loss_that_adds_up_beside_such_outputs_is_taken(way: str, tmp_path: Path) -> None:
     job = job_of(Scaled, loss=masked_sum, train_data=late(17, 18), shuffle=False, eval_data=None)
     one = train(job, devices="1xcpu", folder=tmp_path, quiet=True)
-    other = train(job, strategy=way, devices="2xcpu", folder=tmp_path)
-    assert "can't be checked" not in capfd.readouterr().out
+    other = train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
     found, wanted = other.model().state_dict(), one.model().state_dict()
     assert all((found[name] - wanted[name]).abs().max() < 1e-10 for name in wanted)
 
