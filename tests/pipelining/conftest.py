@@ -1,4 +1,4 @@
-"""Tests of pipelines count what their models do, so nothing else looks at the forward of these."""
+"""Tests of pipelines count what their models do, so nothing else calls forward of these."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from lockstep.strategies.steps.step import Step
 
 
 @pytest.fixture(autouse=True)
-def _unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Step, "_look", lambda self, batch: None)
+def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Step, "_check_sums", lambda self, batch: None)
