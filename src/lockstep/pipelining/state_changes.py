@@ -6,14 +6,16 @@ order. So what one of them leaves in a module may be read by another one too ear
     self.past = x.mean(0)        micro-batch 0 has gone on to stage 1 ...
     x = x + self.past            ... and reads what micro-batch 1 has set on stage 0 meanwhile
 
-The versions of tensors (PyTorch counts the writes to each), the identity of attributes and the
-length of lists and dictionaries are compared wherever a micro-batch leaves a stage, since another
+The versions of tensors (PyTorch counts the writes to each), the identity of attributes and of what
+lies in lists, dictionaries and objects are compared wherever a micro-batch leaves a stage, since another
 one may come there next. Running statistics of a BatchNorm are in order if they move once in a
 micro-batch: each stage takes the micro-batches in their order.
 """
 
 from __future__ import annotations
 
+import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 """Types whose equal values are the same."""
 
 _MISSING = (object(), None)
+
+_CODE = (type, types.FunctionType, types.ModuleType, nn.Module)
+
+_LONG = 1000
+"""Items of a container beyond which it holds data, say, and no state."""
 
 
 class StateChanges:
@@ -42,7 +49,7 @@ class StateChanges:
         for key in before | now:
             old, old_state = before.get(key, _MISSING)
             new, new_state = now.get(key, _MISSING)
-            if old_state == new_state and (old is new or _equal(old, new)):
+            if _same_state(old_state, new_state) and (old is new or _equal(old, new)):
                 continue
             if self._is_statistic(*key) and key not in self._moved:
                 self._moved.add(key)
@@ -61,14 +68,34 @@ class StateChanges:
                     if isinstance(value, torch.Tensor):
                         version = None if value.is_inference() else value._version
                         state = version, value.requires_grad
-                    elif isinstance(value, dict | list | set):
-                        state = len(value)
+                    else:
+                        state = _contents(value)
                     held[name, own] = value, state
         return held
 
     def _is_statistic(self, name: str, own: str) -> bool:
         module = self._modules[name]
         return isinstance(module, _NormBase) and own in module._buffers
+
+
+def _contents(value: Any) -> Any:
+    """What lies in a container, or in an object that layers share; of long ones only the length."""
+    if isinstance(value, dict):
+        items: Collection[Any] = value.values()
+    elif isinstance(value, list | set):
+        items = value
+    elif hasattr(value, "__dict__") and not isinstance(value, _CODE):
+        items = vars(value).values()
+    else:
+        return None
+    return list(items) if len(items) <= _LONG else len(items)
+
+
+def _same_state(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(a is b or _equal(a, b) for a, b in pairs)
+    return bool(one == other)
 
 
 def _equal(one: Any, other: Any) -> bool:
