@@ -7,9 +7,9 @@ order. So what one of them leaves in a module may be read by another one too ear
     x = x + self.past            ... and reads what micro-batch 1 has set on stage 0 meanwhile
 
 The versions of tensors (PyTorch counts the writes to each), the identity of attributes and of what
-lies in lists, dictionaries and objects are compared wherever a micro-batch leaves a stage, since another
-one may come there next. Running statistics of a BatchNorm are in order if they move once in a
-micro-batch: each stage takes the micro-batches in their order.
+lies in lists, dictionaries and objects are compared wherever a micro-batch leaves a stage, since
+another one may come there next. Running statistics of a BatchNorm are in order if they move once in
+a micro-batch: each stage takes the micro-batches in their order.
 """
 
 from __future__ import annotations
