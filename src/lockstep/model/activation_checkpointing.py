@@ -185,6 +185,10 @@ def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     )
 
 
+# A method is pickled by its name: a saved model has the forward of its class.
+_checkpointed_forward.__name__ = "forward"
+
+
 class _Beginning(contextlib.AbstractContextManager[None]):
     """What a block began its first run with, as a context in which the block has it again.
 
