@@ -231,34 +231,6 @@ def test_schedulers_see_the_optimizer_of_one_device(every: str, tmp_path: Path) 
     )
 
 
-class Noisy(torch.optim.SGD):
-    """It adds noise to each element by itself."""
-
-    elementwise = True
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.add_(torch.randn_like(p), alpha=0.01)
-
-
-def noisy(parameters: Any) -> torch.optim.Optimizer:
-    return Noisy(parameters, lr=0.1)
-
-
-def test_noise_of_an_optimizer_is_said_to_be_other_noise(tmp_path: Path, capfd: Any) -> None:
-    """Found by trial: without a line."""
-    train(
-        dataclasses.replace(ZOO["mlp"], optimizer=noisy),
-        strategy="fsdp",
-        devices="2xcpu",
-        folder=tmp_path,
-    )
-    assert "the optimizer draws random numbers for each rank's shard" in capfd.readouterr().out
-
-
 class EvaluatesOthers(Callback):
     """Evaluates with averages, which it holds whole, of which each is scaled by its largest
     element.
