@@ -189,54 +189,54 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 309_167
+TOTAL = 272_070
 """Code tokens of the package, at most."""
 
 TOKENS = {
-    "checkpoint": 7_062,
-    "cli": 6_892,
-    "compare": 17_919,
-    "data": 14_708,
-    "export": 4_818,
+    "checkpoint": 6_927,
+    "cli": 6_824,
+    "compare": 17_914,
+    "data": 13_492,
+    "export": 4_822,
     "launch": 25_021,
     "map": 5_927,
-    "model": 41_820,
+    "model": 18_731,
     "parallel": 14_723,
-    "pipelining": 26_953,
-    "prediction": 4_331,
-    "profiling": 4_463,
+    "pipelining": 22_590,
+    "prediction": 4_090,
+    "profiling": 4_460,
     "report": 5_191,
-    "strategies": 56_767,
-    "tensors": 9_893,
-    "threads": 8_829,
-    "top": 7_947,
-    "training": 29_224,
-    "verify": 16_679,
+    "strategies": 50_583,
+    "tensors": 8_927,
+    "threads": 7_883,
+    "top": 8_287,
+    "training": 29_076,
+    "verify": 16_602,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
 """
 
 DENSITY = {
-    "checkpoint": 5.59,
-    "cli": 5.27,
+    "checkpoint": 5.15,
+    "cli": 5.25,
     "compare": 6.17,
-    "data": 5.48,
+    "data": 4.98,
     "export": 6.7,
     "launch": 5.01,
     "map": 5.34,
-    "model": 5.89,
+    "model": 5.3,
     "parallel": 5.41,
-    "pipelining": 5.99,
-    "prediction": 5.81,
+    "pipelining": 5.67,
+    "prediction": 5.34,
     "profiling": 5.98,
     "report": 6.24,
-    "strategies": 5.88,
-    "tensors": 5.94,
-    "threads": 5.33,
-    "top": 4.69,
-    "training": 6.22,
-    "verify": 6.19,
+    "strategies": 5.77,
+    "tensors": 4.98,
+    "threads": 5.0,
+    "top": 4.66,
+    "training": 5.43,
+    "verify": 5.98,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
 
@@ -259,15 +259,15 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 4_622
+    assert bars.lines_of_the_reading_path() <= 4_090
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
-    assert bars.public_methods_of_a_step() <= 72
+    assert bars.public_methods_of_a_step() <= 31
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:
-    assert bars.complex_functions() <= 22
+    assert bars.complex_functions() <= 5
 
 
 @pytest.mark.parametrize("strategy", CALLS)

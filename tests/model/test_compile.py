@@ -101,7 +101,7 @@ def test_a_model_that_is_compiled_already_is_pointed_to_the_setting(tmp_path, ca
         ZOO["mlp"], model=lambda: torch.compile(nn.Linear(6, 3), backend="aot_eager")
     )
     with pytest.raises(
-        StrategyError, match=r"dp: the model is what torch\.compile gave: give the model itself"
+        StrategyError, match=r"the model is what torch\.compile gave: give the model itself"
     ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)

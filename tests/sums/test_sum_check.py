@@ -21,8 +21,8 @@ from torch.utils.data import default_collate
 from lockstep import Callback, train
 from lockstep.errors import StrategyError
 from lockstep.model.losses.loss import Totalled
-from lockstep.strategies.steps.sum_check import SumCheck, Verdict
-from lockstep.strategies.steps.sums_of_pieces import Piece, SummedLoss
+from lockstep.strategies.sums.sum_check import SumCheck, Verdict
+from lockstep.strategies.sums.sums_of_pieces import Piece, SummedLoss
 from lockstep.tensors.pytree import call, to_device
 from sums.cases import CASES, Case
 from sums.test_cases import WAYS, batches, seed

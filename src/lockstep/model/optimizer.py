@@ -316,7 +316,7 @@ def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
             continue
         if p.grad.is_sparse:
             p.grad = p.grad.coalesce()
-            values.append(p.grad._values())
+            values.append(p.grad.values())
         else:
             values.append(p.grad)
     return values

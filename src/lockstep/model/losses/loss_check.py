@@ -6,7 +6,7 @@
 
 Both parts are of outputs that forward has computed, so the check is cheap, and a mask that comes
 late is found in the update in which it comes. (Whether the *model* lets samples act on one another
-is for the sum check, see ``lockstep.strategies.steps.sum_check``.) The sizes of the two parts have
+is for the sum check, see ``lockstep.strategies.sums.sum_check``.) The sizes of the two parts have
 no common divisor: a mask over samples leaves the same fraction of both only if all or none are
 masked.
 

@@ -40,9 +40,9 @@ from lockstep.model.optimizers import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.sums_of_pieces import Piece, Summed, Sums
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
+from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
 from lockstep.tensors.pytree import clones, to_device
 from lockstep.tensors.rows import cut
 

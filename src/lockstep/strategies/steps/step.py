@@ -36,10 +36,10 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.recipe import Recipe
 from lockstep.strategies.steps import update_checks
-from lockstep.strategies.steps.batch_sums import BatchSums
 from lockstep.strategies.steps.calls import Calls
 from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, no_items
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
+from lockstep.strategies.sums.batch_sums import BatchSums
 
 _OPTIMIZER = -1
 """In the place of a micro-batch's number, for the random stream of an optimizer that draws."""

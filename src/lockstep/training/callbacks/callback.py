@@ -45,7 +45,7 @@ class TrainingContext:
         self.stopping: str | None = None
         self.frozen_by: dict[nn.Parameter, set[Callback]] = {}
 
-    def begin_call(self, epoch: int, metrics: dict[str, float]) -> None:
+    def _begin_call(self, epoch: int, metrics: dict[str, float]) -> None:
         """Set what the callbacks are to see in the next call."""
         self.epoch = epoch
         self.metrics = metrics

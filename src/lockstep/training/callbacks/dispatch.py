@@ -109,7 +109,7 @@ class Callbacks:
         Returns:
             the name of the callback that stops the training, or "".
         """
-        self.training.begin_call(epoch, metrics)
+        self.training._begin_call(epoch, metrics)
         within_epoch = kind in ("step", "log")
 
         with contextlib.ExitStack() as stack:
@@ -152,7 +152,7 @@ class Callbacks:
         if together:
             stopped_by = self.call("log", epoch, values)
 
-        self.training.begin_call(epoch, values)
+        self.training._begin_call(epoch, values)
         stop = self._report("logged")
         if together:
             stop = self._of_first_rank(stop)

@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.snapshot import Snapshot, same
-from lockstep.strategies.steps.mixing_layer import first_that_mixes
-from lockstep.strategies.steps.reference_modes import (
+from lockstep.strategies.sums.mixing_layer import first_that_mixes
+from lockstep.strategies.sums.reference_modes import (
     full_precision,
     in_float64,
     known_in_evaluation_mode,
 )
-from lockstep.strategies.steps.replayed_draws import ReplayedDraws
-from lockstep.strategies.steps.sums_of_pieces import Piece, Summed, Sums
+from lockstep.strategies.sums.replayed_draws import ReplayedDraws
+from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.model.snapshot import Snapshot
-from lockstep.strategies.steps.sums_of_pieces import Piece
+from lockstep.strategies.sums.sums_of_pieces import Piece
 from lockstep.tensors.pytree import tensors
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}

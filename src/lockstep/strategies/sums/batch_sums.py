@@ -16,8 +16,8 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.modes import draws_dropout
 from lockstep.recipe import Recipe
-from lockstep.strategies.steps.sum_check import SumCheck, Verdict
-from lockstep.strategies.steps.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
+from lockstep.strategies.sums.sum_check import SumCheck, Verdict
+from lockstep.strategies.sums.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
 from lockstep.tensors.pytree import call
 from lockstep.tensors.rows import cut, share_sizes
 

@@ -15,7 +15,7 @@ from lockstep.errors import LossError
 from lockstep.model.losses.loss import Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.model_loss import mean_of
-from lockstep.strategies.steps.reference_modes import doubled
+from lockstep.strategies.sums.reference_modes import doubled
 from lockstep.tensors.pytree import call, clones
 
 Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]

@@ -1,0 +1,1 @@
+"""The sum check: whether a batch is the sum of its parts."""
