@@ -49,6 +49,9 @@ _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.b
 zero.
 """
 
+_OF_LOSS = 1e-2
+"""The part of the loss that the largest gradient is taken for where all are smaller."""
+
 
 @dataclass
 class Verdict:
@@ -309,7 +312,10 @@ class _Comparison:
         if text:
             return worst, text
 
-        floor = _FLOOR[self._draws.coarsest] * max(self._sizes.values(), default=0.0) + 1e-300
+        mean = abs(whole.get("the total of the loss", 0.0)) / max(self._counts[0], 1.0)
+        # All gradients may be rounding: those of a constant, say.
+        largest = max([*self._sizes.values(), _OF_LOSS * mean])
+        floor = _FLOOR[self._draws.coarsest] * largest + 1e-300
         for name, p in self._trained.items():
             far = _finite(_norm(p.grad) / (self._sizes[name] + floor))
             if far > worst:
