@@ -777,7 +777,7 @@ class Square(nn.Module):
         return self.out(torch.tanh(self.inner(x)) * self.scale)[:, :3]
 
 
-def test_callbacks_compute_from_shards_as_on_one_device(tmp_path, capfd) -> None:
+def test_callbacks_compute_from_shards_as_on_one_device(tmp_path) -> None:
     job = _job(Square, optimizer=sgd, callbacks=[Computing()]).replace(precision="fp64")
     runs = [
         train(job, strategy=name, devices=devices, folder=tmp_path)
@@ -785,9 +785,6 @@ def test_callbacks_compute_from_shards_as_on_one_device(tmp_path, capfd) -> None
     ]
     found = differences(job, *runs)
     assert found.worst < BOUND
-    assert "in evaluation" not in str(capfd.readouterr()), (
-        "rank 0 inspects evaluations in that mode"
-    )
     assert {"norm", "largest", "mean", "gradients"} <= found.history.keys()
     assert max(found.history.values()) < BOUND
 
@@ -1167,26 +1164,6 @@ def test_a_killed_rank_ends_the_run_in_a_line(tmp_path) -> None:
     with pytest.raises(RankFailed, match=r"rank 1 \(cpu:1\) was killed by SIGKILL at step 6"):
         train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert time.monotonic() - began < 60
-
-
-class Counts(Rows):
-    """Counts its calls in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, *inputs: Any) -> Any:
-        if self.training:
-            self.calls += 1
-        return super().forward(*inputs)
-
-
-@pytest.mark.slow
-def test_what_a_model_does_in_training_is_not_said_of_evaluation(tmp_path, capfd) -> None:
-    job = ZOO["mlp"].replace(model=Counts, epochs=1)
-    train(job, strategy="fsdp", devices="2xcpu", folder=tmp_path)
-    assert "is written in evaluation" not in capfd.readouterr().out
 
 
 class Tempered(Rows):
