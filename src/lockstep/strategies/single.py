@@ -1,5 +1,6 @@
-"""``single``: one device, the reference that all others are held against. So small that it is
-plainly right.
+"""``single``: one device, the reference that all other strategies are compared with.
+
+It is so small that it is plainly right.
 """
 
 from __future__ import annotations
@@ -30,38 +31,42 @@ class Single(Strategy):
     good_for: ClassVar[str] = "the reference; models that one device trains fast enough"
 
     def layout(self, devices: int) -> Layout:
-        """One device."""
+        """Lay out one device."""
         return Layout({"data": 1})
 
     def build(self, job: Recipe, world: World) -> Step:
         """Build the model and its optimizer on the world's one device."""
         model = build_model(job, world)
-        kind = SingleStep if job.step is None else SingleFunctionStep
-        return kind(model, build_optimizer(job, model), job, world)
+        optimizer = build_optimizer(job, model)
+        if job.step is not None:
+            return SingleFunctionStep(model, optimizer, job, world)
+        return SingleStep(model, optimizer, job, world)
 
 
 class SingleStep(Step):
-    """Forward and backward of each micro-batch in turn."""
+    """The step of one device: forward and backward of each micro-batch in turn."""
 
     def bytes_communicated(self) -> int | None:
-        """There is nobody to give anything to."""
+        """Give 0: one device sends nothing."""
         return 0
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients summed over the micro-batches by autograd itself."""
-        losses: list[Loss] = []
+        """Compute gradients, which autograd sums over the micro-batches."""
         for p in self._parameters:
             p.grad = None
+
+        losses: list[Loss] = []
         for number, part in enumerate(batch.parts):
             if not part.size:
                 continue
             self._begin_part(number)
             part = self.placed(part)
             loss = self._forward_loss(self.model, part)
-            self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
+            divisor = self._divisor(loss.count, batch.size)
+            self._add_gradient(loss.total, divisor)
             losses.append(loss.detached())
         return added(losses)
 
 
 class SingleFunctionStep(FunctionStep, SingleStep):
-    """A person's function of several updates."""
+    """The step of a person's function that makes several updates."""

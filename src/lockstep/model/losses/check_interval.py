@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 _LARGEST_SHARE = 0.05
-"""The part of an update's time for checking the loss; beyond that only every n-th is checked."""
+"""The part of an update's time for checking the loss; beyond it only every n-th is checked."""
 
 _SELDOM = 1.5
-"""A check that is made now and then takes so many times as long (``benchmarks loss-check``), since
-little of its data is in a cache.
+"""How many times as long a check takes that is made now and then (``benchmarks loss-check``),
+since little of its data is in a cache.
 """
 
 TIMED = range(2, 6)
@@ -22,7 +22,7 @@ def is_power_of_two(number: int) -> bool:
 
 
 class CheckInterval:
-    """Chosen by the fastest check and the fastest update of those that are timed.
+    """Chooses how often to check, by the fastest check and the fastest update that are timed.
 
     Attributes:
         every: the loss is checked in every so many updates.

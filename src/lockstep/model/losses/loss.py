@@ -4,18 +4,18 @@
 
     loss of the whole batch  =  sum(totals of its parts) / sum(counts of its parts)
 
-holds for any cut of the batch, which a mean of means does not: parts differ in size, in ignored
-tokens, in the weights of their classes. A loss becomes that in one of four ways:
+This holds for any cut of the batch. It doesn't hold for a mean of means: parts differ in size, in
+ignored tokens, in the weights of their classes. A loss is made (total, count) in one of four ways:
 
 - PyTorch's own losses with ``reduction="mean"`` (and ``KLDivLoss`` with ``"batchmean"``): the same
   loss with ``reduction="sum"`` is the total, and the count is what PyTorch's mean divides by (see
   ``lockstep.model.losses.torch_losses``).
-- ``lockstep.model_loss`` is the mean that the model computed itself, and counts the labels that it
-  is over.
+- ``lockstep.model_loss`` is the mean that the model computed itself. The count is the number of
+  labels.
 - A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
-The last two are held to that in each update (``lockstep.model.losses.loss_check``).
+Losses of the last two kinds are checked in each update (``lockstep.model.losses.loss_check``).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import contextlib
 import copy
 import functools
 import math
+import operator
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -44,23 +45,24 @@ Number = float | Tensor
 
 
 class Loss(tuple[Any, Any]):
-    """``(total, count)``, with parts of it that are reported beside it, and act on nothing::
+    """``(total, count)``, with parts of the loss that are reported, and act on nothing::
 
         return lockstep.Loss(total, count, parts={"kl": (kl.sum(), len(kl))})
 
     Args:
         total: the sum of the loss over items, a scalar tensor.
-        count: their number.
-        parts: by name, a total and a count each. A part that some batches don't have may be left
-            out there.
+        count: the number of items.
+        parts: by name, a total and a count each. Batches that lack a part may leave it out.
     """
 
     parts: dict[str, tuple[Number, Number]]
+    total = property(operator.itemgetter(0), doc="The sum over items.")
+    count = property(operator.itemgetter(1), doc="The number of items.")
 
     def __new__(
         cls, total: Any, count: Any, parts: Mapping[str, tuple[Any, Any]] | None = None
     ) -> Loss:
-        """As a tuple is made."""
+        """Make the tuple, with parts as an attribute."""
         made = super().__new__(cls, (total, count))
         made.parts = dict(parts or {})
         return made
@@ -68,28 +70,19 @@ class Loss(tuple[Any, Any]):
     def __getnewargs__(self) -> tuple[Any, ...]:
         return self[0], self[1], self.parts
 
-    @property
-    def total(self) -> Any:
-        """The sum over items."""
-        return self[0]
-
-    @property
-    def count(self) -> Any:
-        """The number of items."""
-        return self[1]
-
     def detached(self) -> Loss:
-        """It without its graph."""
+        """Give the same loss without its graph."""
         return Loss(self.total.detach(), self.count, self.parts)
 
     def means(self, prefix: str) -> dict[str, float]:
-        """The mean of the loss and of each part, as ``{"train_loss": 0.5, "train_kl": 0.1}``;
-        NaN of no item.
+        """Give the mean of the loss and of each part: ``{"train_loss": 0.5, "train_kl": 0.1}``.
+
+        The mean over no item is NaN.
         """
-        named = {"loss": self, **self.parts}
-        return {
-            prefix + name: float(t) / float(c) if c else math.nan for name, (t, c) in named.items()
-        }
+        found = {}
+        for name, (total, count) in {"loss": self, **self.parts}.items():
+            found[prefix + name] = float(total) / float(count) if count else math.nan
+        return found
 
 
 class Totalled:
@@ -99,52 +92,44 @@ class Totalled:
 
     Args:
         loss: ``loss(outputs, targets)``; a module's tensors are used on the device of the outputs.
-        dtype: the format that floating tensors of a module are used in; None as they are.
+        dtype: the format that floating tensors of a module are used in; None leaves them.
 
     Attributes:
-        loss: what the person gave, or a copy in that format.
-        name: it in messages: ``loss nll``, or ``loss`` where it has no name.
+        loss: the person's loss, or a copy in that format.
+        name: the loss in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
-        within: gives what a person's loss is called in.
-        one_at_a_time: what a thread holds meanwhile.
+        within: gives the context in which a person's loss is called.
+        one_at_a_time: the lock that a thread holds meanwhile.
 
     Raises:
-        LossError: it can't be called, or has parameters that learn.
+        LossError: the loss can't be called, or has parameters that learn.
     """
 
     def __init__(self, loss: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
-        if isinstance(loss, type) or not callable(loss):
+        if isinstance(loss, type):
+            raise LossError(f"loss is the class {loss.__name__}: write {loss.__name__}()")
+        if not callable(loss):
             raise LossError(
-                f"loss is the class {loss.__name__}: write {loss.__name__}()"
-                if isinstance(loss, type)
-                else f"loss is a {type(loss).__name__}, a function (outputs, targets) is expected"
+                f"loss is a {type(loss).__name__}, a function (outputs, targets) is expected"
             )
-        if isinstance(loss, nn.Module) and (
-            learns := [n for n, p in loss.named_parameters() if p.requires_grad]
-        ):
-            raise LossError(
-                f"loss {type(loss).__name__} has parameters that learn ({learns[0]}): put them in "
-                "the model"
-            )
-        kept: list[Tensor] = []
         self._converted: FollowedCopy | None = None
+        self._has_tensors = False
         if isinstance(loss, nn.Module):
+            _refuse_learning(loss)
             kept = [*loss.parameters(), *loss.buffers()]
-            if dtype is not None and any(
-                t.dtype is not dtype for t in kept if t.is_floating_point()
-            ):
+            self._has_tensors = bool(kept)
+            floating = {t.dtype for t in kept if t.is_floating_point()}
+            if dtype is not None and floating - {dtype}:
                 self._converted = FollowedCopy(loss, dtype)
                 loss = self._converted.copy
         self.loss = loss
         self.name = _name_of(loss)
         self._mean = ModelLoss() if loss is model_loss else SummedMean.of(loss)
-        self._has_tensors = bool(kept)
         self._copies: dict[torch.device, FollowedCopy] = {}
         self._called = False
-        self._seen: set[str] = (
-            set()
-        )  # of it and its copies: whether it was "tried", and "writes" to what it is given
+        # Copies share this: whether the loss was "tried", and "writes" to its arguments.
+        self._seen: set[str] = set()
         self.is_known = self._mean is not None
         self.gives_pairs = False
         self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
@@ -157,53 +142,57 @@ class Totalled:
         return f"Totalled({self.loss!r})"
 
     def follow(self) -> None:
-        """Give copies of a module what was changed in it since."""
-        for copied in (
-            *([] if self._converted is None else [self._converted]),
-            *self._copies.values(),
-        ):
+        """Give copies of a module what was changed in the module since."""
+        if self._converted is not None:
+            self._converted.follow()
+        for copied in self._copies.values():
             copied.follow()
 
     def call_one_at_a_time(self) -> None:
-        """Of several threads, where it has variables that all would write to: ``self.weights``,
-        a global.
-        """
+        """Let one of several threads call the loss at a time, where it may write to attributes."""
         if not self.is_known and self.may_have_state:
             self.one_at_a_time = threading.RLock()
 
     @property
     def counts_items(self) -> bool:
-        """Whether it says over how many items it sums."""
+        """Whether the loss gives the number of items that it sums over."""
         return self.is_known or self.gives_pairs
 
     @property
     def may_have_state(self) -> bool:
-        """Whether it is an object with attributes."""
-        return bool(getattr(self.loss, "__dict__", None)) and not isinstance(
-            self.loss, types.FunctionType
-        )
+        """Whether the loss is an object with attributes."""
+        has_attributes = bool(getattr(self.loss, "__dict__", None))
+        return has_attributes and not isinstance(self.loss, types.FunctionType)
 
     def copied(self, *, double: bool = False) -> Totalled:
-        """One whose calls leave the state of a loss that is an object alone; a module in
-        float64, if ``double``.
+        """Copy a loss that is an object, so that calls leave the state of this one alone.
+
+        Args:
+            double: whether the copy of a module is in float64.
         """
         if not self.may_have_state:
             return self
-        modules = [m for m in (self.loss, *vars(self.loss).values()) if isinstance(m, nn.Module)]
-        parameters = (
-            {} if double else {id(p): p for m in modules for p in m.parameters()}
-        )  # they may be large
+        shared: dict[int, Any] = {}
+        if not double:
+            # Parameters may be large, and aren't written to.
+            for held in (self.loss, *vars(self.loss).values()):
+                if isinstance(held, nn.Module):
+                    shared.update((id(p), p) for p in held.parameters())
         try:
-            copied = copy.deepcopy(self.loss, parameters)
-        except Exception:  # what it holds can't be copied
+            copied = copy.deepcopy(self.loss, shared)
+        except Exception:  # the loss holds what can't be copied
             return self
-        made = Totalled(copied.double() if double and isinstance(copied, nn.Module) else copied)
-        made._called, made._seen = True, self._seen
-        made.within, made.one_at_a_time = self.within, self.one_at_a_time
+        if double and isinstance(copied, nn.Module):
+            copied = copied.double()
+        made = Totalled(copied)
+        made._called = True
+        made._seen = self._seen
+        made.within = self.within
+        made.one_at_a_time = self.one_at_a_time
         return made
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
-        """Total and count of one share, or one micro-batch; parts are without gradient.
+        """Compute total and count of one share, or one micro-batch; parts have no gradient.
 
         Args:
             outputs: what the model gave.
@@ -215,16 +204,15 @@ class Totalled:
             count: the items that total sums over.
 
         Raises:
-            LossError: the first call in this process raised (both shapes are said), or what it
-                returned is neither a scalar nor (total, count), or is not additive for these
+            LossError: the first call in this process raised (the message has both shapes), or the
+                loss returned neither a scalar nor (total, count), or isn't additive for these
                 shapes. What a later call raises is passed on.
         """
         try:
-            if self._mean is not None:
-                taken = self._mean(outputs, targets)
-                self._called = True
-                return Loss(*taken)
-            value = self._of_copies(self._beside(outputs), outputs, targets)
+            if self._mean is None:
+                value = self._call(self._beside(outputs), outputs, targets)
+            else:
+                value = self._mean(outputs, targets)
         except Misshapen as error:
             raise LossError(
                 f"{self._cannot_take(outputs, targets)}: {error}", kind="shape"
@@ -236,19 +224,20 @@ class Totalled:
                 f"{self._cannot_take(outputs, targets)}: {first_line(error)}", kind="shape"
             ) from error
         self._called = True
-        return self._taken(value, samples)
+        if self._mean is not None:
+            return Loss(*value)
+        return self._as_loss(value, samples)
 
     # ---- any other loss --------------------------------------------------------------------------
 
-    def _of_copies(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-        """What ``loss`` returns; outputs and targets, which are needed again, stay as they are
-        if it writes to them.
+    def _call(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+        """Call a person's loss.
+
+        Outputs and targets are needed again: a loss that writes to its arguments is given copies.
         """
         given = outputs, targets
-        copies = "writes" in self._seen or (
-            "tried" not in self._seen and not torch.is_grad_enabled()
-        )
-        if copies:
+        is_trial = "tried" not in self._seen and not torch.is_grad_enabled()
+        if is_trial or "writes" in self._seen:
             self._seen.add("tried")
             given = clones(given)
         before = versions(given)
@@ -259,8 +248,9 @@ class Totalled:
         return value
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
-        """The loss with its tensors on the device of the outputs: a copy of the module for each
-        other device.
+        """Give the loss with its tensors on the device of the outputs.
+
+        Each other device has a copy of the module.
         """
         if not self._has_tensors:
             return self.loss
@@ -274,30 +264,34 @@ class Totalled:
             self._copies[there] = FollowedCopy(module, there)
         return self._copies[there].copy
 
-    def _taken(self, value: Any, samples: int) -> Loss:
-        """What a person's loss returned, as total and count."""
+    def _as_loss(self, value: Any, samples: int) -> Loss:
+        """Make total and count of what a person's loss returned."""
         if isinstance(value, Tensor):
             if value.dim():
                 raise LossError(
                     f"{self.name} returned a tensor of shape {tuple(value.shape)}, not a scalar: "
                     "reduction='none'? return the sum and the count"
                 )
-            return Loss((value.float() if value.dtype in HALF else value) * samples, samples)
+            mean = value.float() if value.dtype in HALF else value
+            return Loss(mean * samples, samples)
         if not self.gives_pairs:
             self._validate(value)
         total, count = value
         if isinstance(count, Tensor) and count.requires_grad:
             raise LossError(
                 f"{self.name}: the count depends on parameters, so that the gradient of total / "
-                "count is no sum over "
-                "samples",
+                "count is no sum over samples",
                 fix="count.detach(), if it is a number of items; or return the scalar, with "
                 "single or mp",
             )
-        parts = value.parts if isinstance(value, Loss) else {}
-        return Loss(total, count, {name: self._part(name, pair) for name, pair in parts.items()})
+        parts = {}
+        if isinstance(value, Loss):
+            for name, pair in value.parts.items():
+                parts[name] = self._part(name, pair)
+        return Loss(total, count, parts)
 
     def _part(self, name: Any, pair: Any) -> tuple[Number, Number]:
+        """Check a part of a loss, and give it without its graph."""
         if not isinstance(name, str) or name in ("", "loss"):
             raise LossError(
                 f"{self.name}: a part can't be called {name!r}: it is logged as train_NAME"
@@ -307,14 +301,18 @@ class Totalled:
                 f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two '
                 "numbers"
             )
-        total, count = (each.detach() if isinstance(each, Tensor) else each for each in pair)
-        if isinstance(total, Tensor) and (isinstance(count, Tensor) or not count):
-            total = total.masked_fill(
-                total.isnan() & (count == 0), 0.0
-            )  # a mean over none, times none
+        total, count = pair
+        if isinstance(count, Tensor):
+            count = count.detach()
+        if isinstance(total, Tensor):
+            total = total.detach()
+            if isinstance(count, Tensor) or not count:
+                # The mean over no item, times 0, is NaN.
+                total = total.masked_fill(total.isnan() & (count == 0), 0.0)
         return total, count
 
     def _validate(self, value: Any) -> None:
+        """Refuse what is no pair of a total and a count."""
         what = f"{self.name} returned {_told(value)}"
         if not isinstance(value, tuple) or len(value) != 2:
             raise LossError(f"{what}, a scalar tensor or (total, count) is expected")
@@ -329,6 +327,15 @@ class Totalled:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
 
 
+def _refuse_learning(loss: nn.Module) -> None:
+    for name, p in loss.named_parameters():
+        if p.requires_grad:
+            raise LossError(
+                f"loss {type(loss).__name__} has parameters that learn ({name}): put them in the "
+                "model"
+            )
+
+
 def _name_of(loss: Any) -> str:
     named = loss.func if isinstance(loss, functools.partial) else loss
     name = getattr(named, "__name__", type(named).__name__)
@@ -340,11 +347,13 @@ def _is_number(value: Any) -> bool:
 
 
 def _told(value: Any) -> str:
-    """A value by its shapes, for messages."""
+    """Describe a value by its shapes, for messages."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
+    kind = type(value).__name__
     if isinstance(value, tuple | list):
-        return f"{type(value).__name__}[{', '.join(map(_told, value))}]"
+        return f"{kind}[{', '.join(map(_told, value))}]"
     if isinstance(value, dict):
-        return f"{type(value).__name__}[{', '.join(f'{k}: {_told(v)}' for k, v in value.items())}]"
-    return "None" if value is None else f"a {type(value).__name__}"
+        items = [f"{key}: {_told(item)}" for key, item in value.items()]
+        return f"{kind}[{', '.join(items)}]"
+    return "None" if value is None else f"a {kind}"

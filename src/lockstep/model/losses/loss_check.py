@@ -4,11 +4,10 @@
 
     total(batch)  =  total(samples 0..k) + total(samples k..n)        and counts likewise
 
-Both parts are of outputs that forward has computed, so the check is cheap, and a mask that comes
-late is found in the update in which it comes. (Whether the *model* lets samples act on one another
-is for the sum check, see ``lockstep.strategies.sums.sum_check``.) The sizes of the two parts have
-no common divisor: a mask over samples leaves the same fraction of both only if all or none are
-masked.
+Both parts are of outputs that forward has computed, so the check is cheap. A mask that comes late
+is found in the update in which it comes. Whether the *model* lets samples act on one another, the
+sum check finds (``lockstep.strategies.sums.sum_check``). The sizes of the two parts have no common
+divisor: a mask over samples leaves the same fraction of both only if all or none are masked.
 
 The totals and counts of a loss that returns ``(total, count)`` are checked. The total of a loss
 that returns a scalar, a mean over samples, is that scalar times the number of samples. PyTorch's
@@ -48,7 +47,7 @@ ADVICE = (
 )
 
 _DOUBLE = 1e-8
-"""How far sums may be off in float64, as a part of what is added."""
+"""How far sums may be off in float64, relative to what is added."""
 
 
 class LossCheck:
@@ -56,8 +55,8 @@ class LossCheck:
 
     Args:
         loss: gives total and count.
-        cuts: whether batches are cut; else nothing is checked.
-        accepts: whether a difference is logged, rather than refused.
+        cuts: whether batches are cut; otherwise nothing is checked.
+        accepts: whether a difference is logged instead of refused.
 
     Attributes:
         interval: how often the loss is checked.
@@ -91,8 +90,8 @@ class LossCheck:
             waits: whether the host may wait for an accelerator.
 
         Returns:
-            Whether the loss is wrong, as a boolean scalar on an accelerator that isn't waited for;
-            else None.
+            Where the host may not wait, whether the loss is wrong: a boolean scalar on the
+            accelerator.
 
         Raises:
             LossError: the loss isn't additive.
@@ -103,19 +102,20 @@ class LossCheck:
         if _may_be_of_samples_or_batches(nest, samples):
             return None
         if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
-            self._checks = False  # else a batch of as many samples would be cut by chance
-            return None
-        loss = self._loss.copied()
-        if loss is self._loss and loss.may_have_state:  # the check would change that
+            # A batch of as many samples as a tensor has rows would be cut by chance.
             self._checks = False
             return None
-        sizes = _sizes(samples)
+        loss = self._loss.copied()
+        if loss is self._loss and loss.may_have_state:
+            # It can't be copied, and the check would change its state.
+            self._checks = False
+            return None
         with torch.no_grad(), _drawing_apart(nest) as drawn:
             if self._is_first:
                 self._is_first = False
                 if self._communicates(loss, nest, samples):
                     return None
-            parts = self._parts(loss, nest, sizes, samples)
+            parts = self._parts(loss, nest, samples)
             if parts is None:
                 return None
             tolerance = _tolerance(nest, whole.total)
@@ -124,30 +124,26 @@ class LossCheck:
             if not _is_apart(whole, parts, tolerance):
                 self._has_passed = True
                 return None
-            is_of_all = not self._has_passed and _holds_numbers_of_all(nest, samples)
-            if drawn or is_of_all or not self._is_repeatable(nest, whole, samples):
-                self._checks = (
-                    False  # the sum check has parts collated, and draw what the whole does
-                )
+            if drawn or not self._is_conclusive(nest, whole, samples):
+                # The sum check decides: its parts are collated, and draw what the whole does.
+                self._checks = False
                 return None
             if self._is_rounding(nest, samples):
                 return None
-            error = not_additive(self._loss, whole, parts, (samples, *sizes), step)
+            error = not_additive(self._loss, whole, parts, samples, step)
         if not self._accepts:
             raise error
         self._checks = False
         self.notes.append(f"{error}; this difference is accepted")
         return None
 
-    def _parts(
-        self, loss: Totalled, nest: Nest, sizes: tuple[int, int], samples: int
-    ) -> list[Loss] | None:
+    def _parts(self, loss: Totalled, nest: Nest, samples: int) -> list[Loss] | None:
         """Compute both parts; None, now and later, where the loss can't take them."""
-        first, second = sizes
+        first, second = _sizes(samples)
         try:
             return [
-                loss(*copied_nest(part_of(nest, start, size, samples)), size)
-                for start, size in ((0, first), (first, second))
+                loss(*copied_nest(part_of(nest, 0, first, samples)), first),
+                loss(*copied_nest(part_of(nest, first, second, samples)), second),
             ]
         except Exception as error:
             if is_out_of_memory(error):
@@ -155,9 +151,16 @@ class LossCheck:
             self._checks = False
             return None
 
+    def _is_conclusive(self, nest: Nest, whole: Loss, samples: int) -> bool:
+        """Whether parts that don't add up are the loss's doing."""
+        if not self._has_passed and _holds_numbers_of_all(nest, samples):
+            return False
+        return self._is_repeatable(nest, whole, samples)
+
     def _communicates(self, loss: Totalled, nest: Nest, samples: int) -> bool:
-        """Whether the loss communicates with other ranks, which may not be checking: then the loss
-        isn't checked at all.
+        """Whether the loss communicates with other ranks, which may not be checking.
+
+        Such a loss isn't checked at all.
         """
         noted = NotedCommunication()  # type: ignore[no-untyped-call]
         with noted, contextlib.suppress(LossError):
@@ -177,7 +180,7 @@ class LossCheck:
         try:
             with torch.autocast(place_of(nest).type, enabled=False):
                 whole = loss(*copied_nest(doubled), samples)
-                parts = self._parts(loss, doubled, _sizes(samples), samples)
+                parts = self._parts(loss, doubled, samples)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -197,17 +200,21 @@ class LossCheck:
         """Whether to time this update."""
         return update in TIMED and self.wants(update)
 
-    def agree(self, world: World, update: int, line: str | None) -> None:
+    def agree(self, world: World, update: int, note: str | None) -> None:
         """Check as seldom as the slowest rank; every rank calls this in each update.
 
-        ``line`` is what ``interval.timed`` gave.
+        Args:
+            world: the ranks.
+            update: the number of the update.
+            note: what ``interval.timed`` gave.
         """
-        if not self._loss.is_known and update == TIMED.stop - 1:
-            if world.size > 1 and world.layout.together:
-                found = world.gather_objects((self.interval.every, line or ""))
-                self.interval.every, line = max(found)
-            if line:
-                self.notes.append(line)
+        if self._loss.is_known or update != TIMED.stop - 1:
+            return
+        if world.size > 1 and world.layout.together:
+            found = world.gather_objects((self.interval.every, note or ""))
+            self.interval.every, note = max(found)
+        if note:
+            self.notes.append(note)
 
 
 def _sizes(samples: int) -> tuple[int, int]:
@@ -219,6 +226,7 @@ def _sizes(samples: int) -> tuple[int, int]:
 
 
 def _holds_parameters(outputs: Any) -> bool:
+    """Whether there are parameters of a model among its outputs."""
     return any(tensor.is_leaf and tensor.requires_grad for tensor in tensors(outputs))
 
 
@@ -233,16 +241,15 @@ def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
 
 
 def _can_be_cut(nest: Nest, samples: int) -> bool:
-    """Whether each tensor has a row for each sample (or several), but for integers of all."""
-    one = part_of(nest, 0, 1, samples)
-    shapes = [(tensor.shape, tensor.is_floating_point()) for tensor in tensors(nest)]
-    of_one = [tensor.shape for tensor in tensors(one)]
-    if not shapes or len(shapes) != len(of_one):
-        return bool(shapes)  # lists with a tensor for each sample
-    return not any(
-        is_floating and shape == of_first
-        for (shape, is_floating), of_first in zip(shapes, of_one, strict=True)
-    )
+    """Whether each floating tensor has a row for each sample, or several."""
+    whole = list(tensors(nest))
+    of_first = list(tensors(part_of(nest, 0, 1, samples)))
+    if len(whole) != len(of_first):
+        return bool(whole)  # lists with a tensor for each sample
+    for tensor, cut in zip(whole, of_first, strict=True):
+        if tensor.is_floating_point() and tensor.shape == cut.shape:
+            return False
+    return bool(whole)
 
 
 def _holds_numbers_of_all(nest: Any, samples: int) -> bool:
@@ -259,7 +266,8 @@ def _holds_numbers_of_all(nest: Any, samples: int) -> bool:
 def _drawing_apart(nest: Nest) -> Iterator[list[bool]]:
     """Let random numbers go on afterwards as if none had been drawn.
 
-    The list that this gives isn't empty once some were drawn on the CPU.
+    Yields:
+        A list that has an item for each number generator that was asked for on the CPU.
     """
     drawn: list[bool] = []
 
@@ -281,14 +289,16 @@ def _doubled(tensor: Tensor) -> Tensor:
 
 
 def _pair(loss: Loss) -> tuple[float, float]:
-    """Total and count. The total of no item is 0, also where a mean of none, NaN, is times 0."""
+    """Give total and count as numbers; the total of no item is 0, also where it is NaN times 0."""
     total = float(loss.total)
     count = float(loss.count)
-    return (0.0 if math.isnan(total) and not count else total), count
+    if math.isnan(total) and not count:
+        total = 0.0
+    return total, count
 
 
 def _tolerance(nest: Nest, total: Any) -> float:
-    """How far sums may be off, by the formats that they may have been computed in."""
+    """Tell how far sums may be off, by the formats that they may have been computed in."""
     if not isinstance(total, Tensor):
         return 1e-4
     if torch.is_autocast_enabled(total.device.type):
@@ -322,62 +332,67 @@ def _are_apart(whole: Loss, parts: list[Loss], tolerance: float) -> Tensor:
 
 
 def not_additive(
-    loss: Totalled, whole: Loss, parts: list[Loss], sizes: tuple[int, ...], step: int
+    loss: Totalled, whole: Loss, parts: list[Loss], samples: int, step: int
 ) -> LossError:
     """Give the error of a loss that isn't additive, with the numbers that don't add up.
 
     Args:
         loss: the loss.
         whole: what it made of a batch.
-        parts: what it made of two parts.
-        sizes: how many samples the batch and the parts have.
+        parts: what it made of the two parts of the batch.
+        samples: of the batch.
         step: the update; 0 or 1 isn't named.
     """
     when = f" in step {step}" if step > 1 else ""
-    numbers = [_pair(one) for one in (whole, *parts)]
+    total, count = _pair(whole)
+    first_total, first_count = _pair(parts[0])
+    second_total, second_count = _pair(parts[1])
     if loss.gives_pairs:
-        totals, counts = zip(*numbers, strict=True)
-        is_total = not abs(totals[0] - sum(totals[1:])) <= _DOUBLE * sum(map(abs, totals))
-        what, (a, b, c) = ("total", totals) if is_total else ("count", counts)
+        numbers = [total, first_total, second_total]
+        size = sum(map(abs, numbers))
+        what = "total"
+        if abs(total - first_total - second_total) <= _DOUBLE * size:
+            numbers = [count, first_count, second_count]
+            what = "count"
+        of_whole, of_first, of_second = numbers
         return LossError(
             f"{loss.name}: the {what} is not a sum over samples{when} "
-            f"(whole {a:.6g}, its two parts {b:.6g} and {c:.6g})",
+            f"(whole {of_whole:.6g}, its two parts {of_first:.6g} and {of_second:.6g})",
             fix="return the sum over the items of the batch, and their number; or use single (or "
             "mp) without accumulate",
         )
-    means = [total / size for (total, _), size in zip(numbers, sizes, strict=True)]
-    if means[1] and means[2] and abs(means[1] + means[2] - means[0]) <= 1e-4 * abs(means[0]):
+    first_size, second_size = _sizes(samples)
+    mean = total / samples
+    first = first_total / first_size
+    second = second_total / second_size
+    if first and second and abs(first + second - mean) <= 1e-4 * abs(mean):
         return LossError(
             f"{loss.name} is not a mean over samples but a sum, its value depends on the batch "
-            f"size (whole {means[0]:.6g}, its parts add up to it)",
+            f"size (whole {mean:.6g}, its parts add up to it)",
             fix="use reduction='mean', or return (total, count)",
         )
-    together = sum(total for total, _ in numbers[1:]) / sizes[0]
+    together = (first_total + second_total) / samples
     return LossError(
         f"{loss.name} is not a mean over samples{when} "
-        f"(whole {means[0]:.6g}, from two parts {together:.6g})",
+        f"(whole {mean:.6g}, from two parts {together:.6g})",
         fix=ADVICE,
     )
 
 
-@contextlib.contextmanager
-def squeezing_explained(outputs: Any, targets: Any, samples: int) -> Iterator[None]:
-    """Explain a loss that fails with outputs of one sample that have no row for it.
+def explain_squeezing(error: Exception, outputs: Any, targets: Any, samples: int) -> None:
+    """Explain an error of a loss whose outputs, of one sample, have no row for the sample.
 
     Raises:
-        LossError: instead of what the loss raises.
+        LossError: where this is the cause.
     """
-    try:
-        yield
-    except Exception as error:
-        if not _is_squeezed(outputs, targets, samples) or is_out_of_memory(error):
-            raise
-        raise LossError(
-            f"the loss can't take outputs {tuple(outputs.shape)} and targets "
-            f"{tuple(targets.shape)} of a local batch of one sample: the outputs have no row for it",
-            kind="shape",
-            fix="where forward calls squeeze(), name the dimension, as in squeeze(-1)",
-        ) from error
+    if not _is_squeezed(outputs, targets, samples) or is_out_of_memory(error):
+        return
+    raise LossError(
+        f"the loss can't take outputs {tuple(outputs.shape)} and targets "
+        f"{tuple(targets.shape)} of a local batch of one sample: the outputs have no row for it",
+        kind="shape",
+        fix="where forward calls squeeze(), name the dimension, as in squeeze(-1)",
+    ) from error
 
 
 def _is_squeezed(outputs: Any, targets: Any, samples: int) -> bool:

@@ -1,14 +1,14 @@
 """``loss=lockstep.model_loss``: the loss that a model of Hugging Face computes itself, weighted by
-its labels.
+the number of labels.
 
-Given labels, such a model puts the mean over its labels that count in ``outputs.loss``. That of a
-batch isn't the mean of the means of its parts, which differ in length: a part has to say how many
-labels it had. A model that predicts the next token (``CausalLMOutput...``) shifts them::
+Given labels, such a model puts the mean over the labels that count in ``outputs.loss``. The mean of
+a batch isn't the mean of the means of its parts, which differ in length: each part has to give its
+number of labels. A model that predicts the next token (``CausalLMOutput...``) shifts labels::
 
     outputs.loss  =  total / count  count  =  labels[:, 1:] != -100  next tokens
                                               labels        != -100  masked tokens, a decoder's, classes
 
-Some calls hold the number against the logits: a model that adds something to its loss is refused.
+Some calls compare the loss with the logits: a model that adds something to its loss is refused.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _IGNORED = -100
 """A label that doesn't count."""
 
 _LABELS = 10_000
-"""Up to which new ones are looked at."""
+"""The number of different labels up to which new ones are looked for."""
 
 _OWN = (
     "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels "
@@ -36,31 +36,36 @@ _OWN = (
 
 
 def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Total and count of the loss that the model computed, of these labels.
+    """Give total and count of the loss that the model computed.
 
     Args:
         outputs: what the model gave: ``loss``, a scalar, and ``logits``: (batch, time, vocabulary)
             or (batch, classes); attributes, or in a dict.
-        labels: those that the model was given too: (batch, time) or (batch,), whole numbers; -100
-            doesn't count.
+        labels: the labels that the model was given too: (batch, time) or (batch,), whole numbers;
+            -100 doesn't count.
 
     Raises:
-        LossError: there is no ``loss``, or the labels are no tokens and no classes.
+        LossError: there is no ``loss``, or the labels are neither tokens nor classes.
     """
     loss = _of(outputs, "loss")
-    if not isinstance(loss, Tensor) or loss.dim():
+    if loss is None:
         raise LossError(
             "model_loss: the outputs have no loss, a scalar: give the model labels (inputs a dict "
-            "with labels=...)"
-            if loss is None
-            else f"model_loss: outputs.loss has shape {tuple(loss.shape)}, a scalar is expected",
+            "with labels=...)",
             fix=_OWN,
         )
-    count = (_aligned(outputs, labels)[1] != _IGNORED).sum().to(loss.device)
-    # A mean over no label is NaN, and its gradient is 0: the model writes none where a label is
-    # ignored.
+    if not isinstance(loss, Tensor) or loss.dim():
+        raise LossError(
+            f"model_loss: outputs.loss has shape {_shape(loss)}, a scalar is expected", fix=_OWN
+        )
+    _, aligned = _aligned(outputs, labels)
+    count = (aligned != _IGNORED).sum().to(loss.device)
+    # The mean over no label is NaN, with a gradient of 0: the model computes none for a label that
+    # is ignored.
     mean = torch.where(count > 0, loss, torch.zeros_like(loss))
-    return (mean.float() if mean.dtype in HALF else mean) * count, count
+    if mean.dtype in HALF:
+        mean = mean.float()
+    return mean * count, count
 
 
 def mean_of(outputs: Any) -> Tensor | None:
@@ -70,19 +75,27 @@ def mean_of(outputs: Any) -> Tensor | None:
 
 
 def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Logits (items, classes), and the label of each, (items,)."""
+    """Give logits (items, classes), and the label of each, (items,)."""
     logits: Any = _of(outputs, "logits")
-    named = f"logits {_shape(logits)} and labels {_shape(labels)}"
-    fits = (
-        isinstance(logits, Tensor)
-        and isinstance(labels, Tensor)
-        and logits.shape[:-1] == labels.shape
-    )
-    if not fits or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise LossError(f"model_loss: it is of tokens or classes, and these are {named}", fix=_OWN)
+    if not _fit(logits, labels):
+        raise LossError(
+            "model_loss: it is of tokens or classes, and these are logits "
+            f"{_shape(logits)} and labels {_shape(labels)}",
+            fix=_OWN,
+        )
     if "CausalLM" in type(outputs).__name__:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[:, :-1]
+        labels = labels[:, 1:]
     return logits.flatten(0, -2), labels.flatten()
+
+
+def _fit(logits: Any, labels: Any) -> bool:
+    """Whether there is a label, a whole number, for each row of logits."""
+    if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
+        return False
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        return False
+    return logits.shape[:-1] == labels.shape
 
 
 def _of(outputs: Any, name: str) -> Any:
@@ -94,11 +107,10 @@ def _shape(value: Any) -> str:
 
 
 class ModelLoss:
-    """``model_loss`` in a training: in calls 1, 2, 4, 8, ... the model's loss is held against its
-    logits.
+    """``model_loss`` in a training: calls 1, 2, 4, 8, ... compare the model's loss with its logits.
 
-    On CPU devices also where labels have a value that none had before: a padding that the model
-    leaves out, say.
+    On CPU devices calls with a new value among the labels do so too: it may be a padding that the
+    model leaves out.
     """
 
     def __init__(self) -> None:
@@ -106,40 +118,44 @@ class ModelLoss:
         self._labels: set[int] = set()
 
     def __call__(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
-        """Total and count.
+        """Give total and count.
 
         Raises:
-            LossError: as ``model_loss``, or the model's loss is another one than its logits and
-                labels have.
+            LossError: as ``model_loss``, or the model's loss isn't the cross-entropy of its logits.
         """
         total, count = model_loss(outputs, labels)
         self._calls += 1
         new = self._new(labels)
         if new or is_power_of_two(self._calls):
-            self._hold(outputs, labels, total.detach(), count)
+            self._compare(outputs, labels, total.detach(), count)
         self._labels |= new
         return total, count
 
     def _new(self, labels: Tensor) -> set[int]:
+        """Find the labels that no call before had."""
         if labels.device.type != "cpu" or len(self._labels) > _LABELS:
             return set()
         return set(torch.unique(labels).tolist()) - self._labels
 
     @torch.no_grad()
-    def _hold(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:
+    def _compare(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:
+        """Refuse a total that isn't the cross-entropy of the model's logits."""
         logits, wanted = _aligned(outputs, labels)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         expected = nn.functional.cross_entropy(
             wide, wanted.to(wide.device), ignore_index=_IGNORED, reduction="sum"
         )
-        is_half = logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type)
-        bound = 2e-2 if is_half else 1e-8 if logits.dtype == total.dtype == torch.float64 else 1e-5
-        if expected.isfinite() and not abs(total - expected) <= bound * abs(expected):
-            number = max(int(count), 1)
-            own, its = float(total) / number, float(expected) / number
-            raise LossError(
-                f"model_loss: the model's loss is {own:.6g}, and the cross-entropy of its logits "
-                f"over the {int(count)} "
-                f"labels that count {its:.6g}: it has something added, or is no mean over them",
-                fix=_OWN,
-            )
+        bound = 1e-5
+        if logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type):
+            bound = 2e-2
+        elif logits.dtype == total.dtype == torch.float64:
+            bound = 1e-8
+        if not expected.isfinite() or abs(total - expected) <= bound * abs(expected):
+            return
+        number = max(int(count), 1)
+        raise LossError(
+            f"model_loss: the model's loss is {float(total) / number:.6g}, and the cross-entropy "
+            f"of its logits over the {int(count)} labels that count "
+            f"{float(expected) / number:.6g}: it has something added, or is no mean over them",
+            fix=_OWN,
+        )

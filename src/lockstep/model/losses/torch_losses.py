@@ -17,14 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Count = int | float | Tensor
-"""The number of items of a loss: a Python number where no data had to be read for it, else a
-scalar tensor.
-"""
+"""The number of items of a loss: a scalar tensor where data had to be read for it."""
 
 HALF = (torch.float16, torch.bfloat16)
-"""The formats in which a sum over many items overflows, or loses its digits, where their mean
-does not.
-"""
+"""The formats in which a sum over many items overflows or loses digits, and the mean doesn't."""
 
 _Options = Mapping[str, Any]
 
@@ -50,45 +46,39 @@ class SummedMean:
 
     @classmethod
     def of(cls, loss: Any) -> SummedMean | None:
-        """For a mean of PyTorch's, module or function (options as a partial); None for any other
-        loss.
+        """Make the sum of a mean of PyTorch's: a module, or a function (options as a partial).
+
+        None is given for any other loss.
         """
         if isinstance(loss, nn.Module):
             rule = _MEANS.get(type(loss))
-            # A hook, or another forward: somebody changed what it computes.
-            if (
-                rule is None
-                or loss._forward_hooks
-                or loss._forward_pre_hooks
-                or "forward" in loss.__dict__
-            ):
-                return None
+            has_hooks = bool(loss._forward_hooks or loss._forward_pre_hooks)
+            if rule is None or has_hooks or "forward" in vars(loss):
+                return None  # somebody may have changed what it computes
             return cls(loss, rule, {}) if rule.is_mean(str(loss.reduction)) else None
         options: _Options = {}
         if isinstance(loss, functools.partial) and not loss.args:
-            loss, options = loss.func, loss.keywords
+            options = loss.keywords
+            loss = loss.func
         rule = next((r for r in _MEANS.values() if r.function is loss), None)
         if rule is None or not set(options) <= {"reduction", *rule.options}:
             return None
         return cls(None, rule, options) if rule.is_mean(options.get("reduction", "mean")) else None
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Count]:
-        """Total and count; the total of half-precision outputs is in fp32.
+        """Compute total and count; the total of half-precision outputs is in fp32.
 
         Raises:
             Misshapen: over these shapes the mean isn't one over items of the samples.
         """
-        if self._mean is None:
-            given = self._options
-            options = {name: given[name] for name in self._rule.options if name in given}
-            reduction = given.get("reduction", "mean")
-        else:  # read afresh: a person may change a weight or a smoothing between steps
-            given, tensors = self._mean.__dict__, self._mean._buffers
-            options = {
-                name: tensors[name] if name in tensors else given[name]
-                for name in self._rule.options
-            }
-            reduction = given["reduction"]
+        given = self._options
+        if self._mean is not None:
+            # A person may change a weight or a smoothing between steps.
+            given = {**vars(self._mean), **self._mean._buffers}
+        options = {}
+        for name in self._rule.options:
+            if name in given:
+                options[name] = given[name]
         if outputs.dtype in HALF:
             outputs = outputs.float()
             targets = targets.float() if targets.dtype in HALF else targets
@@ -96,35 +86,37 @@ class SummedMean:
             if options.get(name) is not None:
                 options[name] = self._beside(name, options[name], outputs)
         count = self._rule.divisor(options, outputs, targets)
-        if reduction == "batchmean":
+        if given.get("reduction") == "batchmean":
             count = outputs.shape[0]
         return self._rule.function(outputs, targets, reduction="sum", **options), count
 
     def _beside(self, name: str, weight: Tensor, outputs: Tensor) -> Tensor:
-        """A weight on the device of the outputs; the copy is kept until the person changes the
-        weight.
+        """Give a weight on the device of the outputs.
+
+        A copy is kept until the person changes the weight.
         """
         if weight.device == outputs.device and weight.dtype not in HALF:
             return weight
         key = (name, outputs.device)
-        held = self._copies.get(key)
-        if held is None or held[0] is not weight or held[1] != weight._version:
-            moved = weight.to(
-                outputs.device, torch.float32 if weight.dtype in HALF else weight.dtype
-            )
-            held = self._copies[key] = (weight, weight._version, moved)
-        return held[2]
+        if key in self._copies:
+            original, version, copied = self._copies[key]
+            if original is weight and version == weight._version:
+                return copied
+        dtype = torch.float32 if weight.dtype in HALF else weight.dtype
+        copied = weight.to(outputs.device, dtype)
+        self._copies[key] = (weight, weight._version, copied)
+        return copied
 
 
 def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
-    """Losses of each element: all elements, those that broadcasting makes included."""
+    """Count all elements, those that broadcasting makes included."""
     for name in ("weight", "pos_weight"):
         weight = options.get(name)
         if weight is not None and weight.dim() >= outputs.dim() and weight.shape[0] != 1:
             raise Misshapen(
                 f"{name} {tuple(weight.shape)} has a number for each place in the batch, which "
-                "can't be cut with it; "
-                "put them in the targets, and return (total, count) from a function"
+                "can't be cut with it; put them in the targets, and return (total, count) from a "
+                "function"
             )
     if outputs.shape == targets.shape:
         return outputs.numel()
@@ -134,22 +126,23 @@ def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
 
 
 def _elements_by_class(options: _Options, outputs: Tensor, targets: Tensor) -> int:
-    """Losses of each element, of which each row is a mean over its classes already."""
+    """Count the elements of a loss that is the mean over classes in each row already."""
     _need_classes(outputs)
-    return _elements(options, outputs, targets) // max(outputs.shape[-1], targets.shape[-1])
+    classes = max(outputs.shape[-1], targets.shape[-1])
+    return _elements(options, outputs, targets) // classes
 
 
 def _rows(options: _Options, outputs: Tensor, targets: Tensor) -> int:
-    """Margin losses: each row is a mean over its classes already."""
+    """Count the rows of a margin loss, each of them the mean over classes already."""
     _need_classes(outputs)
     return outputs.shape[0]
 
 
 def _kept_targets(options: _Options, outputs: Tensor, targets: Tensor) -> Count:
-    """Cross-entropy: the targets that aren't ignored, or the sum of their classes' weights;
-    smoothing changes neither.
+    """Count the targets of cross-entropy that aren't ignored, or sum the weights of their classes.
 
-    Targets that are probabilities of classes count one for each position, whatever the weights.
+    Smoothing changes neither. Targets that are probabilities of classes count one for each
+    position, whatever the weights.
     """
     _need_classes(outputs)
     if targets.is_floating_point():
@@ -171,8 +164,12 @@ def _need_classes(outputs: Tensor) -> None:
 
 
 class _Mean(NamedTuple):
-    """A line of the table: the function, the options it shares with the module, what its mean
-    divides by.
+    """A line of the table.
+
+    Attributes:
+        function: the functional form.
+        options: those that the function shares with the module.
+        divisor: gives what the mean divides by.
     """
 
     function: Callable[..., Tensor]
@@ -181,7 +178,9 @@ class _Mean(NamedTuple):
 
     def is_mean(self, reduction: str) -> bool:
         """Whether that reduction is a mean."""
-        return reduction == "mean" or (reduction == "batchmean" and self.function is F.kl_div)
+        if reduction == "batchmean":
+            return self.function is F.kl_div
+        return reduction == "mean"
 
 
 _MEANS: dict[type[nn.Module], _Mean] = {
@@ -207,4 +206,4 @@ _MEANS: dict[type[nn.Module], _Mean] = {
         F.multilabel_soft_margin_loss, ("weight",), _elements_by_class
     ),
 }
-"""Every loss of PyTorch's that takes two arguments and is a mean."""
+"""The losses of PyTorch that take two arguments and are a mean."""

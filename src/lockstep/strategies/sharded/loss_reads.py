@@ -7,8 +7,7 @@ checked on some ranks only.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,12 +92,7 @@ def refuse_other_shards(loss: Totalled, cut: Mapping[str, nn.Parameter]) -> None
                 )
 
 
-@contextlib.contextmanager
-def shards_explained() -> Iterator[None]:
-    """Say what an error of PyTorch's on shards means."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "mixed torch.Tensor and DTensor" not in str(error):
-            raise
+def explain_shards(error: Exception) -> None:
+    """Raise an error that explains one of PyTorch's on shards."""
+    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
         raise of_shards("a parameter of a block is used") from error

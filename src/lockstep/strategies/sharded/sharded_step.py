@@ -35,7 +35,7 @@ from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.rank_tensors import FlatGradients
 from lockstep.strategies.sharded.block_watch import BlockWatch
-from lockstep.strategies.sharded.loss_reads import LossReads, refuse_other_shards, shards_explained
+from lockstep.strategies.sharded.loss_reads import LossReads, explain_shards, refuse_other_shards
 from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards
@@ -224,12 +224,10 @@ class ShardedStep(DDPStep):
         return super()._given_parts()
 
     @phase("computing", "clip")
-    def clip(self) -> None:
-        """Hold the norm of all gradients together under ``clip_norm``: its square is summed over
-        the ranks.
+    def _clip(self, clip_norm: float) -> None:
+        """Keep the norm of all gradients together at ``clip_norm`` or less: the square of the norm
+        is summed over the ranks.
         """
-        if self._clip_norm is None:
-            return
         whole, is_first_replica = {id(p) for p in self._whole}, self._shards.is_first_replica
         counted = [
             p
@@ -240,7 +238,7 @@ class ShardedStep(DDPStep):
         if values := gradient_values(counted):
             square += nn.utils.get_total_norm(values).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
-        scale_to_norm(gradient_values(self._parameters), norm, self._clip_norm)
+        scale_to_norm(gradient_values(self._parameters), norm, clip_norm)
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
@@ -261,11 +259,10 @@ class ShardedStep(DDPStep):
             "give samples to the first ranks first, as lockstep.batches does"
         )
 
-    @contextlib.contextmanager
-    def _explained(self, batch: Batch) -> Iterator[None]:
-        """As every step's."""
-        with super()._explained(batch), shards_explained():
-            yield
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise an error that explains ``error``, where its cause is known, or is the shards."""
+        explain_shards(error)
+        super()._explain(error, batch)
 
     def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
         """As every step's; other backwards are refused."""
@@ -296,11 +293,14 @@ class ShardedStep(DDPStep):
     ) -> list[tuple[Part, T]]:
         self._evaluations += 1
         part, is_stand_in = self._or_first_sample(batch.parts[0])
-        with shards_explained():
+        try:
             if not is_stand_in:
                 return super()._of_each(function, batch)
             with self._standing_in():
                 self._predicted(self.model, self.placed(part))
+        except RuntimeError as error:
+            explain_shards(error)
+            raise
         return []
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:

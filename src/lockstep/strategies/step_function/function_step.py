@@ -8,14 +8,14 @@ The function is ordinary code, which each replica runs on its share of the globa
         update("discriminator", judged(models, images, drawn.detach()), len(images))  # total, count
         update("generator", fooled(models, drawn), len(images))
 
-Each call of ``update`` keeps the law of any update: backward of total / n into the parameters of
-that optimizer alone, n being the samples of the global batch; the sum over replicas; times n /
-count; clipping; that optimizer's step. So what the function computes afterwards sees the moved
-parameters, on every replica alike.
+Each call of ``update`` does what any update does: backward of total / n into the parameters of that
+optimizer alone, n being the samples of the global batch; the sum over replicas; times n / count;
+clipping; that optimizer's step. So what the function computes afterwards sees the moved parameters,
+on every replica alike.
 
 Replicas meet in each call, and have to make the same calls in the same order. A rank without a
-sample runs the function on some of another rank's, and adds nothing: so what the function writes,
-freezes or counts is alike on all.
+sample runs the function on some samples of another rank, and adds nothing: so what the function
+writes, freezes or counts is alike on all.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.steps.calls import EXPLAINED
+from lockstep.strategies.steps.skipped_updates import no_items
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
@@ -47,18 +49,17 @@ from lockstep.tensors.pytree import clones, to_device
 from lockstep.tensors.rows import cut
 
 _END = -1
-"""What a rank reports at the end of the function; else the number of an optimizer."""
+"""What a rank sends at the end of the function, instead of the number of an optimizer."""
 
 _LENT = 4
-"""Samples that a rank without one is lent."""
+"""The number of samples that a rank without one is lent."""
 
 
 class Update:
-    """What the function is given to call: ``update("generator", total, count)``.
+    """The argument that the function calls: ``update("generator", total, count)``.
 
     Attributes:
-        step: the number of this step, from 1; the same on every device, as a counter of the
-            function's own isn't.
+        step: the number of this step, from 1, the same on every device.
         samples: of the global batch.
     """
 
@@ -68,7 +69,7 @@ class Update:
         self.samples = samples
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
-        """One step of the optimizer of that name.
+        """Make one step of the optimizer of that name.
 
         Args:
             name: of the optimizer, and of the part of the model that it moves.
@@ -76,14 +77,15 @@ class Update:
             count: the number of items; a loss without it is refused.
 
         Raises:
-            InputError: there is no such optimizer, or the replicas make other calls.
-            LossError: it is no scalar, has no count, or doesn't depend on that part's parameters.
+            InputError: there is no such optimizer, or the replicas make different calls.
+            LossError: the total is no scalar, has no count, or doesn't depend on the parameters of
+                that part.
         """
         self._owner.one_update(name, as_sum(name, total, count), self.samples)
 
 
 class NotedUpdate:
-    """Takes note of the losses that ``update`` is given, in the place of an `Update`."""
+    """Stands for an `Update`, and only notes the losses that it is called with."""
 
     def __init__(self, owner: FunctionStep, samples: int) -> None:
         self._owner = owner
@@ -92,13 +94,13 @@ class NotedUpdate:
         self.losses: list[tuple[str, Loss]] = []
 
     def __call__(self, name: str, total: torch.Tensor, count: Number | None = None) -> None:
-        """Take note."""
+        """Note a loss."""
         self._owner.named(name)
         self.losses.append((name, as_sum(name, total, count)))
 
 
 class SummedFunction(Summed):
-    """The losses of a step function, of which a `NotedUpdate` takes note.
+    """The losses of a step function, which a `NotedUpdate` notes.
 
     Args:
         function: the step function.
@@ -127,12 +129,12 @@ class SummedFunction(Summed):
         return Sums(torch.stack(sums).sum() if sums else None, piece.size, named)
 
     def doubled(self) -> SummedFunction:
-        """The same for a model that is in float64."""
+        """Give the losses of a model in float64, whose tensors the function takes as they are."""
         return self
 
 
 class FunctionStep(Step):
-    """Calls the function on this process's share. It is put before the step of a strategy."""
+    """Calls the function on this process's share; a base class before the step of a strategy."""
 
     def __init__(
         self,
@@ -147,15 +149,18 @@ class FunctionStep(Step):
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
-        self._of_part: dict[str, list[int]] = {}  # as ``named`` gives them
+        self._of_part: dict[str, list[int]] = {}  # filled by ``named``
         self._sums: dict[tuple[int, ...], FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
-        self._adds = True  # this rank has samples
-        self._loaded = 0  # the updates before this step was made
+        self._has_samples = True
+        # The updates before this step was made.
+        self._loaded = 0
 
     def update(self, batch: Batch | None = None) -> Result:
-        """One step: whatever updates the function makes of a batch. The loss is the sum of those
-        of all names.
+        """Make the updates of the function on a batch; the loss is the sum of those of all names.
+
+        Raises:
+            StrategyError: there is no batch: gradients were given by ``backward``.
         """
         if batch is None:
             self._refuse_gradients()
@@ -164,20 +169,23 @@ class FunctionStep(Step):
         self._begin_update(batch)
         for p in self._parameters:
             p.grad = None
-        with self._explained(batch):
+        try:
             self.run_function(batch)
-        parts = {name: added(losses) for name, losses in self._losses_of.items()}
-        means = [
-            total / count for total, count in parts.values()
-        ]  # NaN of no item, which an accelerator is asked for
-        loss = Loss(
-            sum(means) * batch.size, batch.size, {name: (*its,) for name, its in parts.items()}
-        )
-        return self._ended(loss, batch.size)
+        except EXPLAINED as error:
+            self._explain(error, batch)
+            raise
+        parts = {}
+        mean: Number = 0.0
+        for name, losses in self._losses_of.items():
+            total, count = added(losses)
+            parts[name] = (total, count)
+            # On an accelerator the mean over no item is NaN, which is found later.
+            mean = mean + total / count
+        return self._ended(Loss(mean * batch.size, batch.size, parts), batch.size)
 
     def run_function(self, batch: Batch) -> None:
-        """Run it on this process's share."""
-        self._adds = bool(batch.parts[0].size)
+        """Run the function on this process's share, and meet the other ranks at the end."""
+        self._has_samples = bool(batch.parts[0].size)
         part = self._lent(batch.parts[0])
         self._begin_part(0)
         self.call_function(self.model, self.placed(part), batch.size)
@@ -192,46 +200,58 @@ class FunctionStep(Step):
     def one_update(self, name: str, loss: Loss, samples: int) -> None:
         """Make the update for which the function has called ``update``."""
         which = self.named(name)
-        if self._adds:
+        mine = Loss(0.0, 0)
+        if self._has_samples:
             self.backward_into(which, name, loss, samples)
+            mine = loss.detached()
         self._agree(self._order.index(name))
-        mine = loss.detached() if self._adds else Loss(0.0, 0)
         self._move(name, self._over_ranks(name, mine), samples)
 
     def _check_sums(self, batch: Batch) -> None:
-        """Hold the losses of the function to being the sums of those of parts of a batch.
+        """Check that the losses of the function are the sums of those of parts of a batch.
 
         Raises:
-            StrategyError: one isn't.
+            StrategyError: a loss isn't.
         """
         if self.sums.is_due(self._updates):
             self.sums.check(batch, SummedFunction(self._function, self, batch.size))
 
     def named(self, name: str) -> list[int]:
-        """Which parameters the optimizer of that name has, frozen or not.
+        """Find the parameters of the optimizer of that name, frozen or not.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no such optimizer.
         """
         if name not in self._order:
             raise InputError(
                 f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}'
             )
         if name not in self._of_part:
-            part = {
-                id(p) for p in self.model.get_submodule(name).parameters()
-            }  # another one may have some, too
+            # Optimizers may share parameters.
+            part = set(map(id, self.model.get_submodule(name).parameters()))
             self._of_part[name] = [i for i, p in enumerate(self._parameters) if id(p) in part]
         return self._of_part[name]
 
     def moved(self, name: str) -> list[int]:
-        """Those that aren't frozen now; on one device, or once all replicas have come to the
-        same call.
+        """Find the parameters of that optimizer that aren't frozen now.
+
+        Replicas call this once all have come to the same call of ``update``.
         """
         return [i for i in self.named(name) if self._parameters[i].requires_grad]
 
     def backward_into(self, which: list[int], name: str, loss: Loss, samples: int) -> None:
-        """Add the gradient of total / ``samples``, or total / count, to those of parameters."""
+        """Add the gradient of total / ``samples``, or total / count, to those of parameters.
+
+        Args:
+            which: the parameters.
+            name: of their optimizer.
+            loss: of this process's share.
+            samples: of the global batch.
+
+        Raises:
+            NonFiniteLoss: the total isn't finite.
+            LossError: the total depends on no parameter.
+        """
         inputs = [self._parameters[i] for i in which if self._parameters[i].requires_grad]
         total = loss.total
         if not self._on_accelerator and not math.isfinite(total.item()):
@@ -256,14 +276,15 @@ class FunctionStep(Step):
         torch.autograd.backward(total, factor, inputs=inputs)
 
     def _move(self, name: str, loss: Loss, samples: int) -> None:
-        """With gradients that are summed: weight and clip them, and let the optimizer of that
-        name make its step.
-        """
+        """Weight and clip summed gradients, and let the optimizer of that name make its step."""
+        waits = not self._on_accelerator or not isinstance(loss.count, torch.Tensor)
+        if waits and float(loss.count) == 0:
+            raise no_items(self.world.step)
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
         self._move_parameters(samples, loss.count)
-        # (Fused optimizers don't: a later backward of what was computed before would take the moved
-        # weights.)
+        # Fused optimizers leave versions as they are: a later backward of what was computed before
+        # would take the moved weights.
         torch.autograd.graph.increment_version([self._parameters[i] for i in self.moved(name)])
         for p in self._parameters:
             p.grad = None
@@ -271,23 +292,25 @@ class FunctionStep(Step):
     # ---- between ranks ---------------------------------------------------------------------------
 
     def _lent(self, part: Part) -> Part:
-        """This rank's samples; where it has none, some of the first rank's that has."""
+        """Give this rank's samples, or some of the first rank that has any."""
         if self.world.size == 1 or (not self.own_loop and part.of >= self.world.size):
             return part
         sizes = [size for (size,) in over_ranks(self.world, part.size)]
         if all(sizes):
             return part
         source = next(rank for rank, size in enumerate(sizes) if size)
-        lent = self.world.broadcast_object(
-            _some_of(part) if self.world.rank == source else part, source
-        )
+        mine = _some_of(part) if self.world.rank == source else part
+        lent = self.world.broadcast_object(mine, source)
         return part if part.size else lent
 
     def _agree(self, mine: int) -> None:
-        """Make sure that all ranks call the same now.
+        """Make sure that all ranks make the same call now.
+
+        Args:
+            mine: the number of an optimizer, or ``_END``.
 
         Raises:
-            InputError: they call different ones.
+            InputError: the ranks make different calls.
         """
         codes = [code for (code,) in over_ranks(self.world, mine)]
         if len(set(codes)) == 1:
@@ -304,54 +327,56 @@ class FunctionStep(Step):
 
     @phase("communicating", "reduce")
     def _over_ranks(self, name: str, loss: Loss) -> Loss:
-        """The loss summed over the ranks, and every gradient beside it."""
-        if self.world.size == 1:
+        """Sum the loss, and the gradients of its optimizer, over the ranks."""
+        world = self.world
+        if world.size == 1:
             return loss
-        if not (which := tuple(self.moved(name))):  # that part is frozen now
-            numbers = [float(number) for number in (self.world.asked_to_stop(), *loss)]
-            asked, total, count = self.world.all_reduce(
-                torch.tensor(numbers, dtype=torch.float64, device=self.world.exchange_device)
-            ).tolist()
-            self._agree_to_stop(asked)
-            return Loss(total, count)
-        if which not in self._sums:
-            mine = [self._parameters[i] for i in which]
-            self._sums[which] = FlatGradients(mine, 3, sparse_parameters(self.model))
-        asked, total, count = self._sums[which].sum_over(
-            self.world, [self.world.asked_to_stop(), *loss]
-        )
+        numbers = [world.asked_to_stop(), *loss]
+        which = tuple(self.moved(name))
+        if which:
+            if which not in self._sums:
+                mine = [self._parameters[i] for i in which]
+                self._sums[which] = FlatGradients(mine, 3, sparse_parameters(self.model))
+            asked, total, count = self._sums[which].sum_over(world, numbers)
+        else:
+            # That part of the model is frozen now.
+            here = torch.tensor(
+                [float(number) for number in numbers],
+                dtype=torch.float64,
+                device=world.exchange_device,
+            )
+            asked, total, count = world.all_reduce(here).tolist()
         self._agree_to_stop(asked)
         return Loss(total, count)
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
-        self._of_part, self._sums = {}, {}
+        self._of_part = {}
+        self._sums = {}
 
     # ---- its number ------------------------------------------------------------------------------
 
     @property
     def number(self) -> int:
-        """Of the update, from 1; in a loop of one's own other steps may be taken between, which
-        it doesn't count.
-        """
+        """The number of the update, from 1; in an own loop, without those of other steps."""
         return self._loaded + self._updates if self.own_loop else self.world.step
 
     def load(self, folder: str | Path) -> None:
-        """As every step's."""
+        """Take over the checkpoint that ``save`` wrote, and go on counting updates from there."""
         super().load(folder)
         self._loaded = self.world.step - self._updates
 
-    # ---- what is other than in any step ----------------------------------------------------------
+    # ---- what other steps do otherwise -----------------------------------------------------------
 
     def prepare(self, batch: Batch) -> None:
-        """Compile nothing: the function is Python code of a person's own."""
+        """Compile nothing: the function is a person's Python code."""
 
     def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
-        """Those of the optimizers."""
+        """Give the names of the optimizers."""
         return tuple(self._order)
 
     def gradients(self, batch: Batch) -> Loss:
-        """Refused: there are several losses.
+        """Refuse to compute gradients: there are several losses.
 
         Raises:
             StrategyError: always.
@@ -366,15 +391,15 @@ class FunctionStep(Step):
 
 
 def as_sum(name: str, total: Any, count: Any) -> Loss:
-    """What ``update`` was given, as total and count.
+    """Make a loss of the arguments of ``update``.
 
     Raises:
-        LossError: the total is no scalar tensor, or the count no number, or missing: what a mean is
-            over is unknown.
+        LossError: the total is no scalar tensor, the count is no number, or there is no count.
     """
     if not isinstance(total, torch.Tensor) or total.dim():
-        is_tensor = isinstance(total, torch.Tensor)
-        what = f"of shape {tuple(total.shape)}" if is_tensor else f"a {type(total).__name__}"
+        what = f"a {type(total).__name__}"
+        if isinstance(total, torch.Tensor):
+            what = f"of shape {tuple(total.shape)}"
         raise LossError(f'update("{name}"): the loss is {what}, a scalar tensor is expected')
     if count is None:
         raise LossError(
@@ -388,7 +413,7 @@ def as_sum(name: str, total: Any, count: Any) -> Loss:
 
 
 def _some_of(part: Part) -> Part:
-    """A few samples of a share, to be sent to another rank."""
+    """Give a few samples of a share, to be sent to another rank."""
     size = min(part.size, _LENT)
     inputs, targets = cut((part.inputs, part.targets), 0, size, part.size)
     inputs, targets = to_device((inputs, targets), torch.device("cpu"))

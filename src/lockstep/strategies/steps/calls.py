@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,18 +34,20 @@ from lockstep.recipe import Recipe
 from lockstep.strategies.steps.step_state import StepState
 from lockstep.strategies.steps.update_result import Result, added
 
+EXPLAINED = (MemoryError, RuntimeError, ValueError)
+"""Errors in an update that may be explained (``torch.OutOfMemoryError`` is a RuntimeError)."""
+
 _UPDATE = -1
-"""What a rank says that calls ``update()``, where others say how many parts they have given."""
+"""What a rank sends that calls ``update()``; others send the number of parts they have given."""
 
 
 class Calls(StepState, ABC):
     """A step as a person calls it.
 
     Attributes:
-        of_own_loop: what whoever writes a loop of their own has to know of the model between
-            updates.
+        of_own_loop: what the author of an own loop has to know of the model between updates.
         caveats_in_parts: gives where results differ from those of one device where a batch is given
-            in parts, or is cut in so many micro-batches.
+            in parts, or is cut in micro-batches.
     """
 
     of_own_loop: tuple[Caveat, ...] = ()
@@ -57,25 +58,26 @@ class Calls(StepState, ABC):
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._seed, self._synchronises = job.seed, job.sync_batchnorm
-        self._updates, self._followed = (
-            0,
-            1,
-        )  # and the update for which parameters were last frozen or thawed
-        self._microbatches = job.accumulate  # in which the last batch was cut, or is to be
-        self._losses: list[Loss] = []  # of the parts since the last update by hand
+        self._seed = job.seed
+        self._synchronises = job.sync_batchnorm
+        self._updates = 0
+        # The update for which parameters were last frozen or thawed.
+        self._followed = 1
+        # In how many micro-batches the last batch was cut.
+        self._microbatches = job.accumulate
+        # The parts since the last update by hand: their losses and samples, whether the update has
+        # begun, and the gradients that ``backward`` has left, with their versions.
+        self._losses: list[Loss] = []
         self._samples_given = 0
-        self._is_begun = False  # an update by hand
-        self._left: list[
-            tuple[torch.Tensor | None, int]
-        ] = []  # the gradients of its parts so far, and their versions
+        self._is_begun = False
+        self._left: list[tuple[torch.Tensor | None, int]] = []
 
     def __call__(self, inputs: Any, targets: Any = None) -> Result:
-        """One update on this process's share of a global batch.
+        """Make one update on this process's share of a global batch.
 
         Args:
             inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as
-                ``model(**inputs)``), or a ``Batch`` of ``lockstep.batches``, which also knows the
+                ``model(**inputs)``), or a ``Batch`` of ``lockstep.batches``, which also has the
                 size of the global batch.
             targets: what the loss takes beside the outputs.
         """
@@ -88,8 +90,7 @@ class Calls(StepState, ABC):
             return self.update(batch)
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
-        """Forward and backward of a part of a batch; after as many as a loop likes comes
-        ``update()``.
+        """Run forward and backward of a part of a batch; ``update()`` follows the last part.
 
         All calls since the last update equal one of the step on all their samples together. Until
         the update ``parameter.grad`` is the gradient of total / samples over the parts so far,
@@ -106,39 +107,61 @@ class Calls(StepState, ABC):
             LossError: the loss isn't additive over samples, so that parts of a batch can't be added
                 up.
         """
-        if not self._by_hand:  # from now on each batch is a part of one
+        if not self._by_hand:
+            # From now on each batch is a part of one.
             self._by_hand = True
             self._by_count = False
             self.loss_check = self._new_loss_check()
         self._forget_thrown_away()
-        number, samples, self._left = len(self._losses), self._samples_given, []
+        number = len(self._losses)
+        samples = self._samples_given
+        self._left = []
         self._look_at_flags()
         self._look_at_hooks()
         self._agree(number)
-        if not number:
+        if number == 0:
             self.world.announce(self.world.step + 1)
         batch = self._batch_of(inputs, targets)
-        # Not in place: a strategy may write the next gradients where these are.
-        sums = [
-            None if p.grad is None or not number else p.grad * samples for p in self._parameters
-        ]
-        with (
-            own_stream(self.world, mixed(self._seed, number) if number else self._seed),
-            self._own_streams_of_parts(len(batch.parts), number),
-        ):
-            if not self._is_begun:
-                self._begin_update(batch)
-                self._is_begun = True
-            elif number == 1:
-                self._look_at_parts(batch)
-            with self._explained(batch):
-                loss = self._checked_gradients(batch)
+
+        sums = self._sums_of_gradients(samples) if number else []
+        seed = mixed(self._seed, number) if number else self._seed
+        with own_stream(self.world, seed), self._own_streams_of_parts(len(batch.parts), number):
+            loss = self._gradients_of_part(batch, number)
         self._losses.append(loss)
         self._samples_given = samples + batch.size
-        for p, before in zip(self._parameters, sums, strict=True) if number else ():
-            p.grad = _joined(before, p.grad, batch.size, self._samples_given)
-        self._left = [(p.grad, -1 if p.grad is None else p.grad._version) for p in self._parameters]
+        if number:
+            for p, before in zip(self._parameters, sums, strict=True):
+                p.grad = _joined(before, p.grad, batch.size, self._samples_given)
+        for p in self._parameters:
+            self._left.append((p.grad, -1 if p.grad is None else p.grad._version))
         return self._result_of(loss, batch.size)
+
+    def _sums_of_gradients(self, samples: int) -> list[torch.Tensor | None]:
+        """Multiply the gradients of the parts so far by the number of their samples.
+
+        The products are new tensors: a strategy may write the next gradients in place.
+        """
+        return [None if p.grad is None else p.grad * samples for p in self._parameters]
+
+    def _gradients_of_part(self, batch: Batch, number: int) -> Loss:
+        """Compute the gradients of one part.
+
+        Args:
+            batch: the part.
+            number: of the part, from 0.
+        """
+        if not self._is_begun:
+            self._begin_update(batch)
+            self._is_begun = True
+        elif number == 1:
+            self._look_at_parts(batch)
+        try:
+            loss = self.gradients(batch)
+            self._names_of_parts(loss)  # the ranks agree on them
+        except EXPLAINED as error:
+            self._explain(error, batch)
+            raise
+        return loss
 
     def _look_at_parts(self, batch: Batch) -> None:
         """Log what differs where a batch is given in parts, as the second one comes."""
@@ -147,95 +170,100 @@ class Calls(StepState, ABC):
         self._check_sums(batch)
 
     def _given_parts(self) -> tuple[Batch, Loss]:
-        """The sizes and the loss of all parts since the last update; the next part begins another
-        one.
+        """Give the size and the loss of all parts since the last update, and forget the parts.
 
         Raises:
-            InputError: there is none.
+            InputError: there is no part.
         """
         if not self._losses:
             raise InputError(
                 "step.update(): there are no gradients yet: call step.backward(inputs, targets) "
-                "before, or "
-                "step(inputs, targets), which does both"
+                "before, or step(inputs, targets), which does both"
             )
         self._look_at_flags()
         self._agree(_UPDATE)
-        self._train_weights()  # (an evaluation may have come since the last part)
-        loss, size = added(self._losses), self._samples_given
-        self._losses, self._samples_given, self._is_begun, self._left = [], 0, False, []
+        self._train_weights()  # an evaluation may have come since the last part
+        loss = added(self._losses)
+        size = self._samples_given
+        self._forget_parts()
+        self._is_begun = False
         return Batch([Part(None, None, size, size)], size, 0, 0), loss
+
+    def _forget_parts(self) -> None:
+        self._losses = []
+        self._samples_given = 0
+        self._left = []
 
     def _forget_thrown_away(self) -> None:
         """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``),
         as PyTorch does.
         """
         if self._losses and self._are_thrown_away():
-            self._losses, self._samples_given, self._left = [], 0, []
+            self._forget_parts()
 
     def _are_thrown_away(self) -> bool:
         """Whether every gradient that ``backward`` has left was written since, and is 0 or gone."""
-        left = [
-            (p.grad, was, version)
-            for p, (was, version) in zip(self._parameters, self._left, strict=False)
-            if was is not None and was.numel()
-        ]
-        written = all(grad is not was or was._version != version for grad, was, version in left)
-        return (
-            bool(left)
-            and written
-            and not any(grad is not None and bool(grad.any()) for grad, *_ in left)
-        )
+        grads = []
+        for p, (was, version) in zip(self._parameters, self._left, strict=False):
+            if was is None or not was.numel():
+                continue
+            if p.grad is was and was._version == version:
+                return False
+            grads.append(p.grad)
+        return bool(grads) and not any(grad is not None and bool(grad.any()) for grad in grads)
 
     def _look_at_hooks(self) -> None:
-        """Say what hooks on parameters do where batches are cut; a loop may register them at any
+        """Log what hooks on parameters do where batches are cut; a loop may register them at any
         time.
         """
-        on_threads = (
-            self.replicas > 1 == self.world.size
-        )  # where replicas lack them, which is refused
-        if (
-            self.world.is_first
-            and self.cuts_batch
-            and not on_threads
-            and any(map(is_hooked, self._held.values()))
-        ):
+        if not self.world.is_first or not self.cuts_batch:
+            return
+        if self.replicas > 1 and self.world.size == 1:
+            return  # replicas on threads have no hooks, which is refused
+        if any(map(is_hooked, self._held.values())):
             self.tell_once([PARAMETER_HOOKS])
 
     def _agree(self, number: int) -> None:
-        """Make sure that every rank makes this call now: the part of that number, or the update.
+        """Make sure that every rank makes the same call now.
+
+        Args:
+            number: of the part, or ``_UPDATE``.
 
         Raises:
-            InputError: one makes another.
+            InputError: the ranks make different calls.
         """
-        every = [theirs for (theirs,) in over_ranks(self.world, number)]
-        if len(set(every)) > 1:
-            calls = [
-                "update()" if n == _UPDATE else f"backward(...) for the {_nth(n)} time"
-                for n in every
-            ]
-            told = " and ".join(f"rank {rank} calls step.{call}" for rank, call in enumerate(calls))
-            raise InputError(
-                "every rank has to give step.update() as many parts: after step "
-                f"{self.world.step} {told}"
-            )
+        numbers = [theirs for (theirs,) in over_ranks(self.world, number)]
+        if len(set(numbers)) == 1:
+            return
+        calls = []
+        for rank, theirs in enumerate(numbers):
+            call = "update()"
+            if theirs != _UPDATE:
+                call = f"backward(...) for the {_nth(theirs)} time"
+            calls.append(f"rank {rank} calls step.{call}")
+        raise InputError(
+            "every rank has to give step.update() as many parts: after step "
+            f"{self.world.step} {' and '.join(calls)}"
+        )
 
     def _refuse_waiting(self, what: str) -> None:
         """Refuse what would lose gradients that wait for the update.
 
         Raises:
-            InputError: some do.
+            InputError: there are such gradients.
         """
         self._forget_thrown_away()
         if self._losses:
             raise InputError(
                 f"{what}: gradients of {self._samples_given} samples, by step.backward(...), wait "
-                "for step.update(): "
-                "call that first"
+                "for step.update(): call that first"
             )
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """As every step's.
+        """Give the state of model and optimizer under the names of the one-device model.
+
+        Args:
+            whole: False gives this rank's rows (`RowShard`) of tensors that ranks share out.
 
         Raises:
             InputError: gradients wait for an update; they would be lost.
@@ -245,7 +273,7 @@ class Calls(StepState, ABC):
 
     @property
     def cuts_batch(self) -> bool:
-        """As every evaluator's; what is given by hand is a part of a batch."""
+        """Whether a loss sees less than the global batch: a part given by hand, for example."""
         return self._by_hand or super().cuts_batch
 
     def _follow_flags(self, name: str) -> None:
@@ -264,85 +292,97 @@ class Calls(StepState, ABC):
         return batch_of(inputs, targets, self._accumulate, self.world, self._refuse_gaps)
 
     def _look_at_microbatches(self, batch: Batch) -> None:
-        """See whether the loader cuts batches as the step was told; one of fewer samples has fewer
-        parts.
+        """Check that the loader cuts batches as the step does; small batches have fewer parts.
 
         Raises:
-            InputError: it cuts them in another number of micro-batches.
+            InputError: the loader cuts them in another number of micro-batches.
         """
-        if (number := len(batch.parts)) == min(self._microbatches, batch.size):
+        number = len(batch.parts)
+        if number == min(self._microbatches, batch.size):
             return
         if self._accumulate > 1:
             raise InputError(
                 f"accumulate: this batch has {number} micro-batches, and the step was made with "
-                f"{self._accumulate}: "
-                "give lockstep.batches and lockstep.parallelize the same number"
+                f"{self._accumulate}: give lockstep.batches and lockstep.parallelize the same "
+                "number"
             )
         self._microbatches = number
-        self.tell_once(self.caveats_in_parts(number) if self.world.is_first else ())
+        if self.world.is_first:
+            self.tell_once(self.caveats_in_parts(number))
 
     def _of_own_microbatches(self) -> Iterator[Caveat]:
-        """What it changes that each rank cuts its share into micro-batches, instead of the
-        loader the global batch.
+        """Note what differs where each rank cuts its share, instead of the loader the global batch
+        into micro-batches.
         """
-        if (
-            self.world.is_first
-            and self._synchronises
-            and any(isinstance(m, _BatchNorm) for m in self.model.modules())
-        ):
-            text = (
+        if not self.world.is_first or not self._synchronises:
+            return
+        if any(isinstance(module, _BatchNorm) for module in self.model.modules()):
+            yield Caveat(
+                "batchnorm",
                 "each rank cuts its share into micro-batches, over which BatchNorm normalizes: "
-                "they aren't those of "
-            )
-            single = f"single with accumulate={self._accumulate}"
-            fix = (
+                f"they aren't those of single with accumulate={self._accumulate}",
                 f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as "
-                "single does"
+                "single does",
             )
-            yield Caveat("batchnorm", text + single, fix)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
-        """Called where a rank has no sample and a later one has; a strategy that can't do that
-        refuses.
+        """Refuse that a rank has no sample and a later one has, in strategies that can't take it.
+
+        Args:
+            here: whether each rank has a sample.
         """
         del here
 
-    # ---- what a step makes of it -----------------------------------------------------------------
+    # ---- what a step computes --------------------------------------------------------------------
 
     @abstractmethod
     def update(self, batch: Batch | None = None) -> Result:
-        """One update on a batch of the loader; without one, on what ``backward`` has been given."""
+        """Make one update on a batch of the loader, or on what ``backward`` has been given."""
+
+    @abstractmethod
+    def gradients(self, batch: Batch) -> Loss:
+        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global
+        batch.
+
+        A gradient that no device computed is None.
+
+        Returns:
+            The total, the count and the parts of the global batch.
+        """
 
     @abstractmethod
     def _begin_update(self, batch: Batch) -> None:
-        """Before the first gradients of an update."""
+        """Prepare an update, before its first gradients."""
 
     @abstractmethod
     def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, in updates that are checked."""
+        """Check that a batch is the sum of its parts, in updates that are checked."""
 
     @abstractmethod
-    def _checked_gradients(self, batch: Batch) -> Loss:
-        """Leave the gradients of a part of an update in every ``parameter.grad``."""
-
-    @abstractmethod
-    def _explained(self, batch: Batch) -> AbstractContextManager[None]:
-        """In which an error says what to do."""
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise an error that explains ``error``, where its cause is known."""
 
     @abstractmethod
     def _result_of(self, loss: Loss, size: int) -> Result:
-        """What a person is given."""
+        """Make the result of an update on ``size`` samples."""
 
 
 def _joined(
     sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int
 ) -> torch.Tensor | None:
-    """The gradient of total / ``whole``, from the sums before and that of total / ``size`` of
-    one more part.
+    """Give the gradient of total / ``whole`` over the parts so far and one more.
+
+    Args:
+        sums: the sum of gradients of the parts so far.
+        grad: the gradient of total / ``size`` of the new part.
+        size: the samples of the new part.
+        whole: the samples of all of them.
     """
-    if grad is None:
-        return None if sums is None else sums / whole
-    return grad * (size / whole) if sums is None else sums.add(grad, alpha=size) / whole
+    if sums is None:
+        return None if grad is None else grad * (size / whole)
+    if grad is not None:
+        sums = sums.add(grad, alpha=size)
+    return sums / whole
 
 
 def _nth(number: int) -> str:

@@ -1,8 +1,7 @@
-"""Evaluator: a model under a strategy, asked for outputs and losses without an update. Every step
-is one.
+"""Evaluator: a model under a strategy, asked for outputs and losses without an update.
 
-What strategies have of their own here: where a share is computed (``results``, ``predictions``,
-``over``).
+Every step is an evaluator. Strategies override where a share is computed (``results``,
+``predictions``, ``over``).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.layer_error import layer_error
 from lockstep.model.losses.loss import Loss, Number, Totalled
-from lockstep.model.losses.loss_check import LossCheck, squeezing_explained
+from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
 from lockstep.model.modes import has_own_train, set_modes
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
@@ -43,6 +42,17 @@ def no_loss(outputs: Any, targets: Any) -> Any:
     raise LossError("the job has no loss(outputs, targets): its step function computes several")
 
 
+def _encoders_with_nested_tensors(models: Iterable[nn.Module]) -> list[Any]:
+    """Find the encoders that make nested tensors of padded ones in evaluation."""
+    found = []
+    for model in models:
+        for module in model.modules():
+            is_encoder = isinstance(module, nn.TransformerEncoder)
+            if is_encoder and getattr(module, "use_nested_tensor", False):
+                found.append(module)
+    return found
+
+
 class Evaluator:
     """One model on this process's devices.
 
@@ -51,13 +61,14 @@ class Evaluator:
         world: this process's place among the ranks.
         layout: what each rank has of the parameters.
         loss: gives total and count.
+        replicas: how many copies of the model there are over all ranks, each with its local batch.
     """
 
     _shares_parameters = False
     """Whether the replicas of this process have the same parameters."""
 
     has_own_callbacks = False
-    """Whether callbacks of a person's own see it between updates."""
+    """Whether callbacks of a person's own see the model between updates."""
 
     layout: ParameterLayout
 
@@ -70,23 +81,16 @@ class Evaluator:
         self._dtype = self._precision.whole
         self.loss = Totalled(no_loss if job.loss is None else job.loss, self._dtype)
         self._on_accelerator = not world.device.is_slot
+        self._converts = self._on_accelerator or self._dtype is not None or self._channels_last
         self._stream: tuple[int, ...] | None = None
+        self._data_rank = world.data.rank
         self._accumulate = job.accumulate
+        self.replicas = world.layout.local_batches
+        # Each global batch is cut, among replicas or in micro-batches.
+        self._cuts_each_batch = self.replicas * self._accumulate > 1
         self._accepts_differences = job.accept_differences
         self.loss_check = self._new_loss_check()
         self._judged = 0
-
-    @property
-    def replicas(self) -> int:
-        """How many copies of the model there are over all ranks, each with a local batch of its
-        own.
-        """
-        return self.world.layout.local_batches
-
-    @property
-    def _cuts_each_batch(self) -> bool:
-        """Whether each global batch is cut, among replicas or in micro-batches."""
-        return self.replicas * self._accumulate > 1
 
     @property
     def cuts_batch(self) -> bool:
@@ -99,18 +103,17 @@ class Evaluator:
         return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
 
     def models(self) -> list[nn.Module]:
-        """The replicas of this process."""
+        """List the replicas of this process."""
         return [self.model]
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """The model and the optimizer have whole parameters in this context, which every rank
-        enters.
-        """
+        """Give a context with whole parameters in model and optimizer, which every rank enters."""
         return self.layout.whole()
 
     def _follow_modes(self) -> None:
-        """Give replicas that share the first one's parameters its mode: their own ``train``
-        would write these again.
+        """Give replicas that share the first one's parameters the mode of the first.
+
+        Their own ``train`` would write these parameters again.
         """
 
     def share_buffers(self) -> None:
@@ -120,51 +123,46 @@ class Evaluator:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients; each module's own mode comes back
-        afterwards.
+        """Put the model in evaluation mode, without gradients; afterwards each module gets back the
+        mode it had.
 
-        An ``nn.TransformerEncoder`` computes padding as it does in training: PyTorch makes zeros of
-        it, in evaluation only, and not under a function mode or hooks, as some strategies have
-        them.
+        An ``nn.TransformerEncoder`` computes padding as it does in training. PyTorch would make
+        zeros of it in evaluation, but not under the function modes and hooks of some strategies.
         """
-        every = [module for model in self.models() for module in model.modules()]
-        nests = [
-            m
-            for m in every
-            if isinstance(m, nn.TransformerEncoder) and getattr(m, "use_nested_tensor", False)
-        ]
+        encoders = _encoders_with_nested_tensors(self.models())
         own = self.models()[:1] if self._shares_parameters else self.models()
         modes = [(module, module.training) for model in own for module in model.modules()]
         stream = self._stream
         self.share_buffers()
         self.loss.follow()
-        writes = any(
-            has_own_train(module) for module, _ in modes
-        )  # which may merge adapters into weights
+        # A module's own ``train`` may merge adapters into weights.
+        writes = any(has_own_train(module) for module, _ in modes)
         around = self.whole_parameters if writes else nullcontext
         with around():
             for model in own:
                 model.eval()
         self._follow_modes()
-        for encoder in nests:
+        for encoder in encoders:
             encoder.use_nested_tensor = False
         try:
             with torch.no_grad():
                 yield
         finally:
             self._stream = stream
-            for encoder in nests:
+            for encoder in encoders:
                 encoder.use_nested_tensor = True
             with around(), torch.no_grad():
                 set_modes(modes)
             self._follow_modes()
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this process's share, without an update; of None they are
-        None, 0 and 0.
+        """Compute this process's share without an update.
 
         Args:
-            inputs, targets: as the step itself takes them.
+            inputs, targets: as the step itself takes them; None where this process has no share.
+
+        Returns:
+            Outputs, total and count; None, 0 and 0 where this process has no share.
 
         Raises:
             InputError: the loss or the model can't take them.
@@ -181,7 +179,7 @@ class Evaluator:
 
     @property
     def number(self) -> int:
-        """Of the update, from 1."""
+        """The number of the update, from 1."""
         return self.world.step
 
     # ---- within ``evaluating()`` -----------------------------------------------------------------
@@ -189,13 +187,12 @@ class Evaluator:
     def over(
         self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
     ) -> Iterator[tuple[Batch, T]]:
-        """Each batch, in order, with what ``compute`` makes of it.
+        """Yield each batch, in order, with what ``compute`` makes of it.
 
         Args:
             batches: of the loader.
             compute: ``results`` or ``predictions``, or what calls one of them.
-            seed: gives each batch a random stream of its own; None goes on with the stream there
-                is.
+            seed: gives each batch a random stream; None goes on with the stream there is.
         """
         self._refuse_parts()
         for batch in batches:
@@ -208,26 +205,33 @@ class Evaluator:
             first = next(iter(self.model))
             raise JobError(
                 f"model: it is the parts {', '.join(self.model)}, without a forward to evaluate "
-                "or predict with: call "
-                f'a part yourself (run.model()["{first}"]), or give a Module with a forward'
+                f'or predict with: call a part yourself (run.model()["{first}"]), or give a Module '
+                "with a forward"
             )
 
     def _begin_batch(self, batch: Batch, seed: int) -> None:
         self.seed(seed, batch.index + 1)
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Outputs, targets and loss of each of this process's shares of an evaluation batch, not
-        empty ones.
+        """Compute outputs and loss of each of this process's shares of an evaluation batch.
+
+        Empty shares are left out.
+
+        Returns:
+            Outputs, targets and loss of each share.
         """
-        return [
-            (outputs, part.targets, loss)
-            for part, (outputs, loss) in self._of_each(self.judged, batch)
-        ]
+        found = []
+        for part, (outputs, loss) in self._of_each(self.judged, batch):
+            found.append((outputs, part.targets, loss))
+        return found
 
     def predictions(self, batch: Batch) -> list[tuple[int, Any]]:
-        """Samples and outputs of each of this process's shares of a batch that isn't empty.
+        """Compute the outputs of each of this process's shares of a batch that isn't empty.
 
         The loss isn't called.
+
+        Returns:
+            The number of samples and the outputs of each share.
         """
         return [(part.size, outputs) for part, outputs in self._of_each(self._predicted, batch)]
 
@@ -247,11 +251,11 @@ class Evaluator:
             return self.forward(model, part)
 
     def outputs(self, part: Part) -> tuple[Any, Loss]:
-        """Outputs and loss of a part of this process's."""
+        """Compute outputs and loss of a part of this process."""
         return self.judged(self.model, self.placed(part))
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
-        """What ``model`` makes of a part that is on its device: outputs and loss."""
+        """Compute outputs and loss of a part that is on the device of ``model``."""
         self._judged += 1
         with self._precision.autocast():
             outputs = self.forward(model, part)
@@ -260,16 +264,26 @@ class Evaluator:
         return outputs, loss
 
     def _loss_of(self, outputs: Any, part: Part, *, step: int, checks: bool) -> Loss:
-        """Total, count and parts of the loss, which is held to being additive where it is checked.
+        """Compute total, count and parts of the loss, and check that it is additive where wanted.
 
         A loss that writes to its arguments isn't checked.
+
+        Args:
+            outputs: of the model.
+            part: has the targets.
+            step: the update, for messages; 0 in an evaluation.
+            checks: whether to check the loss.
         """
         targets = part.targets
-        given = copied_nest((outputs, targets)) if checks else None  # the loss may change lists
-        before = versions(given) if checks else None
-        with self.loss.one_at_a_time, squeezing_explained(outputs, targets, part.size):
+        if checks:
+            given = copied_nest((outputs, targets))  # the loss may change lists
+            before = versions(given)
+        try:
             loss = self.loss(outputs, targets, part.size)
-        if given is not None and versions(given) == before:
+        except Exception as error:
+            explain_squeezing(error, outputs, targets, part.size)
+            raise
+        if checks and versions(given) == before:
             self._check_loss(*given, part.size, loss, step)
         return loss
 
@@ -278,7 +292,7 @@ class Evaluator:
             self.loss_check(outputs, targets, loss, size, step=step, waits=True)
 
     def forward(self, model: nn.Module, part: Part) -> Any:
-        """Outputs of ``model`` for a part.
+        """Compute the outputs of ``model`` for a part.
 
         Raises:
             JobError: one of PyTorch's layers can't take what it is given.
@@ -286,38 +300,38 @@ class Evaluator:
         try:
             return call(model, part.inputs)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if (why := layer_error(model, error)) is None:
+            why = layer_error(model, error)
+            if why is None:
                 raise
             raise why from error
 
     def placed(self, part: Part, device: Device | None = None) -> Part:
-        """The part in the job's number format and layout, on a device.
+        """Give the part in the job's number format and layout, on a device.
 
-        Where none is named, inputs are on this process's first device, and targets on its last one.
+        Args:
+            part: of a batch.
+            device: None puts inputs on this process's first device, and targets on its last one.
         """
-        place, end = (
-            (device, device)
-            if device is not None
-            else (self.world.devices[0], self.world.devices[-1])
-        )
-        if self._dtype is None and not self._channels_last and place.is_slot and end.is_slot:
+        if not self._converts:
             return part
-        inputs = to_device(part.inputs, place.torch, self._dtype, channels_last=self._channels_last)
-        return Part(
-            inputs,
-            to_device(part.targets, end.torch, self._dtype),
-            part.size,
-            part.of,
-            part.samples,
-        )
+        first = device or self.world.devices[0]
+        last = device or self.world.devices[-1]
+        inputs = to_device(part.inputs, first.torch, self._dtype, channels_last=self._channels_last)
+        targets = to_device(part.targets, last.torch, self._dtype)
+        return Part(inputs, targets, part.size, part.of, part.samples)
 
     # ---- random numbers --------------------------------------------------------------------------
 
     def seed(self, seed: int, number: int | None = None) -> None:
-        """Begin a random stream of its own for this step (or that number) and rank, so that it
-        can be repeated.
+        """Begin a random stream of this step and rank, which can be repeated.
+
+        Args:
+            seed: of the job.
+            number: of a batch, instead of the step.
         """
-        self._stream = seed, self.world.step if number is None else number, self.world.data.rank
+        if number is None:
+            number = self.world.step
+        self._stream = (seed, number, self._data_rank)
         self._seed_all(mixed(*self._stream))
 
     def _seed_all(self, key: int) -> None:
@@ -327,23 +341,25 @@ class Evaluator:
 
     @property
     def accelerators(self) -> tuple[torch.device, ...]:
-        """The devices of this process that are no CPU devices."""
+        """The devices of this process other than CPU devices."""
         return tuple(d.torch for d in self.world.devices if d.type not in ("cpu", "meta"))
 
     def _time(self) -> float:
-        """Seconds on a clock, when the accelerators have done what they were given."""
+        """Read a clock in seconds, once the accelerators have done what they were given."""
         for device in self.accelerators:
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
     @contextmanager
     def _own_streams_of_parts(self, parts: int, number: int = 0) -> Iterator[None]:
-        """Give the micro-batches of a step random streams of their own, where nobody has called
-        ``seed``.
+        """Give each micro-batch of a step a random stream, where nobody has called ``seed``.
 
-        They follow from where the caller's stream stands, so that they are the same in whichever
-        order, or how far overlapped, a strategy computes them; that stream stays there, as where no
-        micro-batch draws. ``number`` is that of the call in this update.
+        The streams follow from where the caller's stream stands, which stays there. So they are the
+        same in whichever order a strategy computes the micro-batches.
+
+        Args:
+            parts: how many micro-batches there are.
+            number: of the call in this update.
         """
         if self.world.size > 1 or parts == 1 or self._stream is not None:
             yield
@@ -359,8 +375,6 @@ class Evaluator:
 
     @observed(lambda observer, step, number: observer.microbatch(number))
     def _begin_part(self, number: int) -> None:
-        """Give micro-batch ``number`` a random stream of its own, so that it draws the same
-        whenever it is computed.
-        """
+        """Give micro-batch ``number`` its random stream, the same whenever it is computed."""
         if number and self._stream is not None:
             self._seed_all(mixed(*self._stream, number))

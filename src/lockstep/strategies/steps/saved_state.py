@@ -1,5 +1,6 @@
-"""What is saved of a model and its optimizer, with the names and the shapes of the single-device
-model under every strategy.
+"""SavedState: the state of a model and its optimizer that is saved.
+
+It has the names and the shapes of the single-device model under every strategy.
 """
 
 from __future__ import annotations
@@ -36,51 +37,55 @@ class SavedState:
         step: the step.
 
     Attributes:
-        left_out: names of parameters that no state has, with what it has in their place.
+        left_out: names of parameters that are left out, with the texts that states have instead.
     """
 
     def __init__(self, step: StepState) -> None:
         self._step = step
         self.left_out: dict[str, str] = {}
-        self._digests: dict[str, Any] = {}  # of these parameters
+        # Of the parameters that are left out.
+        self._digests: dict[str, Any] = {}
         self._built_attributes: dict[str, str] | None = None
         self._saved_attributes: Mapping[str, str] = {}
         self._begins_anew: Caveat | None = None
 
     def begin_training(self) -> None:
-        """Note the attributes before the first update; what was done to them until then is done
-        again.
+        """Note the attributes before the first update.
+
+        What changed them until then will change them again in a resumed training.
         """
         self._built_attributes = plain_attributes_of(self._step.model)
 
-    # ---- what is given ---------------------------------------------------------------------------
+    # ---- the state that is given -----------------------------------------------------------------
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+        """Give ``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
 
         Args:
-            whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
+            whole: False gives this rank's rows (`RowShard`) of tensors that ranks share out.
         """
         step = self._step
         self._check_left_out()
         extra = self._extra_states()
-        weights = self._with_alike(extra, whole=whole)
+        weights = self._weights(extra, whole=whole)
         state: dict[str, Any] = {"model": weights}
         state["optimizer"] = step.layout.optimizer_state(whole=whole)
         if step.scaler is not None:
             state["scaler"] = step.scaler.state_dict()
         named = step.model.named_buffers()
-        state["buffers"] = {name: b for name, b in named if name not in weights}
-        state["extra_state"] = [] if len(extra) > 1 and are_alike(extra) else extra
-        state["changed_attributes"] = self._changed_attributes()
-        for name in ("buffers", "extra_state", "changed_attributes"):
-            if not state[name]:
-                del state[name]
+        buffers = {name: buffer for name, buffer in named if name not in weights}
+        if buffers:
+            state["buffers"] = buffers
+        if len(extra) == 1 or (extra and not are_alike(extra)):
+            state["extra_state"] = extra
+        changed = self._changed_attributes()
+        if changed:
+            state["changed_attributes"] = changed
         return state
 
     def weights_for_file(self, *, whole: bool = True) -> dict[str, Any]:
         """Give the model's state dict without extra state in which replicas differ."""
-        return self._with_alike(self._extra_states(), whole=whole)
+        return self._weights(self._extra_states(), whole=whole)
 
     def write_weights(self, path: Path) -> None:
         """Write the model's state dict to a file of the first rank."""
@@ -89,43 +94,53 @@ class SavedState:
         self._check_left_out()
         with step.evaluated_weights():
             weights = self.weights_for_file(whole=not step.layout.keeps_shards)
-            joined = step.layout.joined
-            save_weights(path, weights, joined=joined, writes=step.world.is_first)
+            save_weights(path, weights, joined=step.layout.joined, writes=step.world.is_first)
 
     def _extra_states(self) -> list[dict[str, Any]]:
-        """Gather the extra state of every replica, in the order of ranks; [] where there is
-        none.
-        """
+        """Gather the extra state of every replica, in the order of ranks; [] if there is none."""
         mine = [extra_state_of(model) for model in self._step.models()]
         if not mine[0]:
             return []
         return list(itertools.chain(*self._step.world.gather_objects(mine)))
 
-    def _with_alike(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
+    def _weights(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
+        """Give the model's state dict, with extra state only where it is the same in all replicas.
+
+        Args:
+            extra: of every replica.
+            whole: as in ``state_dict``.
+        """
         weights = {**self._step.layout.weights(whole=whole), **self.left_out}
         if not extra:
             return weights
-        common = extra[0] if are_alike(extra) else {}
-        others = {name: value for name, value in weights.items() if not is_extra_state(name)}
-        return {**others, **common}
+        weights = {name: value for name, value in weights.items() if not is_extra_state(name)}
+        if are_alike(extra):
+            weights.update(extra[0])
+        return weights
 
     def _changed_attributes(self) -> dict[str, str]:
         """Describe the attributes that have changed since the training began in this process."""
         built = self._built_attributes
-        if built is None:  # no update was made
+        if built is None:
+            # No update was made here.
             return dict(self._saved_attributes)
         now = plain_attributes_of(self._step.model)
         return {name: text for name, text in now.items() if built.get(name) != text}
 
-    # ---- frozen parameters, which whoever loads a state builds again -----------------------------
+    # ---- frozen parameters, which the job builds again -------------------------------------------
 
     def leave_out_frozen(self) -> None:
         """Leave parameters that are frozen now out of all states."""
         named = self._step.model.named_parameters(remove_duplicate=False)
         frozen = [name for name, p in named if not p.requires_grad]
-        own = self._step.layout.weights(whole=False) if frozen else {}
-        self.left_out = {name: self._sum_of(name, own[name]) for name in frozen}
-        self._digests = {name: _digest(own[name]) for name in frozen}
+        self.left_out = {}
+        self._digests = {}
+        if not frozen:
+            return
+        own = self._step.layout.weights(whole=False)
+        for name in frozen:
+            self.left_out[name] = self._sum_of(name, own[name])
+            self._digests[name] = _digest(own[name])
 
     def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
         if isinstance(part, RowShard):
@@ -133,25 +148,30 @@ class SavedState:
         return sum_in_place_of(part)
 
     def _check_left_out(self) -> None:
-        """Refuse to save where parameters that are left out aren't as the job built them.
+        """Refuse to save where parameters that are left out have changed.
 
         Raises:
-            RunError: one isn't, and would be lost.
+            RunError: a parameter has changed, and would be lost.
         """
-        own = self._step.layout.weights(whole=False) if self.left_out else {}
+        if not self.left_out:
+            return
+        own = self._step.layout.weights(whole=False)
         for name in self.left_out:
-            is_written = _digest(own[name]) != self._digests[name]
-            if is_written or self._step.model.get_parameter(name).requires_grad:
-                raise RunError(
-                    f'save_frozen: "{name}" was frozen when the training began, so that it is not '
-                    f"saved, and {'has other values' if is_written else 'is trained'} now: leave "
-                    "save_frozen out"
-                )
+            if _digest(own[name]) != self._digests[name]:
+                change = "has other values"
+            elif self._step.model.get_parameter(name).requires_grad:
+                change = "is trained"
+            else:
+                continue
+            raise RunError(
+                f'save_frozen: "{name}" was frozen when the training began, so that it is not '
+                f"saved, and {change} now: leave save_frozen out"
+            )
 
-    # ---- what is taken ---------------------------------------------------------------------------
+    # ---- the state that is taken over ------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave, under any strategy and number of devices.
+        """Take over the state that ``state_dict`` gave, under any strategy and number of devices.
 
         Raises:
             InputError: the names or shapes are another model's.
@@ -172,21 +192,23 @@ class SavedState:
         for model, of_model in zip(step.models()[1:], extra[1:], strict=True):
             set_extra_state(model, of_model)
         self._take_buffers(state.get("buffers", {}))
-        earlier = dict.fromkeys(state.get("attributes", {}), "")  # (earlier versions kept them)
+        # Earlier versions saved attributes with their values.
+        earlier = dict.fromkeys(state.get("attributes", {}), "")
         self._saved_attributes = state.get("changed_attributes", earlier)
         step.layout.take_optimizer_state(state["optimizer"])
         if step.scaler is not None and "scaler" in state:
             step.scaler.load_state_dict(state["scaler"])
 
     def _extra_state_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """The extra state in ``state`` for each replica of this process."""
+        """Give the extra state in ``state`` for each replica of this process."""
         models = len(self._step.models())
         replicas = self._step.world.size * models
         saved = state.get("extra_state")
         self._begins_anew = None
-        if saved is None:  # it is the same for all
-            weights = state["model"]
-            return [{name: its for name, its in weights.items() if is_extra_state(name)}] * models
+        if saved is None:
+            # All replicas have the same.
+            weights = state["model"].items()
+            return [{name: value for name, value in weights if is_extra_state(name)}] * models
         if len(saved) == replicas:
             first = self._step.world.rank * models
             return list(saved[first : first + models])
@@ -202,25 +224,32 @@ class SavedState:
     def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Take over the buffers that are not persistent."""
         for name, buffer in buffers.items():
-            owner, _, own = name.rpartition(".")
+            owner, _, attribute = name.rpartition(".")
             module = self._step.model.get_submodule(owner)
-            now = getattr(module, own, None)
-            setattr(module, own, buffer if now is None else buffer.to(now.device))
+            now = getattr(module, attribute, None)
+            if now is not None:
+                buffer = buffer.to(now.device)
+            setattr(module, attribute, buffer)
 
     def note_what_is_not_kept(self) -> None:
-        """Freeze what was frozen, and log what the loaded checkpoint does not have; callbacks have
-        begun.
+        """Freeze what was frozen, and log what the loaded checkpoint does not have.
+
+        Callbacks have begun when this is called.
         """
         step = self._step
-        set_flags(step.model, self._saved_attributes)
-        now = plain_attributes_of(step.model) if self._saved_attributes else {}
-        lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
-        notes = [self._begins_anew] if self._begins_anew is not None else []
-        if lost:
-            notes.append(note_on_attributes(lost))
+        notes = []
+        if self._begins_anew is not None:
+            notes.append(self._begins_anew)
+        if self._saved_attributes:
+            set_flags(step.model, self._saved_attributes)
+            now = plain_attributes_of(step.model)
+            lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
+            if lost:
+                notes.append(note_on_attributes(lost))
         if step.world.is_first:
             step.tell_once(notes)
 
 
 def _digest(part: torch.Tensor | RowShard) -> Any:
-    return digest(part.local if isinstance(part, RowShard) else part)
+    local = part.local if isinstance(part, RowShard) else part
+    return digest(local)

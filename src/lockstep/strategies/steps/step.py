@@ -16,9 +16,7 @@ Where nothing is cut, backward runs on total / count, as that of the mean would.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -36,13 +34,13 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.recipe import Recipe
 from lockstep.strategies.steps import update_checks
-from lockstep.strategies.steps.calls import Calls
-from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, no_items
+from lockstep.strategies.steps.calls import EXPLAINED, Calls
+from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
 from lockstep.strategies.sums.batch_sums import BatchSums
 
 _OPTIMIZER = -1
-"""In the place of a micro-batch's number, for the random stream of an optimizer that draws."""
+"""The number, instead of a micro-batch's, for the random stream of an optimizer that draws."""
 
 
 class Step(Calls):
@@ -52,14 +50,13 @@ class Step(Calls):
     batch (all of it where one process drives all devices).
 
     Attributes:
-        stopping: whether the ranks have agreed, in the last update, that the training is to be
-            saved and stopped.
+        stopping: whether the ranks agreed, in the last update, to save and stop the training.
         last_step: the last update of the training, where that is known.
-        sums: holds batches to being the sums of their parts.
+        sums: checks that batches are the sums of their parts.
         caveats: gives where results differ from those of one device, by the settings of the model
             and the job.
-        grad_norm: of the last update, before clipping, where that is computed; on an accelerator a
-            tensor.
+        grad_norm: the norm of all gradients in the last update, before clipping, where it is
+            computed; on an accelerator a tensor.
         skips: counts the updates that were skipped.
     """
 
@@ -67,12 +64,10 @@ class Step(Calls):
     """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
 
     _waits_in_backward = False
-    """Whether replicas exchange something in backward, so that each has to run one."""
+    """Whether replicas exchange something in backward, so that each has to run backward."""
 
     timed: Literal["rank", "replica", "device"] = "rank"
-    """What a profile has times of: the process, its replicas on threads, or the devices of its
-    stages.
-    """
+    """What a profile times: the process, its replicas on threads, or the devices of its stages."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
@@ -86,7 +81,8 @@ class Step(Calls):
         self.last_step: int | None = None
         self.sums = BatchSums(self, job)
         self.grad_norm: Number | None = None
-        self._began: float | None = None  # where an update is timed
+        # Set in an update that is timed.
+        self._began: float | None = None
         self.skips = SkippedUpdates(job, world)
         fused = self.scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
@@ -95,31 +91,38 @@ class Step(Calls):
     # ---- one update ------------------------------------------------------------------------------
 
     def update(self, batch: Batch | None = None) -> Result:
-        """One update on a batch of the loader; without one, on what ``backward`` has been given.
+        """Make one update on a batch of the loader, or on what ``backward`` has been given.
 
         An update whose loss counts no item is skipped. With ``nonfinite="skip"`` an update whose
         loss or gradients aren't finite is skipped too; the host waits for an accelerator then.
 
         Raises:
             RunError: the loss counted no item in too many batches in a row.
-            StrategyError: the model does in forward what can't be kept.
+            StrategyError: the model does in forward what this strategy can't reproduce.
             NonFiniteLoss: the loss is NaN or infinite (on accelerators found some steps later, to
                 save waiting).
             OutOfMemory: with the share that was too large.
         """
-        batch, loss = self._given_parts() if batch is None else (batch, None)
-        if loss is None:
+        loss = None
+        if batch is None:
+            batch, loss = self._given_parts()
+        else:
             self._look_at_flags()
             self._begin_update(batch)
-        with self._explained(batch):
-            loss = loss or self._checked_gradients(batch)
+        try:
+            if loss is None:
+                loss = self.gradients(batch)
+                self._names_of_parts(loss)  # the ranks agree on them
             skipped = self._is_skipped(loss)
             if not skipped:
                 self._move_parameters(batch.size, loss.count)
+        except EXPLAINED as error:
+            self._explain(error, batch)
+            raise
         return self._ended(loss, batch.size, skipped=skipped)
 
     def _begin_update(self, batch: Batch) -> None:
-        """Count the update, and hold its batch to being the sum of its parts, where it is due."""
+        """Count the update, and check that its batch is the sum of its parts, where that is due."""
         self.world.step += 1
         self._updates += 1
         self.loss.follow()
@@ -130,10 +133,12 @@ class Step(Calls):
             self._check_sums(batch)
         if self._updates == 1:
             self.prepare(batch)
-        self._began = self._time() if self.loss_check.is_timed(self._updates) else None
+        self._began = None
+        if self.loss_check.is_timed(self._updates):
+            self._began = self._time()
 
     def _check_sums(self, batch: Batch) -> None:
-        """Hold a batch to being the sum of its parts, in updates that are checked.
+        """Check that a batch is the sum of its parts, in updates that are checked.
 
         Raises:
             StrategyError: it isn't.
@@ -142,42 +147,39 @@ class Step(Calls):
             self.sums.check(batch)
             reset_peak_memory(self.world)
 
-    def _checked_gradients(self, batch: Batch) -> Loss:
-        """Compute gradients as ``gradients`` does, and agree on the parts of the loss."""
-        loss = self.gradients(batch)
-        self._names_of_parts(loss)
-        return loss
-
     @property
     def _may_synchronise(self) -> bool:
-        """Whether ``sync_batchnorm`` is left out, and could be set."""
+        """Whether ``sync_batchnorm`` could be set, and isn't."""
         return self.replicas > 1 and self.together and not self._synchronises
 
-    @contextmanager
-    def _explained(self, batch: Batch) -> Iterator[None]:
-        """Say what an error means, and what to do."""
-        try:
-            yield
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError, ValueError) as error:
-            if self._compile and (why := not_compilable(error)) is not None:
-                raise why from None
-            if self._checkpoints and (said := not_checkpointable(error)) is not None:
-                raise said from error
-            may = self._may_synchronise
-            known = update_checks.explained(
-                error, batch, self.world, accumulate=self._accumulate, may_synchronise=may
-            )
-            if known is None:
-                raise
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise an error that explains ``error``, where its cause is known."""
+        if self._compile:
+            compiler_error = not_compilable(error)
+            if compiler_error is not None:
+                raise compiler_error from None
+        if self._checkpoints:
+            checkpoint_error = not_checkpointable(error)
+            if checkpoint_error is not None:
+                raise checkpoint_error from error
+        known = update_checks.explained(
+            error,
+            batch,
+            self.world,
+            accumulate=self._accumulate,
+            may_synchronise=self._may_synchronise,
+        )
+        if known is not None:
             raise known from error
 
     def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
-        """After an update."""
-        line = None  # how often the loss is checked from now on
+        """Log what is due at the end of an update, and make the result."""
+        interval_note = None
         if self._began is not None:
             seconds = self._time() - self._began
-            line = self.loss_check.interval.timed(self._updates, seconds, len(self.models()))
-        self.loss_check.agree(self.world, self._updates, line)
+            replicas = len(self.models())
+            interval_note = self.loss_check.interval.timed(self._updates, seconds, replicas)
+        self.loss_check.agree(self.world, self._updates, interval_note)
         self.tell_of_loss()
         if self.is_checked and self.world.is_first:
             self.tell_once(self.caveats())
@@ -185,25 +187,31 @@ class Step(Calls):
             self.stopping = self.world.asked_to_stop()
         result = self._result_of(loss, size)
         result._skipped = skipped
-        if self._on_accelerator:
-            if not (skipped or self.skips.nonfinite):  # else the host has read it
-                self._on_devices.note_result(result, self.world.step)
-            if self.world.step % 50 == 0:
-                self.check()
-                self.stopping = self.stopping or self._on_devices.asked_to_stop()
+        if not self._on_accelerator:
+            return result
+
+        host_has_read = skipped or self.skips.nonfinite
+        if not host_has_read:
+            self._on_devices.note_result(result, self.world.step)
+        if self.world.step % 50 == 0:
+            self.check()
+            self.stopping = self.stopping or self._on_devices.asked_to_stop()
         return result
 
     def _result_of(self, loss: Loss, size: int) -> Result:
-        """What a person is given for a loss of so many samples."""
-        return Result(
-            *loss,
-            size,
-            {name: loss.parts.get(name, (0.0, 0)) for name in self._names_of_parts(loss)},
-        )
+        """Make the result of an update on ``size`` samples."""
+        parts: dict[str, tuple[Number, Number]]
+        parts = dict.fromkeys(self._names_of_parts(loss), (0.0, 0))
+        parts.update(loss.parts)
+        return Result(*loss, size, parts)
 
     def prepare(self, batch: Batch) -> None:
-        """Compile the model before the first update. A strategy that shards it does so later."""
-        part = batch.parts[0] if batch.shares is None else batch.shares[0][0]
+        """Compile the model before the first update; a strategy that shards the model compiles
+        later.
+        """
+        part = batch.parts[0]
+        if batch.shares is not None:
+            part = batch.shares[0][0]
         if self._compile and part.size:
             refuse_written_buffers(self.model, self.placed(part).inputs)
         self._compile_models()
@@ -220,24 +228,16 @@ class Step(Calls):
         )
 
     def _compile_models(self) -> None:
-        """In place, so that the modules keep their names."""
+        """Compile the models in place, so that modules keep their names."""
         if self._compile:
             compile_models(self.models(), self._compile)
-
-    @abstractmethod
-    def gradients(self, batch: Batch) -> Loss:
-        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global
-        batch.
-
-        A gradient that no device computed is None. Gives the total, the count and the parts of the
-        global batch.
-        """
 
     def _is_skipped(self, loss: Loss) -> bool:
         """Decide whether to skip this update, and count and log it then."""
         if self._on_accelerator and not self.skips.nonfinite:
             on_device = isinstance(loss.count, torch.Tensor)
-            if self._on_devices.optimizer_skips:  # it reads the count there, so the host doesn't
+            if self._on_devices.optimizer_skips:
+                # The optimizer reads the count on the device, so that the host needn't wait.
                 found = (loss.count == 0).float() if on_device else None
                 self.optimizer.found_inf = found  # type: ignore[attr-defined]
             if on_device:
@@ -247,7 +247,7 @@ class Step(Calls):
             self.skips.in_a_row = 0
             return False
         self.skips.add(why, self.world.step)
-        # Else PyTorch's schedulers warn that they were called before the optimizer.
+        # Otherwise PyTorch's schedulers warn that they were called before the optimizer.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
         return True
 
@@ -272,94 +272,101 @@ class Step(Calls):
         return math.isfinite(nn.utils.get_total_norm(values, math.inf))
 
     def _move_parameters(self, size: int, count: Number) -> None:
-        """With gradients of a batch of so many samples, of which the loss counted so many items."""
+        """Weight and clip the gradients, and let the optimizer make its step.
+
+        Args:
+            size: the samples of the batch.
+            count: the items that the loss counted.
+        """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        self._weight(size, count)
+        is_weighted = self._by_count or (not isinstance(count, torch.Tensor) and count == size)
+        if not is_weighted:
+            self._weight(size, count)
         for observer in self.observers:
             observer.gradients_ready()
-        self.clip()
+        if self._clip_norm is not None:
+            self._clip(self._clip_norm)
         self._optimize()
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
-        begin_momentum(
-            self.optimizer
-        )  # of parameters that are trained anew, or whose state a person took away
-        if self._stream is not None and may_draw(
-            self.optimizer
-        ):  # the same on all ranks, however batches are cut
-            self._seed_all(
-                mixed(*(self._stream[:2] if self.together else self._stream), _OPTIMIZER)
-            )
+        # Parameters may be trained anew, or a person may have taken their state away.
+        begin_momentum(self.optimizer)
+        if self._stream is not None and may_draw(self.optimizer):
+            # The optimizer draws the same on all ranks, however batches are cut.
+            stream = self._stream[:2] if self.together else self._stream
+            self._seed_all(mixed(*stream, _OPTIMIZER))
         if self.scaler is None:
             self.optimizer.step()
-        else:  # a step whose gradients overflowed is left out, on every rank, and the scale halved
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+            return
+        # Where gradients overflowed, every rank leaves the step out and halves the scale.
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
         """Make gradients of total / size those of total / count."""
-        if isinstance(count, torch.Tensor) and not self._on_accelerator:
-            count = float(count)
-        if not isinstance(count, torch.Tensor) and count == 0:
-            raise no_items(self.world.step)
-        if self._by_count or (not isinstance(count, torch.Tensor) and count == size):
-            return
         grads = [p.grad for p in self._parameters if p.grad is not None]
-        if isinstance(count, torch.Tensor):
-            factor: Number = quotient(
-                size, count, next((g for g in grads if g.dtype == torch.float64), None)
-            )
+        factor: Number
+        if isinstance(count, torch.Tensor) and self._on_accelerator:
+            double = next((grad for grad in grads if grad.dtype == torch.float64), None)
+            factor = quotient(size, count, double)
         else:
-            factor = size / count
+            factor = size / float(count)
         for device in dict.fromkeys(grad.device for grad in grads):
-            mine = [grad for grad in grads if grad.device == device]
-            here = (
-                factor.to(device, non_blocking=True) if isinstance(factor, torch.Tensor) else factor
-            )
-            if all(grad.layout == torch.strided for grad in mine):
-                torch._foreach_mul_(mine, here)
-            else:
-                for grad in mine:
-                    grad.mul_(here)
+            on_device = [grad for grad in grads if grad.device == device]
+            _scale(on_device, factor, device)
 
     @phase("computing", "clip")
-    def clip(self) -> None:
-        """Hold the norm of all gradients together under ``clip_norm``."""
-        if self._clip_norm is not None:
-            self.grad_norm = clip_gradients(self._parameters, self._clip_norm)
+    def _clip(self, clip_norm: float) -> None:
+        """Keep the norm of all gradients together at ``clip_norm`` or less."""
+        self.grad_norm = clip_gradients(self._parameters, clip_norm)
 
     @phase("computing", "forward and loss")
     def _forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
-        """Total and count of one micro-batch's share under ``model``."""
+        """Compute total and count of one micro-batch's share.
+
+        Args:
+            model: this process's, or a replica of it.
+            part: the share.
+            where: names the replica in messages.
+        """
         checks = self.loss_check.wants(self._updates)
         with self._precision.autocast():
             outputs = self.forward(model, part)
             loss = self._loss_of(outputs, part, step=self.world.step, checks=checks)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
-        if self._waits:
-            loss = self._finite(loss, model, part, outputs, where)
+        if self._waits and not math.isfinite(loss.total.item()):
+            loss = self._not_finite(loss, model, part, outputs, where)
         if not loss.total.requires_grad and self._parameters:
             update_checks.refuse_counted(loss)
-            return update_checks.with_graph(loss, outputs) if self._waits_in_backward else loss
+            if self._waits_in_backward:
+                loss = update_checks.with_graph(loss, outputs)
         return loss
 
-    def _finite(self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str) -> Loss:
-        """Refuse a loss that isn't finite; that of no item is 0, also where it is NaN times 0."""
-        if loss.count == 0 and not math.isfinite(loss.total.item()):
-            loss = Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
-        if not self.skips.takes_nonfinite:
-            is_first = self._updates == self.skips.in_a_row + 1
-            update_checks.refuse_not_finite(
-                loss.total, model, part, outputs, self.world, where, first=is_first
-            )
-        return loss
+    def _not_finite(
+        self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str
+    ) -> Loss:
+        """Refuse a loss that isn't finite, unless the update will be skipped.
+
+        The loss of no item is 0, also where the total is NaN times 0.
+
+        Raises:
+            NonFiniteLoss: with what was not finite first.
+        """
+        if loss.count == 0:
+            return Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
+        if self.skips.takes_nonfinite:
+            return loss
+        is_first = self._updates == self.skips.in_a_row + 1
+        raise update_checks.not_finite_loss(
+            loss.total, model, part, outputs, self.world, where, first=is_first
+        )
 
     def _divisor(self, count: Number, size: int) -> Number:
-        """What the total of a part of a batch of so many samples is divided by for its backward."""
+        """Give what a part's total is divided by for backward: the count, or the batch's size."""
         return count if self._by_count else size
 
     @phase("computing", "backward")
@@ -378,32 +385,32 @@ class Step(Calls):
 
     @property
     def _waits(self) -> bool:
-        """Whether values of this update may be waited for: those of an accelerator in the first
-        one only.
-        """
+        """Whether the host may wait for values of this update: on accelerators only in the first."""
         return not self._on_accelerator or self._updates == 1
 
     def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
-        """Hold the loss of a local batch to being additive; several threads may."""
-        began = None if self._began is None else self._time()
+        """Check that the loss of a local batch is additive; several threads may call this."""
+        is_timed = self._began is not None
+        began = self._time() if is_timed else 0.0
         wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
         if wrong is not None:
             self._on_devices.note_loss(wrong, step)
-        if began is not None:
+        if is_timed:
             self.loss_check.interval.spent(self._time() - began)
 
     def _agree_to_stop(self, asked: Number) -> None:
-        """Take note of how many ranks were asked to stop, by a number that is the same on all of
-        them.
+        """Note how many ranks were asked to stop.
+
+        Args:
+            asked: the same number on all ranks; on an accelerator it is read now and then.
         """
-        if isinstance(asked, torch.Tensor):  # on an accelerator, which is asked now and then
+        if isinstance(asked, torch.Tensor):
             self._on_devices.note_asked(asked)
         else:
             self.stopping = asked > 0
 
     def check(self) -> None:
-        """Raise for a step in which an accelerator found something wrong, where it has not been
-        asked yet.
+        """Raise what accelerators have found wrong in the steps since the last check.
 
         Raises:
             NonFiniteLoss: the loss was not finite.
@@ -413,9 +420,20 @@ class Step(Calls):
         self._on_devices.check(self.world, self.loss_check)
 
     def bytes_communicated(self) -> int | None:
-        """Bytes that a device gives to the others in an update; None where that isn't known."""
+        """Give the bytes that a device sends to the others in an update; None if unknown."""
         return None
 
     def over_ranks(self, loss: Loss) -> Loss:
-        """The sums over all ranks of what this one's results of an epoch came to."""
+        """Sum the loss of this rank's results of an epoch over all ranks."""
         return loss
+
+
+def _scale(grads: list[torch.Tensor], factor: Number, device: torch.device) -> None:
+    """Multiply gradients on one device in place."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(device, non_blocking=True)
+    if all(grad.layout == torch.strided for grad in grads):
+        torch._foreach_mul_(grads, factor)
+        return
+    for grad in grads:
+        grad.mul_(factor)

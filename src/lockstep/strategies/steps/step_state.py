@@ -1,7 +1,6 @@
-"""StepState: a model and its optimizer, which of its parameters are trained, and what is saved of
-both.
+"""StepState: a model and its optimizer, the parameters that are trained, and the saved state.
 
-What is saved has the names and the shapes of the single-device model under every strategy.
+Saved state has the names and the shapes of the single-device model under every strategy.
 """
 
 from __future__ import annotations
@@ -44,60 +43,56 @@ class StepState(Evaluator):
         layout: what each rank has of the parameters.
         saved: gives and takes the state of both.
         scaler: of the gradients of fp16; None for other formats.
+        together: whether the ranks meet in each update.
     """
 
     alike = True
-    """Whether ``state_dict`` is the same on every rank; else it is rank 0's."""
+    """Whether ``state_dict`` is the same on every rank; otherwise rank 0's is saved."""
 
     own_loop = False
-    """Whether a person's own loop calls it, perhaps on some of the ranks only."""
+    """Whether a person's own loop calls this step, perhaps on some of the ranks only."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
         super().__init__(model, job, world)
         self.optimizer = optimizer
+        self.together = world.layout.together
         self.layout = ParameterLayout(model, optimizer)
         self._with_modes = with_modes(optimizer)
         self._evaluates_weights = False
         self.scaler = self._precision.scaler
         self._optimized = self._in_optimizer()
         held = set(self._optimized)
-        self._held = {name: p for name, p in model.named_parameters() if id(p) in held}
-        self._frozen = {
-            name: p
-            for name, p in model.named_parameters()
-            if not (p.requires_grad or id(p) in held)
-        }
-        self._trains_frozen = (
-            job.step is not None
-        )  # a step function may train them within an update
+        self._held: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        for name, p in model.named_parameters():
+            if id(p) in held:
+                self._held[name] = p
+            elif not p.requires_grad:
+                self._frozen[name] = p
+        # A step function may train frozen parameters within an update.
+        self._trains_frozen = job.step is not None
         self._find_trained()
         self._noted: set[Caveat | str] = set()
         self._part_names: tuple[str, ...] | None = None
         self.saved = SavedState(self)
 
-    @property
-    def together(self) -> bool:
-        """Whether the ranks meet in each update."""
-        return self.world.layout.together
-
     def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
-        """The names of the parts of an update's loss: those that any rank had in the first update.
+        """Give the names of the parts that the loss of any rank had in the first update.
 
         Raises:
-            LossError: it has another one, which the other ranks don't know of.
+            LossError: ``loss`` has another part, which the other ranks don't have.
         """
         if not self.together:
             return tuple(loss.parts)
-        if self._part_names is None:  # (one of PyTorch's has none, on any rank)
-            every = (
-                [list(loss.parts)]
-                if self.loss.is_known
-                else self.world.gather_objects(list(loss.parts))
-            )
-            self._part_names = tuple(dict.fromkeys(itertools.chain(*every)))
-        if new := [name for name in loss.parts if name not in self._part_names]:
+        if self._part_names is None:
+            names = list(loss.parts)
+            if not self.loss.is_known:  # PyTorch's losses have no parts, on any rank
+                names = list(itertools.chain(*self.world.gather_objects(names)))
+            self._part_names = tuple(dict.fromkeys(names))
+        new = sorted(set(loss.parts).difference(self._part_names))
+        if new:
             raise LossError(
                 f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no '
                 "batch had it before",
@@ -107,32 +102,28 @@ class StepState(Evaluator):
         return self._part_names
 
     def _find_trained(self) -> None:
-        """The parameters that are trained in an update: those of the optimizer that aren't
-        frozen.
-        """
+        """Find the parameters that are trained: those of the optimizer that aren't frozen."""
         self._flags = [p.requires_grad for p in self._held.values()]
-        self._names = [
-            name for name, p in self._held.items() if p.requires_grad or self._trains_frozen
-        ]
+        self._names = []
+        for name, p in self._held.items():
+            if p.requires_grad or self._trains_frozen:
+                self._names.append(name)
         self._parameters = [self._held[name] for name in self._names]
 
     def _in_optimizer(self) -> list[int]:
+        """List the ids of the optimizer's parameters."""
         return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
 
     def _look_at_flags(self) -> None:
-        """Look for parameters that were frozen or trained anew.
+        """Follow parameters that were frozen or thawed.
 
         Raises:
-            StrategyError: the optimizer was given others.
+            StrategyError: the optimizer was given other parameters.
         """
         if self._in_optimizer() != self._optimized:
+            how = "give it all from the beginning, and freeze and train them with requires_grad_()"
             if self.own_loop:
                 how = "call lockstep.parallelize again, with the model as it is now"
-            else:
-                how = (
-                    "give it all from the beginning, and freeze and train them with "
-                    "requires_grad_()"
-                )
             raise StrategyError(
                 f"the optimizer has other parameters than when the step was made: {how}"
             )
@@ -140,38 +131,42 @@ class StepState(Evaluator):
         if flags != self._flags:
             changed = zip(self._held, flags, self._flags, strict=True)
             self._follow_flags(next(name for name, now, before in changed if now != before))
-        thawed = next((name for name, p in self._frozen.items() if p.requires_grad), None)
-        if thawed is not None and self.world.is_first:
-            self.tell_once(
-                [f'"{thawed}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
-            )
+        for name, p in self._frozen.items():
+            if p.requires_grad and self.world.is_first:
+                self.tell_once(
+                    [f'"{name}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
+                )
+                break
 
     def _follow_flags(self, name: str) -> None:
-        """A person has frozen parameters of the optimizer, or trains frozen ones from now on;
-        ``name`` is the first.
+        """Follow a person who has frozen or thawed parameters of the optimizer.
+
+        Args:
+            name: of the first of them.
         """
         for p in self._parameters:
             p.grad = None
         self._find_trained()
 
     def tell_once(self, notes: Iterable[Caveat | str]) -> None:
-        """Say what hasn't been said."""
+        """Log each note that was not logged before."""
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)
                 self.world.tell(Line.note(note))
 
     def tell_of_loss(self) -> None:
-        """Log what was noted of the loss on this rank."""
-        if self.world.is_first:
-            self.tell_once(dict.fromkeys(self.loss_check.notes))
-            self.loss_check.notes.clear()
+        """Log what the check of the loss has noted on this rank."""
+        notes = self.loss_check.notes
+        if notes and self.world.is_first:
+            self.tell_once(notes)
+            notes.clear()
 
     # ---- state, under one-device names; all of these are called on every rank --------------------
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As every evaluator's."""
+        """Evaluate with the weights that the optimizer has for evaluation; all ranks call this."""
         self.meet("step.evaluate(...)")
         self.after_events()
         with self.evaluated_weights(), super().evaluating():
@@ -184,12 +179,11 @@ class StepState(Evaluator):
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """With the weights of the ``eval()`` of an optimizer that has one; what is written
-        meanwhile stays.
+        """Give the model the weights of the optimizer's ``eval()`` for a while, if it has one.
 
-        ``train()`` gives other parameters their values back but for rounding. They get the same
-        bits, so that neither evaluations nor callbacks change a result, and a resumed run goes on
-        as one that was not interrupted.
+        What is written to parameters meanwhile stays. ``train()`` gives the others their values
+        back but for rounding, so they are given the same bits: neither evaluations nor callbacks
+        change a result, and a resumed run goes on as one that was not interrupted.
         """
         if not self._with_modes or self._evaluates_weights:
             yield
@@ -197,7 +191,7 @@ class StepState(Evaluator):
         before = {p: p.detach().clone() for p in self.layout.parts().values()}
         for optimizer in self._with_modes:
             optimizer.eval()
-        # None where a person has called eval() already, whose train() it is then.
+        # Nothing changes where a person has called eval(), who then calls train() too.
         versions = {p: p._version for p, value in before.items() if not torch.equal(p, value)}
         self._evaluates_weights = True
         try:
@@ -212,27 +206,26 @@ class StepState(Evaluator):
                     p.copy_(before[p])
 
     def after_events(self) -> None:
-        """Look for what a person's functions, which run on rank 0 only, may have changed."""
+        """Follow what a person's functions, which run on rank 0 only, may have changed."""
 
     def meet(self, what: str) -> None:
         """In a loop of a person's own, make sure that every rank calls ``what``.
 
         Raises:
-            InputError: one doesn't.
+            InputError: a rank doesn't.
         """
         if self.own_loop:
             self.world.meet(what, together=self.together)
 
     def save(self, folder: str | Path) -> None:
-        """Write all that a loop needs to go on: weights and the optimizer's state, under one-device
-        names.
+        """Write a checkpoint of weights and the optimizer's state, under one-device names.
 
-        It is a checkpoint (`lockstep.checkpoint`), which ``load`` takes up under any strategy and
-        number of devices. A crash leaves what was there before.
+        ``load`` takes it up under any strategy and number of devices. A crash leaves what was there
+        before.
 
         Raises:
-            SaveError: it can't be written.
-            InputError: this isn't called on every rank.
+            SaveError: the checkpoint can't be written.
+            InputError: some ranks don't call this.
         """
         self.meet("step.save(...)")
         writer = Writer(Path(folder), self.world, 1, alike=self.alike)
@@ -248,11 +241,11 @@ class StepState(Evaluator):
                 raise one
 
     def load(self, folder: str | Path) -> None:
-        """Take over what ``save`` wrote.
+        """Take over the checkpoint that ``save`` wrote.
 
         Raises:
-            FolderError: it isn't there, or can't be read.
-            InputError: it is of another model, or this isn't called on every rank.
+            FolderError: there is no checkpoint, or it can't be read.
+            InputError: the checkpoint is of another model, or some ranks don't call this.
         """
         self.meet("step.load(...)")
         path = Path(folder)
@@ -260,22 +253,22 @@ class StepState(Evaluator):
             state = load_earlier(path / "state.pt")
         else:
             state = load_newest(
-                path, self.world, lambda said: self.tell_once([said]), self.layout.split
+                path, self.world, lambda note: self.tell_once([note]), self.layout.split
             )
         self.load_state_dict(state)
         self.world.step = state["step"]
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+        """Give ``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
 
-        The optimizer's state is by parameter name too, so it does not depend on the order of its
+        The optimizer's state is by parameter name too, so it does not depend on the order of
         groups.
 
         Args:
-            whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
+            whole: False gives this rank's rows (`RowShard`) of tensors that ranks share out.
 
         Raises:
-            InputError: this isn't called on every rank.
+            InputError: some ranks don't call this.
         """
         if self.own_loop:
             self.meet("step.state_dict()")

@@ -1,8 +1,8 @@
 """What can go wrong in an update, and what to do then.
 
-On CPU devices it is found at once. Losses on an accelerator are looked at only now and then,
-together, and the first step with one that isn't additive is noted there, so that the host doesn't
-wait for it in each step.
+On CPU devices it is found at once. The host reads losses on an accelerator only now and then, many
+together, so that it needn't wait in each step. The first step with a loss that isn't additive is
+noted on the accelerator.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
 class DeviceChecks:
-    """Remembers what updates on accelerators came to, until it is asked for the first one that was
-    wrong.
+    """Keeps the results of updates on accelerators, until it is asked for the first wrong one.
 
     Args:
         skips: counts the skipped updates.
@@ -49,7 +48,12 @@ class DeviceChecks:
         self._results.append((step, result))
 
     def note_loss(self, wrong: torch.Tensor, step: int) -> None:
-        """Look at whether a loss was found not to be additive over samples. Threads may call it."""
+        """Note on the device the first step whose loss isn't additive; threads may call this.
+
+        Args:
+            wrong: a boolean scalar, whether the loss of this step isn't additive over samples.
+            step: its number.
+        """
         first = self._first.get(wrong.device)
         if first is None:
             first = torch.zeros((), dtype=torch.int64, device=wrong.device)
@@ -60,33 +64,25 @@ class DeviceChecks:
         self._asked.append(ranks)
 
     def asked_to_stop(self) -> bool:
-        """Whether any was, since this was asked for; waits for the accelerators."""
+        """Whether any rank was asked since the last call; this waits for the accelerators."""
         asked = self._asked
         self._asked = []
         return bool(asked) and bool(torch.stack(asked).any())
 
     def check(self, world: World, loss_check: LossCheck) -> None:
-        """Raise for what was wrong first; waits for the accelerators.
+        """Raise what was wrong first; this waits for the accelerators.
 
         Raises:
             NonFiniteLoss: the loss was not finite.
             RunError: it counted no item.
             LossError: it is not additive over samples.
         """
-        found = [(int(step), _NOT_ADDITIVE) for step in self._first.values()]
-        for (step, _), (total, count) in zip(
-            self._results, read([r for _, r in self._results]), strict=True
-        ):
-            if count == 0 and self.optimizer_skips:
-                self._skips.add(NO_ITEMS, step)
-                continue
-            if count == 0:
-                found.append((step, _NO_ITEMS))
-            elif not math.isfinite(total):
-                found.append((step, _NOT_FINITE))
-            self._skips.in_a_row = 0
-        self._results.clear()
-        step, what = min((one for one in found if one[0]), default=(0, ""))
+        found = self._found_on_host()
+        for first in self._first.values():
+            step = int(first)
+            if step:
+                found.append((step, _NOT_ADDITIVE))
+        step, what = min(found, default=(0, ""))
         if what == _NOT_FINITE:
             raise not_finite("the loss became NaN or infinite", step, world)
         if what == _NO_ITEMS:
@@ -97,13 +93,37 @@ class DeviceChecks:
         if what == _NOT_ADDITIVE:
             raise loss_check.found_later(step)
 
+    def _found_on_host(self) -> list[tuple[int, str]]:
+        """Read the results, and count the updates that the optimizer has skipped.
+
+        Returns:
+            The steps that were wrong, each with what was wrong.
+        """
+        steps = [step for step, _ in self._results]
+        losses = read([result for _, result in self._results])
+        self._results.clear()
+        found = []
+        for step, (total, count) in zip(steps, losses, strict=True):
+            if count == 0 and self.optimizer_skips:
+                self._skips.add(NO_ITEMS, step)
+                continue
+            if count == 0:
+                found.append((step, _NO_ITEMS))
+            elif not math.isfinite(total):
+                found.append((step, _NOT_FINITE))
+            self._skips.in_a_row = 0
+        return found
+
 
 def refuse_counted(loss: Loss, where: str = "") -> None:
-    """Look at a loss that depends on no parameter, as it may only where nothing counts; ``where``
-    begins the error.
+    """Refuse a loss that depends on no parameter, unless it counts nothing.
+
+    Args:
+        loss: depends on no parameter.
+        where: begins the message.
 
     Raises:
-        LossError: something does.
+        LossError: it counts something.
     """
     if loss.count != 0:
         raise LossError(
@@ -113,8 +133,11 @@ def refuse_counted(loss: Loss, where: str = "") -> None:
 
 
 def with_graph(loss: Loss, outputs: Any) -> Loss:
-    """A constant loss, of a local batch in which nothing counts, with gradients of zero for the
-    model's output.
+    """Give a constant loss a graph, with gradients of zero for the model's output.
+
+    Args:
+        loss: of a local batch in which nothing counts.
+        outputs: of the model.
 
     Raises:
         LossError: which outputs the loss would read isn't known.
@@ -123,18 +146,17 @@ def with_graph(loss: Loss, outputs: Any) -> Loss:
     if len(found) != 1 or not found[0].is_floating_point():
         raise LossError(
             "the loss is a constant for a local batch in which nothing counts, and the backward "
-            "of the others waits "
-            "for one here",
+            "of the others waits for one here",
             fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also "
             "where nothing counts",
         )
     (output,) = found
     everything = torch.ones((), dtype=torch.bool, device=output.device)
-    zero = output.masked_fill(everything, 0).sum()  # (NaN times zero wouldn't be 0)
+    zero = output.masked_fill(everything, 0).sum()  # NaN times zero would be NaN
     return Loss(loss.total + zero.to(loss.total), loss.count, loss.parts)
 
 
-def refuse_not_finite(
+def not_finite_loss(
     total: torch.Tensor,
     model: nn.Module,
     part: Part,
@@ -143,43 +165,50 @@ def refuse_not_finite(
     where: str,
     *,
     first: bool,
-) -> None:
-    """Look at the loss of a part of a batch, computed by the replica ``where``; this waits for its
-    value.
+) -> NonFiniteLoss:
+    """Make the error of a loss that isn't finite, with what was not finite first.
 
-    Raises:
-        NonFiniteLoss: with what was not finite first.
+    Args:
+        total: of the loss.
+        model: made the outputs.
+        part: the local batch.
+        outputs: of the model.
+        world: the ranks.
+        where: the replica that computed the loss; "" in a process that has one.
+        first: whether nothing was updated yet in this process.
     """
-    value = total.item()
-    if not math.isfinite(value):
-        place = where or f"rank {world.rank} ({world.device})"
-        why = why_not_finite(model, part, outputs, first=first)
-        raise NonFiniteLoss(f"the loss became {value} at step {world.step} on {place}: {why}")
+    place = where or f"rank {world.rank} ({world.device})"
+    why = why_not_finite(model, part, outputs, first=first)
+    return NonFiniteLoss(f"the loss became {total.item()} at step {world.step} on {place}: {why}")
 
 
 def explained(
     error: BaseException, batch: Batch, world: World, *, accumulate: int, may_synchronise: bool
 ) -> LockstepError | None:
-    """What an error in an update means, and what to do; None for one of the model's own.
+    """Explain an error in an update; None for one of the model's own.
 
-    ``sync_batchnorm`` is only offered where it may be used, and would let a batch norm see more
-    samples.
+    Args:
+        error: was raised.
+        batch: of the update.
+        world: the ranks.
+        accumulate: the number of micro-batches.
+        may_synchronise: whether ``sync_batchnorm`` could be set.
     """
     if is_out_of_memory(error):
         share = max(part.size for part in batch.parts)
         return OutOfMemory(
             f"out of memory on {world.device} at step {world.step} with a share of {share} "
-            "samples: "
-            f"use a smaller batch_size, or accumulate={2 * accumulate}"
+            f"samples: use a smaller batch_size, or accumulate={2 * accumulate}"
         )
-    if is_of_one_sample(error):
-        size = sum(part.of for part in batch.parts)
-        said = f"step {world.step}: BatchNorm was given one sample only, of a batch of {size}"
-        if may_synchronise and max(part.of for part in batch.parts) > 1:
-            return RunError(
-                f"{said}: sync_batchnorm=True lets it see those of all replicas; or choose "
-                "another batch_size"
-            )
-        of = "fewer micro-batches, or " if len(batch.parts) > 1 else ""
-        return RunError(f"{said}: choose {of}a batch_size that leaves no batch of one sample")
-    return None
+    if not is_of_one_sample(error):
+        return None
+    sizes = [part.of for part in batch.parts]
+    what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {sum(sizes)}"
+    # It would see more samples only where a micro-batch has more than this one.
+    if may_synchronise and max(sizes) > 1:
+        return RunError(
+            f"{what}: sync_batchnorm=True lets it see those of all replicas; or choose another "
+            "batch_size"
+        )
+    fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
+    return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")

@@ -1,8 +1,8 @@
-"""What updates did: their losses as (total, count) with parts, which stay on an accelerator until
-the host asks.
+"""Results of updates: losses as (total, count) with parts, which stay on an accelerator until the
+host asks.
 
-An accelerator that added up losses, or compared them with infinity, in each update would be given
-several operators for that. So results are only kept, up to fifty of them, and read together.
+To add up losses, or compare them with infinity, takes an accelerator several operators in each
+update. So results are only kept, up to fifty of them, and read together.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.model.losses.loss import Loss, Number
 
 
 class Result:
-    """What an update did.
+    """The result of an update.
 
     Attributes:
         total: the sum of the loss over the items of the global batch.
-        count: their number (samples, tokens, weights).
+        count: the number of items (samples, tokens, weights).
         size: the samples of the global batch.
     """
 
@@ -45,8 +45,9 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """The loss of the global batch; NaN where nothing was counted. On an accelerator, asking
-        waits for it.
+        """The loss of the global batch; NaN where nothing was counted.
+
+        On an accelerator, asking waits for it.
         """
         return read([self])[0].means("")["loss"]
 
@@ -60,13 +61,16 @@ class Result:
 
     @property
     def parts(self) -> dict[str, float]:
-        """The mean of each part of a ``lockstep.Loss`` over the global batch, likewise."""
+        """The mean of each part of a ``lockstep.Loss`` over the global batch.
+
+        On an accelerator, asking waits for it.
+        """
         means = read([self])[0].means("")
         return {name: means[name] for name in self._parts}
 
     @property
     def sums(self) -> Loss:
-        """Total, count and parts, as they are: perhaps on an accelerator."""
+        """Total, count and parts, perhaps on an accelerator."""
         return Loss(self.total, self.count, self._parts)
 
     def __repr__(self) -> str:
@@ -74,37 +78,53 @@ class Result:
 
 
 def summed(values: Sequence[Number]) -> Number:
-    """Their sum; 0 of none, and of one itself, so that an accelerator gets no operator for it."""
+    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
     return functools.reduce(operator.add, values) if values else 0
 
 
 def added(losses: Sequence[Loss], how: Callable[[list[Number]], Number] = summed) -> Loss:
-    """Several losses as one: totals, counts and parts are summed, as far as they have them."""
-    parts: dict[str, list[tuple[Number, Number]]] = {}
+    """Add up losses: totals, counts, and the parts of each name.
+
+    Args:
+        losses: any number of them.
+        how: sums numbers.
+    """
+    if len(losses) == 1 and how is summed:
+        return losses[0]
+    totals: list[Number] = []
+    counts: list[Number] = []
+    pairs: dict[str, list[tuple[Number, Number]]] = {}
     for loss in losses:
+        totals.append(loss.total)
+        counts.append(loss.count)
         for name, pair in loss.parts.items():
-            parts.setdefault(name, []).append(pair)
-    sums = {
-        name: (how([t for t, _ in pairs]), how([c for _, c in pairs]))
-        for name, pairs in parts.items()
-    }
-    return Loss(how([loss.total for loss in losses]), how([loss.count for loss in losses]), sums)
+            pairs.setdefault(name, []).append(pair)
+    parts = {}
+    for name, of_name in pairs.items():
+        parts[name] = (how([total for total, _ in of_name]), how([count for _, count in of_name]))
+    return Loss(how(totals), how(counts), parts)
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
-    """All their numbers: total and count, then those of the parts."""
-    return [number for loss in losses for pair in (loss, *loss.parts.values()) for number in pair]
+    """List all numbers of losses: total and count of each, then those of its parts."""
+    numbers: list[Number] = []
+    for loss in losses:
+        numbers += loss
+        for pair in loss.parts.values():
+            numbers += pair
+    return numbers
 
 
 def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
-    """The loss of which the next numbers are, its parts having these names."""
-    return Loss(
-        next(numbers), next(numbers), {name: (next(numbers), next(numbers)) for name in names}
-    )
+    """Make a loss of the next numbers, with parts of these names."""
+    total = next(numbers)
+    count = next(numbers)
+    parts = {name: (next(numbers), next(numbers)) for name in names}
+    return Loss(total, count, parts)
 
 
 def read(results: Sequence[Result]) -> list[Loss]:
-    """Total, count and parts of each, which are read from an accelerator once, and together."""
+    """Give total, count and parts of each result; those on an accelerator are read together, once."""
     new = [result for result in results if result._read is None]
     numbers = iter(_on_host(flattened([result.sums for result in new])))
     for result in new:
@@ -113,25 +133,30 @@ def read(results: Sequence[Result]) -> list[Loss]:
 
 
 def _on_host(values: list[Number]) -> list[float]:
-    waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for value in values:
-        if (there := _there(value)) is not None:
-            waiting.setdefault((there.device, there.dtype), []).append(there.detach().reshape(()))
-    read = {kind: iter(torch.stack(numbers).tolist()) for kind, numbers in waiting.items()}
-    return [
-        float(v if (there := _there(v)) is None else next(read[there.device, there.dtype]))
-        for v in values
-    ]
+    """Read numbers from accelerators, those of one device and dtype together."""
+    found = [0.0] * len(values)
+    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, Tensor) and not value.is_cpu:
+            kind = (value.device, value.dtype)
+            waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
+        else:
+            found[place] = float(value)
+    for of_kind in waiting.values():
+        numbers = torch.stack([scalar for _, scalar in of_kind]).tolist()
+        for (place, _), number in zip(of_kind, numbers, strict=True):
+            found[place] = float(number)
+    return found
 
 
-def _there(value: Number) -> Tensor | None:
-    """It, where it is on an accelerator."""
-    return value if isinstance(value, Tensor) and not value.is_cpu else None
+def _is_there(value: Number) -> bool:
+    """Whether a number is on an accelerator."""
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 @functools.lru_cache(maxsize=64)
 def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A number on a device, where it is written only once. It mustn't be changed."""
+    """Give a number as a tensor, which is written once to a device. It mustn't be changed."""
     return torch.full((), value, dtype=dtype, device=device)
 
 
@@ -140,18 +165,19 @@ _LEAST_COUNT = 1e-30
 
 
 def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
-    """Numbers and scalars as one tensor of float64; an accelerator isn't waited for."""
-    each = [
-        value if isinstance(value, Tensor) else scalar(value, torch.float64, device)
-        for value in values
-    ]
-    return torch.stack([value.to(device, torch.float64) for value in each])
+    """Stack numbers in one tensor of float64; the host doesn't wait for an accelerator."""
+    stacked = []
+    for value in values:
+        if not isinstance(value, Tensor):
+            value = scalar(value, torch.float64, device)
+        stacked.append(value.to(device, torch.float64))
+    return torch.stack(stacked)
 
 
 def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
-    """What the backward of ``total / divisor`` begins with, at ``total``.
+    """Give the gradient with which the backward of ``total / divisor`` begins, at ``total``.
 
-    Autograd begins with it, which saves a small step two operators and a node of the graph.
+    This saves a small step two operators and a node of the graph.
 
     Args:
         total: of a loss.
@@ -159,16 +185,17 @@ def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
         waits: whether the host may wait for the divisor's value.
     """
     if isinstance(divisor, Tensor) and not waits:
-        return quotient(1.0, divisor.to(total.device, non_blocking=True), total).to(total.dtype)
-    return scalar(1.0 / float(divisor) if divisor else 0.0, total.dtype, total.device)
+        here = divisor.to(total.device, non_blocking=True)
+        return quotient(1.0, here, total).to(total.dtype)
+    factor = 1.0 / float(divisor) if divisor else 0.0
+    return scalar(factor, total.dtype, total.device)
 
 
 def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
-    """``number / count``, in float64 if ``like`` is, else in float32, on the count's device.
+    """Divide on the count's device, in float64 if ``like`` is, otherwise in float32.
 
     A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters:
-    the gradients of a total over nothing are 0, and are so still after they were multiplied by
-    this.
+    the quotient is finite, and the gradients of a total over nothing stay 0.
     """
     wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
     least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
@@ -176,20 +203,23 @@ def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _of_items(loss: Loss) -> Loss:
-    """It, where the total over no item is 0, also where it is a mean of none, NaN, times 0."""
+    """Make totals over no item 0, where they are the mean of none, NaN, times 0."""
+    parts = {name: _pair_of_items(*pair) for name, pair in loss.parts.items()}
+    return Loss(*_pair_of_items(*loss), parts)
 
-    def of(total: Number, count: Number) -> tuple[Number, Number]:
-        return (0.0 if not count and math.isnan(total) else total), count
 
-    return Loss(*of(loss.total, loss.count), {name: of(*pair) for name, pair in loss.parts.items()})
+def _pair_of_items(total: Number, count: Number) -> tuple[Number, Number]:
+    if not count and math.isnan(total):
+        return 0.0, count
+    return total, count
 
 
 class Sums:
-    """Total, count and parts of several updates, or batches, together.
+    """Adds up total, count and parts of several updates, or batches.
 
     Args:
-        before: those of others before them.
-        then: is called with each, when it is read.
+        before: the sums of earlier ones.
+        then: is called with each loss when it is read.
     """
 
     def __init__(
@@ -200,17 +230,16 @@ class Sums:
         self._waiting: list[Result] = []
 
     def add(self, result: Result) -> None:
-        """Add one more, unless it was skipped; an accelerator isn't waited for, but for fifty
-        results together.
-        """
+        """Add one more, unless it was skipped; the host waits for an accelerator once in fifty."""
         if result._skipped:
             return
         self._waiting.append(result)
-        if len(self._waiting) == 50 or _there(result.total) is _there(result.count) is None:
+        is_there = _is_there(result.total) or _is_there(result.count)
+        if len(self._waiting) == 50 or not is_there:
             self.read()
 
     def read(self) -> Loss:
-        """The sums so far."""
+        """Give the sums so far."""
         for loss in map(_of_items, read(self._waiting)):
             self._sums = added([self._sums, loss])
             if self._then is not None:
