@@ -15,14 +15,12 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a switch, or a nest of some in lists, tuples and
-    dictionaries.
-    """
+    """Whether a value is a number, a text, a switch, or a list, tuple or dictionary of such."""
     if isinstance(value, dict):
-        value = (*value, *value.values())
-    elif not isinstance(value, list | tuple):
-        return isinstance(value, _PLAIN)
-    return all(map(is_plain, value))
+        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_plain, value))
+    return isinstance(value, _PLAIN)
 
 
 def _copied(value: Any) -> Any:
@@ -42,7 +40,11 @@ def _copied(value: Any) -> Any:
 def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
     """Give the modules of a replica the model's plain attributes: ``training``, a temperature.
 
-    What several modules share (a dictionary that layers read) is one object in the replica, too.
+    An object that several modules share is one object in the replica, too.
+
+    Args:
+        replica: the modules of the replica.
+        model: the modules of the model, in the same order.
     """
     copies: dict[int, Any] = {}
     for mine, other in zip(model, replica, strict=True):

@@ -204,18 +204,19 @@ def refuse_given_twice(model: nn.Module) -> None:
     Raises:
         JobError: there is such a parameter.
     """
-    storages = {
-        name: p.untyped_storage()
-        for name, p in model.named_parameters()
-        if type(p) is nn.Parameter and p.layout == torch.strided and p.requires_grad
-    }
-    for name, storage in storages.items():
+    storages = []
+    for name, p in model.named_parameters():
+        if type(p) is not nn.Parameter or p.layout != torch.strided or not p.requires_grad:
+            continue
+        storage = p.untyped_storage()
         if id(storage) in _trained:
             raise JobError(
                 f'model: the function gave the same "{name}" twice: build it in the function, as '
                 "lambda: Net(), or clone the tensor that it is made of"
             )
-    _trained.update((id(storage), storage) for storage in storages.values())
+        storages.append(storage)
+    # Parameters of this model may share memory.
+    _trained.update((id(storage), storage) for storage in storages)
 
 
 def _make_lazy_parameters(model: nn.Module, job: Recipe, world: World) -> None:
@@ -243,6 +244,7 @@ def _make_lazy_parameters(model: nn.Module, job: Recipe, world: World) -> None:
     )
     inputs, _ = next(loader.epoch(0))
     inputs = to_device(inputs, torch.device("cpu"), torch.get_default_dtype())
+
     try:
         with in_evaluation_mode(model), seeded(job.seed + 1), torch.no_grad():
             call(model, inputs)
@@ -343,9 +345,9 @@ def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -
 
 def buffers_of(model: nn.Module) -> list[tuple[nn.Module, str]]:
     """Find where each buffer of the model is kept: its module, and its name there."""
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    found = []
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                found.append((module, name))
+    return found

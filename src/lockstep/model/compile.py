@@ -167,10 +167,8 @@ def refuse_compiled(model: nn.Module) -> None:
 
 def _buffers_but_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     """Find the buffers of a model that are no running statistics of normalisation layers."""
-    statistics = {
-        id(buffer)
-        for module in model.modules()
-        if isinstance(module, NORMS)
-        for buffer in module.buffers()
-    }
+    statistics = set[int]()
+    for module in model.modules():
+        if isinstance(module, NORMS):
+            statistics.update(map(id, module.buffers()))
     return {name: b for name, b in model.named_buffers() if id(b) not in statistics}

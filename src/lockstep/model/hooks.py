@@ -17,35 +17,39 @@ PARAMETER_HOOKS = Caveat(
 
 
 def hooked_parameters(model: nn.Module) -> list[str]:
-    """The names of parameters with a hook on their gradient, of either kind."""
+    """Find the names of parameters with a hook on the gradient, of either kind."""
     return [name for name, p in model.named_parameters() if is_hooked(p)]
 
 
 def is_hooked(p: torch.Tensor) -> bool:
-    """Whether a parameter has a hook on its gradient, of either kind, but for those of
-    ``fully_shard``.
+    """Whether a parameter has a hook on its gradient, of either kind.
+
+    The hooks of ``fully_shard`` don't count.
     """
-    hooks = len(p._backward_hooks or {}) - len(hooks_of_shards(p))
-    return bool(hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+    if getattr(p, "_post_accumulate_grad_hooks", None):
+        return True
+    return len(p._backward_hooks or {}) > len(hooks_of_shards(p))
 
 
 def hooks_of_shards(p: torch.Tensor) -> list[int]:
-    """The keys of the hooks that ``fully_shard`` sets on outputs, in each forward: a parameter
-    keeps them.
+    """Find the keys of hooks of ``fully_shard``, which sets them on outputs in each forward.
+
+    An output that is a parameter keeps them.
     """
     hooks: Mapping[int, Any] = p._backward_hooks or {}
-    return [
-        key
-        for key, hook in hooks.items()
-        if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
-    ]
+    keys = []
+    for key, hook in hooks.items():
+        module = str(getattr(hook, "__module__", ""))
+        if module.startswith("torch.distributed.fsdp."):
+            keys.append(key)
+    return keys
 
 
 _OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def structure_of(model: nn.Module) -> list[Any]:
-    """What copies of a model lack when it changes: its modules and parameters, and their hooks."""
+    """List modules, parameters and hooks: copies of a model don't follow changes of these."""
     found: list[Any] = []
     for module in model.modules():
         hooks = [len(getattr(module, kind)) for kind in _OF_MODULES]

@@ -44,8 +44,9 @@ def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
     Args:
         states: what ``extra_state_of`` read from each of them.
     """
-    (tree, tensors), *others = map(encoded, states)
-    for other_tree, other_tensors in others:
+    tree, tensors = encoded(states[0])
+    for state in states[1:]:
+        other_tree, other_tensors = encoded(state)
         if other_tree != tree:
             return False
         if not all(map(_is_same, tensors.values(), other_tensors.values())):
@@ -60,7 +61,9 @@ def plain_attributes_of(model: nn.Module) -> dict[str, str]:
     ``{"0.weight.requires_grad": "True", "0.training": "True", "scale": "0.5"}``, for example. The
     modes of modules are left out where the model is in evaluation mode as a whole.
     """
-    found = {f"{name}.requires_grad": str(p.requires_grad) for name, p in model.named_parameters()}
+    found = {}
+    for name, p in model.named_parameters():
+        found[f"{name}.requires_grad"] = str(p.requires_grad)
     for name, module in model.named_modules():
         if model.training:
             found[f"{name}.training"] = str(module.training)

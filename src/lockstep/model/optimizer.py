@@ -252,9 +252,9 @@ def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has a ``state_dict`` and a ``load_state_dict`` of its own."""
     kind = type(optimizer)
     base = torch.optim.Optimizer
-    return (
-        kind.state_dict is not base.state_dict and kind.load_state_dict is not base.load_state_dict
-    )
+    if kind.state_dict is base.state_dict:
+        return False
+    return kind.load_state_dict is not base.load_state_dict
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
@@ -280,9 +280,8 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
     if own is None:
         return False
     is_wrapped_by_scheduler = hasattr(own, "_wrapped_by_lr_sched")
-    return not (
-        is_wrapped_by_scheduler and getattr(own, "__wrapped__", None) is type(optimizer).step
-    )
+    wraps_class_step = getattr(own, "__wrapped__", None) is type(optimizer).step
+    return not (is_wrapped_by_scheduler and wraps_class_step)
 
 
 def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
@@ -369,6 +368,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
         for name, one in optimizer.by_name.items():
             by_name[name] = named_optimizer_state(one, model.get_submodule(name))
         return by_name
+
     kind = type(optimizer).__name__
     if has_own_state(optimizer):
         return {"kind": kind, "own": optimizer.state_dict()}
@@ -379,6 +379,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
                 f"would not be saved: give {kind} the methods state_dict() and load_state_dict(), "
                 "which call those of the other"
             )
+
     names = _names_of(model)
     groups = []
     for group in optimizer.param_groups:
@@ -386,6 +387,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             raise InputError(REPLACED)
         settings = {key: group[key] for key in group if key not in ("params", "param_names")}
         groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
+
     state = {}
     others = dict[Any, Any]()
     for key, values in optimizer.state.items():
@@ -393,8 +395,11 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             state[names[id(key)]] = dict(values)
         else:
             others[key] = values
+
     saved = {"kind": kind, "state": state, "groups": groups}
-    return {**saved, "others": others} if others else saved
+    if others:
+        saved["others"] = others
+    return saved
 
 
 def load_named_optimizer_state(
@@ -419,6 +424,7 @@ def load_named_optimizer_state(
         for name, one in optimizer.by_name.items():
             load_named_optimizer_state(one, model.get_submodule(name), saved[name])
         return
+
     kind = type(optimizer).__name__
     saved_kind = saved.get("kind", kind)
     if saved_kind != kind:
@@ -429,6 +435,7 @@ def load_named_optimizer_state(
     if "own" in saved:
         optimizer.load_state_dict(saved["own"])
         return
+
     names = _names_of(model)
     state_dict = optimizer.state_dict()
     numbers = _load_groups(optimizer, state_dict, saved["groups"], names)

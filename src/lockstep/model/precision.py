@@ -37,6 +37,9 @@ ROUNDING = ("cuda",)
 """Types of device whose products of float32 may be rounded to TensorFloat-32."""
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def rounded_products() -> Iterator[None]:
     """Let CUDA devices round products of float32 to TensorFloat-32 for a while.
@@ -92,7 +95,7 @@ class Precision:
     def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Give the context in which a forward and its loss run."""
         if self._mixed is None:
-            return contextlib.nullcontext()
+            return _NOTHING
         return torch.autocast(self._device_type, dtype=self._mixed)
 
     def _try(self, name: PrecisionName | None) -> None:

@@ -1,4 +1,4 @@
-"""A snapshot of all that a model, and objects beside it, hold, to be put back."""
+"""Snapshot: all that a model, and objects beside it, hold, to be put back."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy
 import torch
+from numpy.random import RandomState
 from torch import Tensor, nn
 
 from lockstep.tensors.seeding import States, put_states, same_others, states
 
 _DEEP = 7
-"""Levels of what modules hold that are put back: attributes, what is in them, and so on."""
+"""How many levels of what modules hold are put back: attributes, what is in them, and so on."""
 
 _LONG = 1000
-"""Items of a container beyond which it holds data, say, and no state."""
+"""The number of items beyond which a container is taken to hold data instead of state."""
 
 _LIBRARIES = (
     "torch",
@@ -31,13 +32,13 @@ _LIBRARIES = (
     "asyncio",
     "logging",
 )
-"""Packages whose objects are left alone: other threads may use them meanwhile."""
+"""Packages whose objects are left as they are: other threads may use them meanwhile."""
 
 _OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, str, bytes)
 
 
 class Snapshot:
-    """All that a model, and objects beside it, hold, and random numbers, to be put back.
+    """What a model, and objects beside it, hold, and the states of random number generators.
 
     Weights, which of them are trained, buffers, attributes, and what lies in them: containers,
     arrays, generators, and objects of other classes.
@@ -45,7 +46,7 @@ class Snapshot:
     Args:
         model: the model.
         beside: other objects with state: the loss.
-        accelerators: whose random numbers are put back, too.
+        accelerators: devices whose generators are put back, too.
         parameters: whether parameters are put back, too.
     """
 
@@ -80,19 +81,20 @@ class Snapshot:
         put_states(self._random, self._accelerators)
 
     def drew_elsewhere(self) -> bool:
-        """Whether Python or numpy has drawn, whose numbers can't be replayed."""
+        """Whether random numbers of Python or numpy, which can't be replayed, were drawn."""
         return not same_others(self._random.others, states().others)
 
     def _named(self) -> dict[str, Any]:
-        """Parameters, buffers and numbers by name, and tensors of the loss: what may act later."""
+        """Find parameters, buffers and numbers by name, and tensors of the loss."""
         found: dict[str, Any] = {}
         for path, module in self._model.named_modules():
-            way = f"{path}." if path else ""
-            for owner in (module._parameters, module._buffers):
-                found.update((way + key, its) for key, its in owner.items() if its is not None)
+            prefix = f"{path}." if path else ""
+            for key, tensor in {**module._parameters, **module._buffers}.items():
+                if tensor is not None:
+                    found[prefix + key] = tensor
             for key, value in vars(module).items():
                 if isinstance(value, int | float):
-                    found[way + key] = value
+                    found[prefix + key] = value
         for one in self._beside:
             for key, value in getattr(one, "__dict__", {}).items():
                 if isinstance(value, Tensor | int | float):
@@ -100,19 +102,21 @@ class Snapshot:
         return found
 
     def values(self) -> dict[str, Any]:
-        """Copies of those values that have changed, by name."""
-        now = self._named()
-        changed = [name for name, value in now.items() if not same(value, self._before.get(name))]
-        return {name: _copied(now[name]) for name in changed}
+        """Copy the values that have changed, by name."""
+        changed = {}
+        for name, value in self._named().items():
+            if not same(value, self._before.get(name)):
+                changed[name] = _copied(value)
+        return changed
 
     def written(self, ends: Mapping[str, Any]) -> list[str]:
-        """The parameters among the values that have changed."""
+        """Find the parameters among values that have changed."""
         return [name for name in ends if name in self._parameters]
 
     def ends_otherwise(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-        """The other values that end otherwise.
+        """Find the values, other than parameters, that differ.
 
-        A tensor in an attribute of the model is left out: mostly it is that of the last batch.
+        Tensors in attributes of the model are left out: mostly they are of the last batch.
         """
         names = [name for name in {**one, **other} if name not in self._parameters]
         return [name for name in names if not same(one.get(name), other.get(name))]
@@ -132,8 +136,9 @@ def same(one: Any, other: Any) -> bool:
 
 
 def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """Everything that can change and is held by these, some levels deep. Of long containers only
-    they themselves.
+    """Yield each object that can change and is held by ``roots``, some levels deep.
+
+    What long containers hold is left out.
     """
     seen: set[int] = set()
     level = roots
@@ -150,18 +155,22 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
 
 
 def _within(one: Any) -> list[Any]:
-    """What an object holds."""
-    if isinstance(one, dict | list | tuple | set | collections.deque):
-        items = one.values() if isinstance(one, dict) else one
-        return list(items) if len(items) <= _LONG else []
+    """List what an object holds."""
+    if isinstance(one, dict):
+        one = tuple(one.values())
+    if isinstance(one, list | tuple | set | collections.deque):
+        return list(one) if len(one) <= _LONG else []
     if isinstance(one, Tensor) or not hasattr(one, "__dict__"):
         return []
     return [vars(one)]
 
 
 def _is_opaque(one: Any) -> bool:
-    """Whether an object is left alone: no state of a model's own."""
-    if isinstance(one, _OPAQUE) or type(one).__name__ == "DTensor":  # its values are other ranks'
+    """Whether an object is left as it is, since it is no state of a person's model."""
+    if isinstance(one, _OPAQUE):
+        return True
+    if type(one).__name__ == "DTensor":
+        # Other ranks have some of the values.
         return True
     if isinstance(one, (nn.Module, *_CHANGEABLE)):
         return False
@@ -169,17 +178,17 @@ def _is_opaque(one: Any) -> bool:
 
 
 def _copied(one: Any) -> Any:
-    """A copy of what an object holds itself."""
-    for kinds, copied, _ in _KINDS:
-        if isinstance(one, kinds):
+    """Copy what an object holds itself."""
+    for kind, copied, _ in _KINDS:
+        if isinstance(one, kind):
             return copied(one)
     return one
 
 
 def _copied_with_restore(one: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
-    """A copy of what an object holds itself, and what puts it back."""
-    for kinds, copied, restore in _KINDS:
-        if isinstance(one, kinds):
+    """Copy what an object holds itself; give the function that puts it back, too."""
+    for kind, copied, restore in _KINDS:
+        if isinstance(one, kind):
             return copied(one), restore
     raise TypeError(type(one))
 
@@ -200,7 +209,7 @@ def _restore_set(one: set[Any], copied: set[Any]) -> None:
     one.update(copied)
 
 
-def _restore_deque(one: collections.deque[Any], copied: collections.deque[Any]) -> None:
+def _restore_sequence(one: Any, copied: Any) -> None:
     one.clear()
     one.extend(copied)
 
@@ -210,31 +219,27 @@ def _restore_array(one: Any, copied: Any) -> None:
         one[...] = copied
 
 
+def _state_of(one: Any) -> Any:
+    """Copy the state of one of numpy's generators."""
+    return copy.deepcopy(one.bit_generator.state)
+
+
+def _restore_generator(one: Any, state: Any) -> None:
+    one.bit_generator.state = state
+
+
 _KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
     (dict, dict.copy, _restore_dict),
-    (list, list.copy, lambda one, copied: one.__setitem__(slice(None), copied)),
+    (list, list.copy, _restore_sequence),
     (set, set.copy, _restore_set),
-    (collections.deque, collections.deque.copy, _restore_deque),
+    (collections.deque, collections.deque.copy, _restore_sequence),
     (numpy.ndarray, numpy.copy, _restore_array),
-    (
-        (torch.Generator, numpy.random.RandomState),
-        lambda one: one.get_state(),
-        lambda one, copied: one.set_state(copied),
-    ),
-    (
-        numpy.random.Generator,
-        lambda one: copy.deepcopy(one.bit_generator.state),
-        lambda one, copied: setattr(one.bit_generator, "state", copied),
-    ),
-    (
-        random.Random,
-        lambda one: one.getstate(),
-        lambda one, copied: one.setstate(copied),
-    ),
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (RandomState, RandomState.get_state, RandomState.set_state),
+    (numpy.random.Generator, _state_of, _restore_generator),
+    (random.Random, random.Random.getstate, random.Random.setstate),
 ]
 """How each kind of object is copied and put back."""
 
-_CHANGEABLE = tuple(
-    kind for kinds, _, _ in _KINDS for kind in (kinds if isinstance(kinds, tuple) else (kinds,))
-)
+_CHANGEABLE = tuple(kind for kind, _, _ in _KINDS)

@@ -411,7 +411,7 @@ class DPStep(Step):
             if part.size
         ]
 
-    def outputs(self, part: Part) -> tuple[Any, Loss]:
+    def _outputs(self, part: Part) -> tuple[Any, Loss]:
         """Outputs gathered on the first device, and the losses of all replicas together."""
         results = self.results(Batch([part], part.size, 0, 0, None))
         outputs = (

@@ -31,7 +31,7 @@ from torch import nn
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import InputError, LossError, NonFiniteLoss, StrategyError, nearest
-from lockstep.launch.observer import observed, phase
+from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
@@ -239,6 +239,7 @@ class FunctionStep(Step):
         """
         return [i for i in self.named(name) if self._parameters[i].requires_grad]
 
+    @phase("computing", "backward")
     def backward_into(self, which: list[int], name: str, loss: Loss, samples: int) -> None:
         """Add the gradient of total / ``samples``, or total / count, to those of parameters.
 
@@ -260,20 +261,14 @@ class FunctionStep(Step):
                 f"{self.world.device}"
             )
         if not inputs:
-            return  # that part is frozen now
+            # That part of the model is frozen now.
+            return
         if not total.requires_grad:
             refuse_counted(loss, f'update("{name}"): ')
             return
         divisor = self._divisor(loss.count, samples)
         factor = backward_factor(total, divisor, waits=not self._on_accelerator)
-        self._run_backward_into(total, factor, inputs)
-
-    @phase("computing", "backward")
-    @observed(lambda observer, step, total, factor, inputs: observer.backward(total, sums=False))
-    def _run_backward_into(
-        self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter]
-    ) -> None:
-        torch.autograd.backward(total, factor, inputs=inputs)
+        self._run_backward(total, factor, inputs)
 
     def _move(self, name: str, loss: Loss, samples: int) -> None:
         """Weight and clip summed gradients, and let the optimizer of that name make its step."""

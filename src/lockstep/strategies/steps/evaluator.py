@@ -174,7 +174,7 @@ class Evaluator:
         with self.evaluating():
             if inputs is None:
                 return None, 0.0, 0
-            outputs, (total, count) = self.outputs(Part(inputs, targets, size, size))
+            outputs, (total, count) = self._outputs(Part(inputs, targets, size, size))
             return outputs, total, count
 
     @property
@@ -197,7 +197,7 @@ class Evaluator:
         self._refuse_parts()
         for batch in batches:
             if seed is not None:
-                self._begin_batch(batch, seed)
+                self.seed(seed, batch.index + 1)
             yield batch, compute(batch)
 
     def _refuse_parts(self) -> None:
@@ -208,9 +208,6 @@ class Evaluator:
                 f'or predict with: call a part yourself (run.model()["{first}"]), or give a Module '
                 "with a forward"
             )
-
-    def _begin_batch(self, batch: Batch, seed: int) -> None:
-        self.seed(seed, batch.index + 1)
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Compute outputs and loss of each of this process's shares of an evaluation batch.
@@ -250,7 +247,7 @@ class Evaluator:
         with self._precision.autocast():
             return self.forward(model, part)
 
-    def outputs(self, part: Part) -> tuple[Any, Loss]:
+    def _outputs(self, part: Part) -> tuple[Any, Loss]:
         """Compute outputs and loss of a part of this process."""
         return self.judged(self.model, self.placed(part))
 

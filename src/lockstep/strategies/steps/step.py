@@ -379,9 +379,11 @@ class Step(Calls):
             total = self.scaler.scale(total)
         self._run_backward(total, factor)
 
-    @observed(lambda observer, step, total, factor: observer.backward(total, sums=step._reduces))
-    def _run_backward(self, total: torch.Tensor, factor: torch.Tensor) -> None:
-        torch.autograd.backward(total, factor)
+    @observed(lambda observer, step, total, *args: observer.backward(total, sums=step._reduces))
+    def _run_backward(
+        self, total: torch.Tensor, factor: torch.Tensor, inputs: list[nn.Parameter] | None = None
+    ) -> None:
+        torch.autograd.backward(total, factor, inputs=inputs)
 
     @property
     def _waits(self) -> bool:

@@ -11,6 +11,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ class Result:
 
         On an accelerator, asking waits for it.
         """
-        return read([self])[0].means("")["loss"]
+        return self._loss_on_host().means("")["loss"]
 
     @property
     def skipped(self) -> bool:
@@ -57,7 +58,7 @@ class Result:
 
         On an accelerator, asking may wait for it.
         """
-        return self._skipped or read([self])[0].count == 0
+        return self._skipped or self._loss_on_host().count == 0
 
     @property
     def parts(self) -> dict[str, float]:
@@ -65,7 +66,7 @@ class Result:
 
         On an accelerator, asking waits for it.
         """
-        means = read([self])[0].means("")
+        means = self._loss_on_host().means("")
         return {name: means[name] for name in self._parts}
 
     @property
@@ -73,8 +74,12 @@ class Result:
         """Total, count and parts, perhaps on an accelerator."""
         return Loss(self.total, self.count, self._parts)
 
+    def _loss_on_host(self) -> Loss:
+        return read([self])[0]
+
     def __repr__(self) -> str:
-        return f"Result(loss={self.loss:.6g}, count={read([self])[0].count:g}, size={self.size})"
+        count = self._loss_on_host().count
+        return f"Result(loss={self.loss:.6g}, count={count:g}, size={self.size})"
 
 
 def summed(values: Sequence[Number]) -> Number:
@@ -91,18 +96,16 @@ def added(losses: Sequence[Loss], how: Callable[[list[Number]], Number] = summed
     """
     if len(losses) == 1 and how is summed:
         return losses[0]
-    totals: list[Number] = []
-    counts: list[Number] = []
     pairs: dict[str, list[tuple[Number, Number]]] = {}
     for loss in losses:
-        totals.append(loss.total)
-        counts.append(loss.count)
         for name, pair in loss.parts.items():
             pairs.setdefault(name, []).append(pair)
     parts = {}
     for name, of_name in pairs.items():
         parts[name] = (how([total for total, _ in of_name]), how([count for _, count in of_name]))
-    return Loss(how(totals), how(counts), parts)
+    total = how([loss.total for loss in losses])
+    count = how([loss.count for loss in losses])
+    return Loss(total, count, parts)
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
@@ -137,7 +140,7 @@ def _on_host(values: list[Number]) -> list[float]:
     found = [0.0] * len(values)
     waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
     for place, value in enumerate(values):
-        if isinstance(value, Tensor) and not value.is_cpu:
+        if _is_there(value):
             kind = (value.device, value.dtype)
             waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
         else:
@@ -149,7 +152,7 @@ def _on_host(values: list[Number]) -> list[float]:
     return found
 
 
-def _is_there(value: Number) -> bool:
+def _is_there(value: Number) -> TypeGuard[Tensor]:
     """Whether a number is on an accelerator."""
     return isinstance(value, Tensor) and not value.is_cpu
 
