@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.launch.events import Caveat
-from lockstep.verify.cause_texts import cause, named, own_backward, quoted, replica_buffer
+from lockstep.verify.cause_texts import cause, named, quoted
 from lockstep.verify.comparison import Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory
@@ -29,6 +29,7 @@ def whole_against_cut(experiment: Experiment, found: Comparison) -> Experiment |
     """
     if experiment.parts == 1 or experiment.shares > 1:
         return None
+
     still: set[Thing] = set(experiment.still)
     if found.drew:
         still.add("draws")
@@ -44,7 +45,7 @@ def whole_against_cut(experiment: Experiment, found: Comparison) -> Experiment |
 
 
 def without_buffers(comparison: Comparison) -> Comparison:
-    """Return the comparison without what is said of buffers."""
+    """Return the comparison without what it found of buffers."""
     updates = [replace(update, buffers={}) for update in comparison.updates]
     return replace(comparison, updates=updates)
 
@@ -52,7 +53,7 @@ def without_buffers(comparison: Comparison) -> Comparison:
 def cause_of_cut(
     laboratory: Laboratory, cut: Experiment, tried: Comparison, bounds: Bounds, found: Comparison
 ) -> Caveat:
-    """Why one device differs from itself where its batches are cut.
+    """Find why one device differs from itself where its batches are cut.
 
     Args:
         laboratory: where experiments run.
@@ -64,23 +65,32 @@ def cause_of_cut(
     first = bounds.first_apart(tried)
     if first is None:
         return cause("unknown")
+
     beyond = bounds.beyond(first)
     for kind, name, _ in beyond:
         if kind == "parameters" and name not in first.gradients:
             return cause("state: parameter", name=name)
+
     if tried.layer is not None:
         return _cause_of_layer(laboratory, cut, tried, tried.layer, found)
     if tried.whole_outputs:
-        names = [f'"{name}"' for name in tried.whole_outputs if name]
-        which = f"the model's output {' or '.join(names)}" if names else "an output of the model"
-        return cause("auxiliary loss", output=which)
+        return cause("auxiliary loss", output=_output_of(tried.whole_outputs))
     if first.losses_apart > bounds.of("loss"):
         return cause("loss")
     if all(kind == "buffers" for kind, _, _ in beyond):
         return cause("buffer", name=beyond[0][1])
-    if tried.hooked and not tried.functions:
-        return cause("hook", names=quoted(tried.hooked))
-    return own_backward(tried.functions, first.ratios)
+
+    which = "a backward of the model, or a hook in it,"
+    if tried.functions:
+        which = f"autograd function {quoted(tried.functions)}"
+    return cause("autograd function", which=which)
+
+
+def _output_of(whole_outputs: tuple[str, ...]) -> str:
+    names = [f'"{name}"' for name in whole_outputs if name]
+    if names:
+        return f"the model's output {' or '.join(names)}"
+    return "an output of the model"
 
 
 def _cause_of_layer(
@@ -90,20 +100,26 @@ def _cause_of_layer(
     layer: tuple[str, str],
     found: Comparison,
 ) -> Caveat:
-    """Why a layer gives other outputs."""
+    """Find why a layer gives other outputs."""
     for name in found.apart_attributes:
-        if name.rpartition(".")[0] == layer[0]:  # another module's may be a record without effect
+        # Another module's attribute may be a record without effect.
+        if name.rpartition(".")[0] == layer[0]:
             return cause("state", name=name)
     if found.own_buffers:
-        return replica_buffer(found.own_buffers)
+        return cause("buffer", name=found.own_buffers[0])
+
     mixes = not tried.collated or _differs_uncollated(laboratory, cut)
     return cause("mixing" if mixes else "collate", layer=named(*layer))
 
 
 def _differs_uncollated(laboratory: Laboratory, cut: Experiment) -> bool:
-    """Whether layers differ where samples are stacked as they are; False where they can't be."""
+    """Return whether layers differ where samples are stacked as they are.
+
+    False where they can't be stacked.
+    """
+    uncollated = cut.but(settings={**cut.settings, "collate": None})
     try:
-        stacked = laboratory.compared(cut.but(settings={**cut.settings, "collate": None}))
+        stacked = laboratory.compared(uncollated)
     except Exception:  # of samples with other lengths, or of a model that wants more
         return False
     return stacked.layer is not None

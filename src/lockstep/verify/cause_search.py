@@ -17,7 +17,7 @@ from __future__ import annotations
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss
 from lockstep.launch.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
-from lockstep.verify.cause_texts import cause, listed, of_refusal, quoted, replica_buffer
+from lockstep.verify.cause_texts import cause, listed, of_refusal, quoted
 from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
@@ -27,6 +27,9 @@ Layer = tuple[str, str]
 
 _NO_DETERMINISTIC = " does not have a deterministic implementation"
 """What PyTorch raises after an operator's name."""
+
+_ONE = 1e-6
+"""A gradient that is a multiple of one device's by less than this beside 1 is the same."""
 
 
 class Diagnosis:
@@ -45,8 +48,14 @@ class Diagnosis:
         self.noise = noise
         self.bounds = noise.bounds(found)
         self.first = self.bounds.first_apart(found)
-        self._beyond = [] if self.first is None else self.bounds.beyond(self.first)
-        self._again = experiment.but(updates=None if self.first is None else self.first.number)
+
+        if self.first is None:
+            self._beyond = []
+            self._again = experiment.but(updates=None)
+        else:
+            self._beyond = self.bounds.beyond(self.first)
+            self._again = experiment.but(updates=self.first.number)
+
         # Known to differ, and held still in what follows, since it would hide other causes.
         self._still = experiment.still
         self._synchronises = True
@@ -54,10 +63,11 @@ class Diagnosis:
         self._draws_on: Caveat | None = None
 
     def causes(self) -> list[Caveat]:
-        """All causes that were found, the likeliest first; at least one."""
+        """Return all causes that were found, the likeliest first; at least one."""
         exact = self.experiment.strategy.exact
         if exact is not True:
             return [cause("declared", text=exact)]
+
         searches = [
             self._shown,
             self._of_the_job_alone,
@@ -71,127 +81,168 @@ class Diagnosis:
             causes = search()
             if causes:
                 return causes
-        return [cause("announced", text=note) for note in self.found.notes] or [cause("unknown")]
+
+        if self.found.notes:
+            return [cause("announced", text=note) for note in self.found.notes]
+        return [cause("unknown")]
 
     def first_layer(self) -> Layer | None:
-        """The first layer that differs, where that is known."""
+        """Return the first layer that differs, where that is known."""
         if self.first is None or self.first.rows:
             return None
-        watched: Comparison | Exception = self.found
-        if self.first.number > 1:
-            watched = self._try(self._again.but(watched=self.first.number))
+        if self.first.number == 1:
+            return _layer_of(self.found, self._beyond)
+
+        watched = self._try(self._again.but(watched=self.first.number))
         if isinstance(watched, Comparison):
             return _layer_of(watched, self._beyond)
         return None
 
     def _shown(self) -> list[Caveat]:
-        """What the comparison itself shows."""
+        """Return what the comparison itself shows."""
         first = self.first
         if first is None:
             return []
         if first.rows and not first.rows.others:
             return [_sampler(first)]
         if first.rates_apart > self.bounds.least:
-            rate, reference = first.rates[0], first.reference_rates[0]
+            rate = first.rates[0]
+            reference = first.reference_rates[0]
             return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
         return []
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
     def _of_the_job_alone(self) -> list[Caveat]:
+        """Compare ``single`` with itself."""
         alone = self._again.of_single()
-        # One draw of few values may come out alike.
-        twice = self._try(alone.but(updates=2) if alone.updates == 1 else alone)
+        if alone.updates == 1:  # one draw of few values may come out alike
+            alone = alone.but(updates=2)
+        twice = self._try(alone)
         if not isinstance(twice, Comparison):
             return []
+
         if twice.start:
             return [cause("unseeded model: initial values", name=twice.start[0])]
         if any(update.rows for update in twice.updates):
             return [cause("unseeded data")]
-        if self.noise.repeats(twice):
-            return [cause("start", name=self.found.start[0])] if self.found.start else []
+        if not self.noise.repeats(twice):
+            return [self._what_cannot_be_repeated(alone)]
+        if self.found.start:
+            return [cause("start", name=self.found.start[0])]
+        return []
+
+    def _what_cannot_be_repeated(self, alone: Experiment) -> Caveat:
+        """Find out whether operators that aren't deterministic keep a job from being repeated."""
         strict = self._try(alone.but(deterministic=True))
         if isinstance(strict, Comparison):
-            repeats = self.noise.hold(strict)
-            return [cause("operators", name="") if repeats else cause("unseeded model")]
+            if self.noise.hold(strict):
+                return cause("operators", name="")
+            return cause("unseeded model")
+
         operator, refused, _ = str(strict).partition(_NO_DETERMINISTIC)
         if refused:
-            return [cause("operators", name=f", {operator.split()[-1]}")]
+            return cause("operators", name=f", {operator.split()[-1]}")
         if isinstance(strict, NonFiniteLoss):  # memory that nobody wrote is filled with NaN
-            return [cause("operators", name=", torch.empty")]
-        return [cause("unseeded model")]
+            return cause("operators", name=", torch.empty")
+        return cause("unseeded model")
 
     # ---- draws and batch norms, taken out --------------------------------------------------------
 
     def _of_draws_and_norms(self) -> list[Caveat]:
-        found = self.found
-        present: list[Thing] = ["draws"] if found.drew else []
-        synchronised = self.experiment.loaded.sync_batchnorm
-        if found.normalises and self.experiment.shares > 1 and not synchronised:
-            present.append("norms")
+        """Take out random numbers and batch norms, where there are some."""
+        present = self._present()
         if not present:
             return []
+
         without_all = self._without(frozenset(present))
-        if found.drew and without_all is not None and without_all.drew:
+        if self.found.drew and without_all is not None and without_all.drew:
             # Even if the two agree: then their draws came in the same order by chance.
-            elsewhere = "elsewhere" in without_all.drew
-            whence = "from Python's or numpy's random" if elsewhere else _OUTSIDE
+            whence = _OUTSIDE
+            if "elsewhere" in without_all.drew:
+                whence = "from Python's or numpy's random"
             self._draws_on = cause("drawing: elsewhere", whence=whence)
+
         if self._draws_on or without_all is None or not self.noise.hold(without_all):
             self._still |= frozenset(present)
             return []
+
         left = without_all.worst
         causes = []
         if "draws" in present:
-            where = "backward" if "backward" in found.drew else "forward"
+            where = "backward" if "backward" in self.found.drew else "forward"
             causes.append(cause("drawing", where=where, left=left))
         if "norms" in present:
             name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
             causes.append(cause(name, left=left))
         return causes
 
+    def _present(self) -> list[Thing]:
+        """Return what is in the model that may make the two differ."""
+        present: list[Thing] = []
+        if self.found.drew:
+            present.append("draws")
+        is_cut = self.experiment.shares > 1 and not self.experiment.loaded.sync_batchnorm
+        if self.found.normalises and is_cut:
+            present.append("norms")
+        return present
+
     def _without(self, things: frozenset[Thing]) -> Comparison | None:
+        """Compare the sides without these; None where that can't be done."""
         things |= self.experiment.still
         if "norms" in things and self._synchronises:
-            together = {**self.experiment.settings, "sync_batchnorm": True}
-            tried = self._try(self._again.but(settings=together, still=things - {"norms"}))
+            settings = {**self.experiment.settings, "sync_batchnorm": True}
+            still = things - {"norms"}
+            tried = self._try(self._again.but(settings=settings, still=still))
             if isinstance(tried, Comparison):
                 return tried
-            self._synchronises = False  # the strategy doesn't take it
+            # The strategy doesn't take it.
+            self._synchronises = False
+
         tried = self._try(self._again.but(still=things))
         return tried if isinstance(tried, Comparison) else None
 
     # ---- ranks, evaluation, and the batch's cut --------------------------------------------------
 
     def _of_the_ranks(self) -> list[Caveat]:
+        """Look for parameters that differ between ranks."""
         if self.found.drifted:
             return [cause("drift", name=self.found.drifted[0])]
-        return [] if self._draws_on is None else [self._draws_on]
+        if self._draws_on is not None:
+            return [self._draws_on]
+        return []
 
     def _of_the_evaluation(self) -> list[Caveat]:
-        """Training agrees, and evaluation doesn't."""
+        """Find why evaluations differ, where training agrees."""
         if self.first is not None:
             return []
+
         apart = self.bounds.evaluation_apart(self.found)
         losses = [name for name in apart if name.rpartition("/")[2] == "loss"]
         if apart and not losses:
             return [cause("metric", names=quoted(apart))]
+
         without = self._without(frozenset({"draws"}))
         if without is not None and self.noise.hold(without):
             return [cause("drawing", where="evaluation", left=without.worst)]
-        return [cause("mixing: in evaluation", loss=losses[0])] if losses else [cause("unknown")]
+        if losses:
+            return [cause("mixing: in evaluation", loss=losses[0])]
+        return [cause("unknown")]
 
     def _of_the_cut(self) -> list[Caveat]:
-        """A model whose numbers depend on how a batch is cut."""
+        """Find out whether the model's results depend on how a batch is cut."""
         shares = self.experiment.shares
         if shares == 1 or self.first is None:
             return []
+
         still = self._still
         if self.found.normalises and self.experiment.loaded.sync_batchnorm:
-            still |= {"norms"}  # which see the whole batch on the devices, as they don't here
+            # Batch norms see the whole batch on the devices, and a part of it here.
+            still |= {"norms"}
         parts = self.experiment.parts * shares
         cut = self._again.of_single(cut=parts, still=still, watched=self.first.number)
         tried = self._try(cut)
+
         if isinstance(tried, LossError):
             refusal = of_refusal(tried)
             return [] if refusal is None else [refusal]
@@ -203,50 +254,40 @@ class Diagnosis:
     # ---- a strategy that does something else -----------------------------------------------------
 
     def _of_the_strategy(self) -> list[Caveat]:
-        found, first = self.found, self.first
+        """Look at what the strategy does with samples, gradients, buffers and the update."""
+        found = self.found
+        first = self.first
         assert first is not None
+
         if first.rows:
             return [_sampler(first)]
-        ratio = self._one_ratio(first)
-        if ratio is not None:
-            devices = len(self.experiment.devices)
-            if abs(ratio - devices) < 1e-6 * devices:
-                return [cause("summed gradient", devices=devices)]
-            return [cause("scaled gradient", ratio=ratio)]
+        if first.factor is not None and abs(first.factor - 1) > _ONE:
+            return [cause("scaled gradient", factor=first.factor)]
         if found.own_buffers:
-            return [replica_buffer(found.own_buffers)]
+            return [cause("buffer", name=found.own_buffers[0])]
         if found.apart_attributes:
             return [cause("state", name=found.apart_attributes[0])]
+
         kinds = {kind for kind, _, _ in self._beyond}
         if kinds == {"buffers"}:
             return [cause("buffer", name=self._beyond[0][1])]
-        return [] if kinds & {"gradients", "loss"} else [cause("update", number=first.number)]
-
-    def _one_ratio(self, first: Update) -> float | None:
-        """How many times one device's gradient the strategy's is; None where that isn't the same
-        for all parameters, or is 1.
-        """
-        for kind, name, _ in self._beyond:
-            if kind == "gradients" and name not in first.ratios:
-                return None
-        ratios = first.ratios.values()
-        ratio = sum(ratios) / len(ratios) if ratios else 1.0
-        if abs(ratio - 1) < 1e-6 or any(abs(one - ratio) > 1e-6 * abs(ratio) for one in ratios):
-            return None
-        return ratio
+        if kinds & {"gradients", "loss"}:
+            return []
+        return [cause("update", number=first.number)]
 
     def _try(self, experiment: Experiment) -> Comparison | Exception:
+        """Return what an experiment gave, or the error that it raised."""
         try:
             return self.laboratory.compared(experiment)
         except (LockstepError, RuntimeError) as error:  # of an operator that isn't deterministic
             return error
 
 
-_OUTSIDE = "in an operator that isn't PyTorch's own, or its optimizer does"
+_OUTSIDE = "in an operator that verify can't replace, or its optimizer does"
 
 
 def _sampler(first: Update) -> Caveat:
-    """Samples that are used twice, or not at all."""
+    """Name the samples that are used twice, or not at all."""
     rows = first.rows
     faults = []
     if rows.repeated:
@@ -259,7 +300,7 @@ def _sampler(first: Update) -> Caveat:
 
 
 def _layer_of(watched: Comparison, beyond: list[tuple[str, str, float]]) -> Layer | None:
-    """The first layer that differs; where only backward does, the one in which it begins to."""
+    """Return the first layer that differs; where only backward does, the one where it begins to."""
     if watched.layer is not None:
         return watched.layer
     apart = {name.rpartition(".")[0] for kind, name, _ in beyond if kind == "gradients"}

@@ -6,7 +6,7 @@ A kind with several texts has a word after a colon. `docs/verify.md` lists the k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
 from lockstep.launch.events import Caveat
@@ -77,24 +77,16 @@ state: parameter
   local batch
   -> let it depend on the parameters only, or take mp or single, which see the whole batch
 
-buffer of one rank
-  buffer "{name}" is updated on {replicas} only, and acts on all
-  -> update it on every rank alike, before it is used
-
 buffer
-  buffer "{name}" depends on the local batch: each replica computes its own, all follow the
-  first, and one device would compute another
-  -> let it depend on the parameters only, or take mp or single, which see the whole batch
+  buffer "{name}" depends on the local batch, or only some replicas update it: one device would
+  compute another
+  -> let it depend on the parameters only, and update it on every rank alike; or take mp or
+  single, which see the whole batch
 
 autograd function
-  {which} depends on the number of samples that it sees: it divides by it, say{seen}
-  -> leave the mean over samples to the loss, and let backward treat each sample by itself
-
-hook
-  a hook on parameter {names} is not linear in the gradient: it clips it, normalizes it or adds
-  to it, say, for each local batch
-  -> clip_norm, or weight_decay, which see the whole gradient; mp gives hooks that of the whole
-  batch
+  {which} depends on the samples that it sees together: it divides by their number, say, or clips
+  -> leave the mean over samples to the loss, and let backward treat each sample by itself; clip
+  by clip_norm
 
 unseeded model: initial values
   the model draws unseeded numbers when it is built: "{name}" has other values each time
@@ -146,14 +138,11 @@ scheduler
   the learning rate is {rate:.6g} against {reference:.6g} in update {update}
   -> step the scheduler once per update, on one rank's clock
 
-summed gradient
-  the gradient is {devices} times one device's: summed over the devices where it should be
-  averaged
-  -> divide by the number of devices, or run backward on total / samples of the global batch
-
 scaled gradient
-  the gradient is {ratio:.6g} times one device's: weighted otherwise than by samples
-  -> sum totals and counts
+  the gradient is {factor:.6g} times one device's: summed over the devices, say, where it should
+  be averaged, or weighted otherwise than by samples
+  -> sum totals and counts over the devices, and run backward on total / samples of the global
+  batch
 
 drift
   parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or
@@ -194,59 +183,46 @@ unknown
 
 
 def cause(name: str, /, **seen: object) -> Caveat:
-    """The cause of this name in the table, with what was seen."""
+    """Return the cause of this name in the table, with what was seen."""
     text, fix = CAUSES[name]
     return Caveat(name.partition(":")[0], text.format(**seen), fix)
 
 
 def of_refusal(error: Exception) -> Caveat | None:
-    """What a refusal, or a failure, under the strategy alone says of the job; None where it
-    isn't of the job.
+    """Return what a refusal, or a failure, under the strategy alone shows of the job.
+
+    None where the error has another reason than the job.
     """
     if isinstance(error, DeviceError | FolderError):
         return None
-    if not isinstance(error, LockstepError) or not (error.kind or isinstance(error, InputError)):
+
+    is_refusal = isinstance(error, InputError)
+    if not isinstance(error, LockstepError) or not (error.kind or is_refusal):
         return cause("failed", error=told(error))
     if error.kind == "shape":
         return cause("refused: shape", said=error)
+
     kind = error.kind or "refused"
-    return Caveat(kind, error.text, error.fix or CAUSES.get(kind, CAUSES["refused"])[1])
+    fix = CAUSES.get(kind, CAUSES["refused"])[1]
+    return Caveat(kind, error.text, error.fix or fix)
 
 
 def named(layer: str, kind: str) -> str:
-    """``"body.1" (BatchNorm2d)``, or the model itself."""
-    return f'"{layer}" ({kind})' if layer else f"the model's own forward ({kind})"
+    """Return ``"body.1" (BatchNorm2d)``, or words for the model itself."""
+    if layer:
+        return f'"{layer}" ({kind})'
+    return f"the model's own forward ({kind})"
 
 
 def quoted(names: Sequence[str]) -> str:
-    """``"a", "b"``: four of them at most."""
-    return ", ".join(f'"{name}"' for name in names[:4]) + (", ..." if len(names) > 4 else "")
+    """Return ``"a", "b"``: four of the names at most."""
+    shown = ", ".join(f'"{name}"' for name in names[:4])
+    return shown + ", ..." if len(names) > 4 else shown
 
 
 def listed(what: str, numbers: Sequence[int]) -> str:
-    """``samples 1, 2, 3``: six of them at most."""
-    shown = ", ".join(map(str, numbers[:6])) + (", ..." if len(numbers) > 6 else "")
-    return f"{what}{'s' if len(numbers) > 1 else ''} {shown}"
-
-
-def replica_buffer(own: Mapping[str, Sequence[int]]) -> Caveat:
-    """A buffer that is other on each replica; the first that only some of them updated."""
-    for name, replicas in own.items():
-        if replicas:
-            return cause("buffer of one rank", name=name, replicas=listed("replica", replicas))
-    return cause("buffer", name=next(iter(own)))
-
-
-def own_backward(functions: Sequence[str], ratios: Mapping[str, float]) -> Caveat:
-    """A backward that depends on how many samples it sees."""
-    seen = ""
-    scaled = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 1e-6}
-    if scaled:
-        name, ratio = next(iter(scaled.items()))
-        seen = f' (the gradient of "{name}" is {ratio:.4g} times as large when the batch is split)'
-    which = (
-        f"autograd function {quoted(functions)}"
-        if functions
-        else "a backward of the model, or a hook in it,"
-    )
-    return cause("autograd function", which=which, seen=seen)
+    """Return ``samples 1, 2, 3``: six of the numbers at most."""
+    shown = ", ".join(map(str, numbers[:6]))
+    if len(numbers) > 6:
+        shown += ", ..."
+    return f"{what}s {shown}" if len(numbers) > 1 else f"{what} {shown}"

@@ -30,7 +30,6 @@ class Experiment:
         devices: likewise.
         parts: micro-batches of a global batch on one device.
         settings: fields of the job to replace on both sides.
-        more: batches of the first epoch that are verified beside, for their targets.
         cut: micro-batches on the side in question, where not the strategy's own.
         updates: how many; None goes to the end, and evaluates.
         still: what is taken out of the model on both sides.
@@ -45,7 +44,6 @@ class Experiment:
     devices: tuple[Device, ...]
     parts: int
     settings: dict[str, Any] = field(default_factory=dict)
-    more: tuple[int, ...] = ()
     cut: int | None = None
     updates: int | None = None
     still: frozenset[Thing] = frozenset()
@@ -55,19 +53,21 @@ class Experiment:
     checked: bool = False
 
     def but(self, **changes: Any) -> Experiment:
-        """The same with other fields."""
+        """Return the same with other fields."""
         return dataclasses.replace(self, **changes)
 
     def of_single(self, **changes: Any) -> Experiment:
-        """The same with one device in the place of the strategy: it is compared with itself, but
-        for the changes.
+        """Return the same with one device in the place of the strategy.
+
+        It is compared with itself, but for the changes.
         """
-        alone = self.but(strategy=Single(), devices=(place_of(self.devices),), cut=self.parts)
+        device = place_of(self.devices)
+        alone = self.but(strategy=Single(), devices=(device,), cut=self.parts)
         return alone.but(**changes)
 
     @property
     def loaded(self) -> Job:
-        """The job with its settings."""
+        """Return the job with its settings."""
         return the_job(with_settings(self.job, self.settings))
 
     @property
@@ -104,8 +104,8 @@ class Update:
         reference: the loss of one device.
         gradients: by name, before clipping: max|a - b| over the larger of max|b| and a thousandth
             of the largest of all.
-        ratios: by name, how many times one device's gradient the strategy's is, where it is a
-            multiple.
+        factor: how many times one device's gradient the strategy's is; None where they agree, or
+            where that is another number for each parameter.
         parameters: by name, as ``change_apart`` measures them.
         buffers: by name, as ``buffer_apart`` measures them.
         rates: learning rates of the strategy, group by group.
@@ -120,7 +120,7 @@ class Update:
     loss: float
     reference: float
     gradients: dict[str, float]
-    ratios: dict[str, float]
+    factor: float | None
     parameters: dict[str, float]
     buffers: dict[str, float]
     rates: tuple[float, ...]
@@ -129,22 +129,25 @@ class Update:
 
     @property
     def losses_apart(self) -> float:
-        """The relative difference of the losses."""
+        """Return the relative difference of the losses."""
         return relative(self.loss, self.reference)
 
     @property
     def rates_apart(self) -> float:
-        """The largest relative difference of a learning rate."""
+        """Return the largest relative difference of a learning rate."""
         pairs = zip(self.rates, self.reference_rates, strict=True)
         return max((relative(a, b) for a, b in pairs), default=0.0)
 
     def worst(self, *kinds: str) -> float:
-        """The largest difference of these kinds, or of all."""
-        numbers = self.numbers()
-        return max((value for kind, _, value in numbers if kind in kinds or not kinds), default=0.0)
+        """Return the largest difference of these kinds, or of all."""
+        worst = 0.0
+        for kind, _, value in self.numbers():
+            if not kinds or kind in kinds:
+                worst = max(worst, value)
+        return worst
 
     def numbers(self) -> Iterator[tuple[str, str, float]]:
-        """Every difference: its kind, its name, and how large it is."""
+        """Give the kind, the name and the size of every difference."""
         yield "loss", "", self.losses_apart
         yield "learning rate", "", self.rates_apart
         for kind in ("gradients", "parameters", "buffers"):
@@ -161,8 +164,7 @@ class Comparison:
         updates: every update.
         evaluation: by name, the strategy's value and one device's.
         drifted: parameters whose values came to differ between the ranks.
-        own_buffers: buffers that each replica has its own values of after the first update, with
-            the replicas that changed them, where some didn't.
+        own_buffers: buffers that each replica has its own values of after the first update.
         apart_attributes: plain attributes of modules (``"body.calls"``) that training changed, and
             that ended otherwise than on one device.
         drew: from where the first update drew random numbers: "somewhere", "elsewhere" (Python or
@@ -174,7 +176,6 @@ class Comparison:
         layer: name and class of the first module that gave other numbers, where watched.
         called: the modules in the order of their first call, where watched.
         functions: autograd functions that are not PyTorch's own.
-        hooked: parameters with hooks on their gradients.
         notes: what was logged before training, and while it ran.
         still: what was taken out of the model on both sides.
     """
@@ -183,7 +184,7 @@ class Comparison:
     updates: list[Update] = field(default_factory=list)
     evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
     drifted: tuple[str, ...] = ()
-    own_buffers: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    own_buffers: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
     drew: tuple[str, ...] = ()
     drops: bool = False
@@ -193,18 +194,17 @@ class Comparison:
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
     functions: tuple[str, ...] = ()
-    hooked: tuple[str, ...] = ()
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
 
     @property
     def worst(self) -> float:
-        """The largest difference of all."""
+        """Return the largest difference of all."""
         return max(self.worst_of(), self._evaluation)
 
     @property
     def computed(self) -> float:
-        """The largest difference of losses, gradients and the evaluation.
+        """Return the largest difference of losses, gradients and the evaluation.
 
         An optimizer may make much of a small difference.
         """
@@ -212,10 +212,11 @@ class Comparison:
 
     @property
     def _evaluation(self) -> float:
-        return max((relative(a, b) for a, b in self.evaluation.values()), default=0.0)
+        pairs = self.evaluation.values()
+        return max((relative(a, b) for a, b in pairs), default=0.0)
 
     def worst_of(self, *kinds: str) -> float:
-        """The largest difference of these kinds, or of all, in any update."""
+        """Return the largest difference of these kinds, or of all, in any update."""
         return max((update.worst(*kinds) for update in self.updates), default=0.0)
 
 
@@ -232,37 +233,50 @@ class Bounds:
     noise: Comparison | None = None
 
     def of(self, kind: str) -> float:
-        """The bound for a difference of a kind, such as ``gradients``, in any update."""
-        noise = 0.0 if self.noise is None else self.noise.worst_of(kind)
-        return max(self.least, _TIMES_NOISE * noise)
-
-    def of_evaluation(self, name: str) -> float:
-        """The bound for a value of the evaluation."""
+        """Return the bound for a difference of a kind, such as ``gradients``, in any update."""
         if self.noise is None:
             return self.least
-        noise = relative(*self.noise.evaluation.get(name, (0.0, 0.0)))
+        return max(self.least, _TIMES_NOISE * self.noise.worst_of(kind))
+
+    def of_evaluation(self, name: str) -> float:
+        """Return the bound for a value of the evaluation."""
+        if self.noise is None:
+            return self.least
+
+        pair = self.noise.evaluation.get(name, (0.0, 0.0))
+        bound = max(self.of("loss"), _TIMES_NOISE * relative(*pair))
         is_loss = name.rpartition("/")[2] == "loss"
-        doubt = _DOUBT if self.least == COARSE and not is_loss else 0.0
-        return max(self.of("loss"), _TIMES_NOISE * noise, doubt)
+        if self.least == COARSE and not is_loss:
+            return max(bound, _DOUBT)
+        return bound
 
     def beyond(self, update: Update) -> list[tuple[str, str, float]]:
-        """The differences of an update that are more than rounding."""
-        return [number for number in update.numbers() if number[2] > self.of(number[0])]
+        """Return the differences of an update that are more than rounding."""
+        found = []
+        for kind, name, value in update.numbers():
+            if value > self.of(kind):
+                found.append((kind, name, value))
+        return found
 
     def first_apart(self, comparison: Comparison) -> Update | None:
-        """The first update that differs by more than rounding, or in its samples."""
+        """Return the first update that differs by more than rounding, or in its samples."""
         for update in comparison.updates:
             if update.rows or self.beyond(update):
                 return update
         return None
 
     def evaluation_apart(self, comparison: Comparison) -> list[str]:
-        """The values of the evaluation that differ by more than rounding."""
-        pairs = comparison.evaluation.items()
-        return [name for name, (a, b) in pairs if relative(a, b) > self.of_evaluation(name)]
+        """Return the values of the evaluation that differ by more than rounding."""
+        found = []
+        for name, pair in comparison.evaluation.items():
+            if relative(*pair) > self.of_evaluation(name):
+                found.append(name)
+        return found
 
     def hold(self, comparison: Comparison) -> bool:
-        """Whether nothing differs by more than rounding."""
-        if comparison.start or comparison.drifted or self.evaluation_apart(comparison):
+        """Return whether nothing differs by more than rounding."""
+        if comparison.start or comparison.drifted:
+            return False
+        if self.evaluation_apart(comparison):
             return False
         return self.first_apart(comparison) is None

@@ -127,34 +127,31 @@ def _filled(value: float) -> Callable[..., Tensor]:
     return lambda made, *args: made.fill_(value)
 
 
-def _chance(made: Tensor, chance: Any) -> Tensor:
+def _chance(made: Tensor, itself: Tensor, chance: Any = 0.5) -> Tensor:
     return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
 
 
+def _chances(made: Tensor, chances: Tensor, chance: Any = None) -> Tensor:
+    return _chance(made, made, chances if chance is None else chance)
+
+
+def _middle(made: Tensor, itself: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tensor:
+    return made.fill_((lower + upper) / 2)
+
+
 def _lowest(made: Tensor, *args: Any) -> Tensor:
-    """The lowest integer that may be drawn; it is an argument where there are two bounds."""
+    """Give the lowest integer that may be drawn; it is an argument where there are two bounds."""
     bounds = [arg for arg in args if isinstance(arg, int)]
-    return made.fill_(bounds[0] if len(bounds) > 1 else 0)
-
-
-def _categories(made: Tensor, weights: Tensor, count: int, *args: Any) -> Tensor:
-    """The likeliest categories; with replacement, the likeliest one each time."""
-    replacement = bool(args and args[0])
-    likeliest = weights.topk(1 if replacement else count).indices
-    return made.copy_(likeliest.expand_as(made))
-
-
-def _slope(
-    made: Tensor, inputs: Tensor, noise: Tensor, lower: float, upper: float, *args: Any
-) -> Tensor:
-    """``rrelu_with_noise``; its backward takes the slopes from ``noise``."""
-    noise.copy_(torch.where(inputs > 0, 1.0, (lower + upper) / 2))
-    return inputs * noise
+    lowest = bounds[0] if len(bounds) > 1 else 0
+    return made.fill_(lowest)
 
 
 def _kept(made: Any, inputs: Tensor, p: float, *args: Any) -> Any:
-    """Dropout of accelerators keeps everything; its backward scales by the mask."""
-    return made if p == 1 else (inputs / (1 - p), made[1].fill_(True))
+    """Keep everything in an accelerator's dropout; its backward scales by the mask."""
+    if p == 1:
+        return made
+    mask = made[1].fill_(True)
+    return inputs / (1 - p), mask
 
 
 _INSTEAD: dict[str, Callable[..., Any]] = {
@@ -162,15 +159,9 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _filled(0)),
     **dict.fromkeys(("exponential_", "geometric_"), _filled(1)),
     **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
-    **dict.fromkeys(("poisson", "_standard_gamma"), lambda made, mean, *args: mean.clone()),
-    "bernoulli": lambda made, chances, chance=None: _chance(
-        made, chances if chance is None else chance
-    ),
-    "bernoulli_": lambda made, itself, chance=0.5: _chance(made, chance),
-    "uniform_": lambda made, itself, lower=0.0, upper=1.0: made.fill_((lower + upper) / 2),
-    "multinomial": _categories,
-    "_sample_dirichlet": lambda made, weights, *args: weights / weights.sum(-1, keepdim=True),
-    "rrelu_with_noise": _slope,
+    "bernoulli": _chances,
+    "bernoulli_": _chance,
+    "uniform_": _middle,
     "native_dropout": _kept,
 }
 """By operator, what is given in the place of what it drew: a function of that, and of the

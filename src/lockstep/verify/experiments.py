@@ -23,7 +23,7 @@ from lockstep.verify.paired_run import both_sides
 
 
 class Laboratory:
-    """Where experiments run: in this process, or on ranks that stay for the next one.
+    """The place where experiments run: this process, or ranks that stay for the next one.
 
     Ranks start as soon as it is entered.
     """
@@ -69,7 +69,7 @@ _OURS = {"sync_batchnorm", "collate"}
 
 
 def _with_known_data(world: World, experiment: Experiment) -> Job:
-    """The job with the data that an experiment before this one has made on these ranks.
+    """Return the job with the data that an experiment before this one has made on these ranks.
 
     A stream is made anew; and so is all in the person's own process, where data that can't be made
     twice are looked for. (A job that isn't a file comes with its data each time.)
@@ -78,12 +78,16 @@ def _with_known_data(world: World, experiment: Experiment) -> Job:
     job = experiment.loaded
     if world.size == 1 or not isinstance(experiment.job, JobFile):
         return job
+
     settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}
     source = experiment.job, settings
     if _data is None or _data[0] != source:
         _data = source, resolve(job.train_data, world, "train_data")
+
     data = _data[1]
-    return job if is_stream(data) else job.replace(train_data=data)
+    if is_stream(data):
+        return job
+    return job.replace(train_data=data)
 
 
 _CERTAIN = 1e-5
@@ -117,28 +121,34 @@ class Noise:
 
     @property
     def least(self) -> float:
-        """Up to where any difference is rounding."""
+        """Return up to where any difference is rounding."""
         return self._least.least
 
     def bounds(self, comparison: Comparison) -> Bounds:
-        """The bounds of a comparison, as far as they have been measured."""
-        return self._measured.get(_out_of(comparison), self._least)
+        """Return the bounds of a comparison, as far as they have been measured."""
+        things = _out_of(comparison)
+        return self._measured.get(things, self._least)
 
     def hold(self, comparison: Comparison) -> bool:
-        """Whether no difference in it is more than rounding."""
+        """Return whether no difference in a comparison is more than rounding."""
         if self.bounds(comparison).hold(comparison):
             return True
+
         things = _out_of(comparison)
-        # An optimizer may make much of the first difference in later updates.
-        first = self._least.first_apart(comparison)
-        computed = comparison.computed if first is None else first.worst("loss", "gradients")
-        if things in self._measured or (self._exact and computed > _CERTAIN):
+        if things in self._measured or self._is_certain(comparison):
             return False
         self._measured[things] = self._measure(comparison, things)
         return self._measured[things].hold(comparison)
 
+    def _is_certain(self, comparison: Comparison) -> bool:
+        """Return whether sides differ by more than any rounding in float64."""
+        # An optimizer may make much of the first difference in later updates.
+        first = self._least.first_apart(comparison)
+        computed = comparison.computed if first is None else first.worst("loss", "gradients")
+        return self._exact and computed > _CERTAIN
+
     def repeats(self, twice: Comparison) -> bool:
-        """Whether one device against itself gave the same but for sums in any order.
+        """Return whether one device against itself gave the same but for sums in any order.
 
         Where losses or gradients differ by more than rounding in any format, nothing is measured: a
         measurement would take what the model draws for noise.
@@ -148,12 +158,10 @@ class Noise:
         return self.hold(twice)
 
     def _measure(self, comparison: Comparison, things: frozenset[Thing]) -> Bounds:
-        updates = max(_FEWEST, len(comparison.updates))
-        mixed = self._experiment.of_single(
-            updates=None if comparison.evaluation else updates,
-            still=things,
-            shuffled=True,
-        )
+        updates = None
+        if not comparison.evaluation:
+            updates = max(_FEWEST, len(comparison.updates))
+        mixed = self._experiment.of_single(updates=updates, still=things, shuffled=True)
         try:
             noise = self._laboratory.compared(mixed)
         except LockstepError:  # of a job that can't be repeated, which is found later
@@ -164,6 +172,8 @@ class Noise:
 
 
 def _out_of(comparison: Comparison) -> frozenset[Thing]:
-    """What has to be out of the model where its noise is measured."""
+    """Return what has to be out of the model where its noise is measured."""
     things = frozenset(comparison.still)
-    return things | {"draws"} if comparison.drew else things
+    if comparison.drew:
+        things |= {"draws"}
+    return things

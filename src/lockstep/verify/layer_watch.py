@@ -37,13 +37,16 @@ class Watch:
 
     @property
     def order(self) -> tuple[str, ...]:
-        """The modules by name, in the order of their first call."""
+        """Return the names of the modules, in the order of their first call."""
         return tuple(dict.fromkeys(name for name, *_ in self.sums))
 
     @contextmanager
     def looking(self, models: list[nn.Module]) -> Iterator[None]:
         """Look at what these replicas compute meanwhile."""
-        names = {module: name for model in models for name, module in model.named_modules()}
+        names = {}
+        for model in models:
+            for name, module in model.named_modules():
+                names[module] = name
 
         def before(module: nn.Module, args: Any) -> None:
             if module in models:
@@ -67,29 +70,36 @@ class Watch:
         if sums is None:
             return
         self._mine.calls[name] += 1
+        call = self._mine.calls[name]
         for i, tensor in enumerate(tensors(outputs)):
-            if tensor.is_floating_point() and tensor.layout == torch.strided and tensor.numel():
-                sums[name, kind, self._mine.calls[name], i] = _sums_of(tensor.detach())
+            is_dense = tensor.layout == torch.strided
+            if is_dense and tensor.is_floating_point() and tensor.numel():
+                sums[name, kind, call, i] = _sums_of(tensor.detach())
 
     def forwarded(self) -> None:
         """Add what a part of the batch gave, in this thread."""
         sums = getattr(self._mine, "sums", None) or {}
-        self._mine.sums = None  # what a checkpoint computes again in backward isn't looked at
+        # What a checkpoint computes again in backward isn't looked at.
+        self._mine.sums = None
         with self._lock:
             _add(self.sums, sums)
 
 
 def _sums_of(tensor: Tensor) -> Tensor:
-    """How many values there are; the sum of absolute values, the sum, and a weighted one."""
-    rows = tensor.reshape(-1, tensor.shape[-1] if tensor.dim() else 1).cpu().double()
-    weighted = rows @ torch.linspace(0.1, 1, rows.shape[1], dtype=rows.dtype)
-    sums = [rows.abs().sum(), rows.sum(), weighted.sum()]
-    return torch.stack([torch.tensor(float(rows.numel())), *sums])
+    """Return how many values there are; the sum of absolute values, the sum, and a weighted one."""
+    width = tensor.shape[-1] if tensor.dim() else 1
+    rows = tensor.reshape(-1, width).cpu().double()
+    number = torch.tensor(float(rows.numel()))
+    weights = torch.linspace(0.1, 1, width, dtype=rows.dtype)
+    weighted = rows @ weights
+    return torch.stack([number, rows.abs().sum(), rows.sum(), weighted.sum()])
 
 
 def _add(whole: Sums, part: Sums) -> None:
     for place, sums in part.items():
-        whole[place] = whole[place] + sums if place in whole else sums
+        if place in whole:
+            sums = whole[place] + sums
+        whole[place] = sums
 
 
 def first_apart(every: Iterable[Sums], theirs: Sums, bound: float) -> tuple[str, str] | None:
@@ -104,11 +114,13 @@ def first_apart(every: Iterable[Sums], theirs: Sums, bound: float) -> tuple[str,
     ours: Sums = {}
     for sums in every:
         _add(ours, sums)
+
     for place, wanted in theirs.items():
         mine = ours.get(place)
         if mine is None or mine[0] != wanted[0]:
             continue
         apart = (mine - wanted).abs()
-        if not bool((apart <= bound * wanted[1].clamp(min=1e-30)).all()):
+        most = bound * wanted[1].clamp(min=1e-30)
+        if not bool((apart <= most).all()):
             return place[:2]
     return None

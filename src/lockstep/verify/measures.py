@@ -38,14 +38,19 @@ def buffer_apart(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return max|a - b| over max(max|b|, 1) for two values of a buffer."""
     if a.shape != b.shape:
         return math.inf
-    return largest(real(a) - real(b)) / max(largest(real(b)), 1.0)
+    scale = max(largest(real(b)), 1.0)
+    return largest(real(a) - real(b)) / scale
 
 
 def relative(a: float, b: float) -> float:
     """Return |a - b| / |b|; infinite where one of them is no number."""
-    if a == b or (math.isnan(a) and math.isnan(b)):
+    if a == b:
         return 0.0
-    return abs(a - b) / max(abs(b), 1e-6) if math.isfinite(a - b) else math.inf
+    if math.isnan(a) and math.isnan(b):
+        return 0.0
+    if not math.isfinite(a - b):
+        return math.inf
+    return abs(a - b) / max(abs(b), 1e-6)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:
@@ -53,15 +58,20 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().cpu()
     if tensor.layout != torch.strided:
         tensor = tensor.to_dense()
-    return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.double()
 
 
 def largest(tensor: torch.Tensor) -> float:
     """Return the largest absolute value; infinite where one is NaN."""
     if not tensor.numel():
         return 0.0
-    least, most = map(float, tensor.aminmax())  # a fifth of the time of a norm
-    return math.inf if math.isnan(most) else max(-least, most)
+    # A fifth of the time of a norm.
+    lowest, highest = map(float, tensor.aminmax())
+    if math.isnan(highest):
+        return math.inf
+    return max(-lowest, highest)
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,12 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
         if has_rows(tensor, size) and tensor.layout == torch.strided and tensor.numel():
             rows = bits_of(tensor.detach().cpu().resolve_conj().resolve_neg())
             found.append(rows.view(size, -1).numpy())
-    samples = [b"".join(map(bytes, rows)) for rows in zip(*found, strict=True)]
-    return [hashlib.blake2b(sample, digest_size=8).digest() for sample in samples]
+
+    ids = []
+    for rows_of_sample in zip(*found, strict=True):
+        sample = b"".join(map(bytes, rows_of_sample))
+        ids.append(hashlib.blake2b(sample, digest_size=8).digest())
+    return ids
 
 
 def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int]) -> Rows:
@@ -103,8 +117,10 @@ def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int]) -> Ro
     ``samples`` are the numbers in the dataset of ``theirs``; where they aren't known, places in the
     batch are given.
     """
-    known = len(samples) == len(theirs)
-    names = dict(zip(theirs, samples if known else range(len(theirs)), strict=True))
+    if len(samples) != len(theirs):
+        samples = list(range(len(theirs)))
+    names = dict(zip(theirs, samples, strict=True))
+
     counts = Counter(ours)
     wanted = Counter(theirs)
     more = counts - wanted

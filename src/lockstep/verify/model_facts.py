@@ -32,6 +32,7 @@ def attribute_values(model: nn.Module) -> dict[str, Any]:
     tuples and dictionaries of these.
     """
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
     found = {}
     for way, module in model.named_modules():
         for key, held in vars(module).items():
@@ -41,23 +42,19 @@ def attribute_values(model: nn.Module) -> dict[str, Any]:
 
 
 def _value(held: Any, own: set[int]) -> Any:
-    """What can be compared; the model's own tensors (a list of an RNN's weights) are left out."""
+    """Return what can be compared.
+
+    The model's own tensors (a list of an RNN's weights) are left out.
+    """
     if isinstance(held, torch.Tensor):
         return None if id(held) in own else digest(held)
     if isinstance(held, dict):
         return [(key, _value(value, own)) for key, value in held.items()]
     if isinstance(held, list | tuple):
         return [_value(value, own) for value in held]
-    return repr(held) if isinstance(held, int | float | complex | str) else None
-
-
-def hooked_parameters(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of parameters with a hook on their gradient."""
-    return tuple(
-        name
-        for name, p in model.named_parameters()
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
-    )
+    if isinstance(held, int | float | complex | str):
+        return repr(held)
+    return None
 
 
 def own_functions(outputs: Any) -> set[str]:
@@ -65,17 +62,19 @@ def own_functions(outputs: Any) -> set[str]:
     found = set()
     for node in graph_nodes(outputs):
         kind = getattr(node, "_forward_cls", None)
-        if kind is not None and not kind.__module__.startswith(("torch.", "lockstep.")):
+        if kind is None:
+            continue
+        if not kind.__module__.startswith(("torch.", "lockstep.")):
             found.add(kind.__name__)
     return found
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether there are dropout layers."""
+    """Return whether there are dropout layers."""
     return any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
 
 
 def normalises(model: nn.Module) -> bool:
-    """Whether a batch norm takes the statistics of what a forward sees."""
+    """Return whether a batch norm takes the statistics of what a forward sees."""
     norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     return any(norm.training or not norm.track_running_stats for norm in norms)

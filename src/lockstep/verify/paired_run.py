@@ -15,6 +15,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,15 +31,10 @@ from lockstep.launch.world import World, place_of
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
-from lockstep.verify.comparison import EXACT, Comparison, Experiment, Update
+from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.layer_watch import first_apart
 from lockstep.verify.measures import Rows, buffer_apart, change_apart, largest, real, rows_apart
-from lockstep.verify.model_facts import (
-    buffer_digests,
-    has_dropout,
-    hooked_parameters,
-    normalises,
-)
+from lockstep.verify.model_facts import buffer_digests, has_dropout, normalises
 from lockstep.verify.training_run import Side
 
 
@@ -76,7 +72,15 @@ def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
 
 
 class _PairedRun:
-    """An experiment on this rank; rank 0 has both sides."""
+    """An experiment on this rank; rank 0 has both sides.
+
+    Attributes:
+        found: what is compared.
+        ours: the strategy's side.
+        theirs: the side of one device, on rank 0.
+        start: the parameters that ``theirs`` began with.
+        reach: the learning rates of all updates so far, added up.
+    """
 
     def __init__(self, world: World, experiment: Experiment, job: Job) -> None:
         self.world = world
@@ -84,49 +88,65 @@ class _PairedRun:
         self.found = Comparison(still=tuple(sorted(experiment.still)))
         self.notes: list[Caveat] = []
         world.tell = self._hear
-        cut = experiment.cut
-        our_job = job if cut is None else job.replace(accumulate=cut)
+
+        our_job = job
+        if experiment.cut is not None:
+            our_job = job.replace(accumulate=experiment.cut)
         self.ours = Side(our_job, world, experiment)
         self.theirs: Side | None = None
         self.single = World(devices=world.devices[:1])
+        self.start: dict[str, Tensor] = {}
         self.reach = 0.0
-        if not world.is_first:
-            return
-        # Made once: it may be large. (A stream may be one that can't be iterated by two at a time.)
-        data = job.train_data if is_stream(self.ours.data) else self.ours.data
-        its_job = job.replace(accumulate=experiment.parts, train_data=data)
-        plain = experiment.but(strategy=Single(), shuffled=False, checked=False)
-        with self._alone():
-            self.theirs = Side(its_job, self.single, plain)
+        if world.is_first:
+            self._prepare_single(job)
 
-    def _hear(self, told: object) -> None:
-        if isinstance(told, Line) and told.kind == "note":
-            self.notes.append(told.as_caveat)
+    def _prepare_single(self, job: Job) -> None:
+        """Make the side of one device."""
+        # Data are made once: they may be large. (Two can't always iterate one stream.)
+        data = self.ours.data
+        if is_stream(data):
+            data = job.train_data
+        job = job.replace(accumulate=self.experiment.parts, train_data=data)
+        plain = self.experiment.but(strategy=Single(), shuffled=False, checked=False)
+        with self._alone():
+            self.theirs = Side(job, self.single, plain)
+
+    def _hear(self, event: object) -> None:
+        if isinstance(event, Line) and event.kind == "note":
+            self.notes.append(event.as_caveat)
 
     def _alone(self) -> contextlib.AbstractContextManager[None]:
         return _as_single(self.single, self.experiment.devices)
 
     def run(self) -> Comparison:
-        ours, theirs, world = self.ours, self.theirs, self.world
+        """Train both sides, an update at a time, and compare them."""
+        ours = self.ours
+        theirs = self.theirs
         start = ours.step.layout.weights()
         if theirs is not None:
             self._compare_start(theirs, start)
             its_batches = theirs.batches()
+
         for number, (batch, is_last) in enumerate(ours.batches(), start=1):
             if theirs is not None:
                 with self._alone():
                     theirs.update(*next(its_batches))
             ours.update(batch, is_last)
-            self._wait()  # nobody writes while rank 0 looks
-            rows = [row for mine in world.gather_objects(ours.rows) for row in mine]
+
+            # Nobody writes while rank 0 looks. (Under hogwild ranks don't meet otherwise.)
+            self.world.barrier()
+            rows_of_ranks = self.world.gather_objects(ours.rows)
             if number == 1:
                 self._compare_replicas()
             values = ours.step.layout.parameters()
             if theirs is not None:
+                rows = list(chain.from_iterable(rows_of_ranks))
                 self._compare(theirs, rows, values)
-            self._wait()
+            self.world.barrier()
+
             if number == self.experiment.updates:
                 break
+
         self._compare_ranks()
         if self.experiment.updates is None and not self.found.drifted:
             self._evaluate()
@@ -135,31 +155,27 @@ class _PairedRun:
             self._describe(theirs)
         return self.found
 
-    def _wait(self) -> None:
-        if not self.ours.step.together:
-            self.world.barrier()
-
     def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
-        self.start = {name: p.detach().clone() for name, p in theirs.step.model.named_parameters()}
+        for name, p in theirs.step.model.named_parameters():
+            self.start[name] = p.detach().clone()
         its = _digests(theirs.step.layout.weights())
         self.found.start = _unequal(its, [_digests(mine)])
 
     # ---- after an update -------------------------------------------------------------------------
 
     def _compare(self, theirs: Side, rows: list[bytes], values: dict[str, Tensor]) -> None:
+        """Note how far the sides lie apart after an update."""
         ours = self.ours
         batch = theirs.batch
         self.reach += max(theirs.rates, default=0.0)
+
         gradients: dict[str, float] = {}
-        ratios: dict[str, float] = {}
+        factor = None
         if ours.step.together:
-            gradients, ratios = _gradients_apart(ours.gradients, theirs.gradients)
-        others = dict(ours.step.model.named_buffers())
-        buffers = {
-            name: buffer_apart(others[name], buffer)
-            for name, buffer in theirs.step.model.named_buffers()
-            if name in others
-        }
+            gradients = _gradients_apart(ours.gradients, theirs.gradients)
+            if max(gradients.values(), default=0.0) > _ALIKE:
+                factor = _common_factor(ours.gradients, theirs.gradients)
+
         update = Update(
             number=len(self.found.updates) + 1,
             epoch=batch.epoch + 1,
@@ -168,9 +184,9 @@ class _PairedRun:
             loss=ours.result.loss,
             reference=theirs.result.loss,
             gradients=gradients,
-            ratios=ratios,
+            factor=factor,
             parameters=self._parameters_apart(theirs, values),
-            buffers=buffers,
+            buffers=self._buffers_apart(theirs),
             rates=ours.rates,
             reference_rates=theirs.rates,
             rows=self._rows_apart(theirs, rows),
@@ -178,7 +194,7 @@ class _PairedRun:
         self.found.updates.append(update)
 
     def _parameters_apart(self, theirs: Side, values: dict[str, Tensor]) -> dict[str, float]:
-        """Frozen ones too: a teacher may follow what it sees."""
+        """Compare parameters; frozen ones too, since a teacher may follow what it sees."""
         found = {}
         for name, p in theirs.step.model.named_parameters():
             if name not in self.start:
@@ -191,41 +207,55 @@ class _PairedRun:
                 found[name] = change_apart(apart, change, self.reach)
         return found
 
+    def _buffers_apart(self, theirs: Side) -> dict[str, float]:
+        mine = dict(self.ours.step.model.named_buffers())
+        found = {}
+        for name, buffer in theirs.step.model.named_buffers():
+            if name in mine:
+                found[name] = buffer_apart(mine[name], buffer)
+        return found
+
     def _rows_apart(self, theirs: Side, rows: list[bytes]) -> Rows:
+        """Compare the samples that the forwards of both sides were given."""
         if not theirs.rows:
             return Rows()
+
         samples = theirs.batch.samples
-        apart = rows_apart(rows, theirs.rows, [] if samples is None else samples.tolist())
+        numbers = [] if samples is None else samples.tolist()
+        apart = rows_apart(rows, theirs.rows, numbers)
+
         is_single = isinstance(self.experiment.strategy, Single)
-        alike = is_single and self.experiment.cut in (None, self.experiment.parts)
-        if theirs.job.collate is None or alike:
+        is_cut_alike = is_single and self.experiment.cut in (None, self.experiment.parts)
+        if theirs.job.collate is None or is_cut_alike:
             return apart
-        self.found.collated |= bool(apart)  # what is padded with others is another row
+        # What is padded with others is another row.
+        self.found.collated |= bool(apart)
         return Rows()
 
     def _compare_replicas(self) -> None:
         """Find buffers that each replica has its own values of after the first update."""
         here = [buffer_digests(model) for model in self.ours.step.models()]
-        every = [one for mine in self.world.gather_objects(here) for one in mine]
-        for name, before in self.ours.buffers.items():
-            values = [one[name] for one in every]
-            if len(set(values)) > 1:
-                changed = tuple(i for i, value in enumerate(values) if value != before)
-                self.found.own_buffers[name] = changed if before in values else ()
+        first, *others = chain.from_iterable(self.world.gather_objects(here))
+        self.found.own_buffers = _unequal(first, others)
 
     # ---- at the end ------------------------------------------------------------------------------
 
     def _compare_ranks(self) -> None:
         """Compare what is on other ranks too: parameters, plain attributes, outputs of layers."""
-        ours, theirs, found = self.ours, self.theirs, self.found
-        meets = self.world.size > 1 and ours.step.together
-        parameters = _digests(ours.step.layout.parameters()) if meets else {}
-        mine = parameters, ours.changed_attributes(), ours.watch.sums
-        of_parameters, of_attributes, sums = zip(*self.world.gather_objects(mine), strict=True)
+        ours = self.ours
+        theirs = self.theirs
+        found = self.found
+
+        parameters = {}
+        if self.world.size > 1 and ours.step.together:
+            parameters = _digests(ours.step.layout.parameters())
         # All ranks need to know, since they evaluate only where there is no drift.
-        found.drifted = _unequal(parameters, of_parameters)
+        found.drifted = _unequal(parameters, self.world.gather_objects(parameters))
+        of_attributes = self.world.gather_objects(ours.changed_attributes())
+        sums = self.world.gather_objects(ours.watch.sums)
         if theirs is None:
             return
+
         found.apart_attributes = _unequal(theirs.changed_attributes(), of_attributes)
         if self.experiment.watched:
             bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
@@ -237,18 +267,21 @@ class _PairedRun:
         if self.theirs is not None:
             with self._alone():
                 its = self.theirs.evaluate()
-        mine = self.ours.evaluate().items()
-        self.found.evaluation = {name: (value, its[name]) for name, value in mine if name in its}
+        for name, value in self.ours.evaluate().items():
+            if name in its:
+                self.found.evaluation[name] = value, its[name]
 
     def _describe(self, theirs: Side) -> None:
         """Note facts of the model and its loss."""
-        ours, found, model = self.ours, self.found, theirs.step.model
+        ours = self.ours
+        found = self.found
+        model = theirs.step.model
         found.drew = tuple(sorted(theirs.drew))
         found.drops = has_dropout(model)
         found.normalises = normalises(model)
         found.whole_outputs = tuple(theirs.whole_outputs)
         found.functions = tuple(sorted(theirs.functions | ours.functions))
-        found.hooked = hooked_parameters(model)
+
         known = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
         notes = dict.fromkeys([*known, *self.notes])
         found.notes = tuple(note for note in notes if note.kind not in self.experiment.still)
@@ -258,33 +291,55 @@ def _digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {name: digest(t) for name, t in tensors.items() if isinstance(t, Tensor)}
 
 
-def _unequal(its: dict[str, Any], of_ranks: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """The names whose values aren't the same on every rank."""
-    names = dict.fromkeys(name for one in (its, *of_ranks) for name in one)
-    return tuple(n for n in names if any(one.get(n) != its.get(n) for one in of_ranks))
+def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the names whose values aren't the same in all of these."""
+    found: dict[str, None] = {}
+    for other in others:
+        for name in {**its, **other}:
+            if other.get(name) != its.get(name):
+                found[name] = None
+    return tuple(found)
 
 
-def _gradients_apart(
-    ours: dict[str, Tensor], theirs: dict[str, Tensor]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """By name, how far the gradients lie apart, and how many times one is the other, where it is
-    a multiple.
-    """
+_ALIKE = 1e-6
+"""Up to where gradients are one multiple of others; beside this, no multiple is looked for."""
+
+
+def _gradients_apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """Return by name how far the gradients lie apart."""
     sizes = {name: largest(real(grad)) for name, grad in theirs.items()}
     # What is zero but for rounding (a bias before a batch norm) is compared with the others' size.
     small = 1e-3 * max(sizes.values(), default=0.0)
+
     found: dict[str, float] = {}
-    ratios: dict[str, float] = {}
     for name, grad in {**theirs, **ours}.items():
-        if name not in theirs or name not in ours:
+        if name in theirs and name in ours:
+            apart = largest(real(ours[name]) - real(theirs[name]))
+            found[name] = apart / (max(sizes[name], small) or 1.0)
+        else:
             found[name] = math.inf if largest(real(grad)) else 0.0
-            continue
-        its = real(theirs[name])
-        mine = real(ours[name])
-        size = max(sizes[name], small) or 1.0
-        found[name] = largest(mine - its) / size
-        if sizes[name] > small:
-            ratio = 1.0 if found[name] <= EXACT else float((mine * its).sum() / (its * its).sum())
-            if largest(mine - ratio * its) <= 1e-6 * size * max(1.0, abs(ratio)):
-                ratios[name] = ratio
-    return found, ratios
+    return found
+
+
+def _common_factor(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float | None:
+    """Return how many times one device's gradient the strategy's is, the same for all parameters.
+
+    None where that is another number for each.
+    """
+    if ours.keys() != theirs.keys():
+        return None
+
+    product = 0.0
+    square = 0.0
+    for name, grad in theirs.items():
+        its = real(grad)
+        product += float((real(ours[name]) * its).sum())
+        square += float(its.square().sum())
+    factor = product / square if square else math.nan
+
+    bound = _ALIKE * max(map(largest, map(real, ours.values())))
+    for name, grad in theirs.items():
+        apart = largest(real(ours[name]) - factor * real(grad))
+        if not apart <= bound:
+            return None
+    return factor

@@ -8,7 +8,6 @@ import itertools
 import time
 from typing import Any
 
-from lockstep.data import job_loader, resolve
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
@@ -16,15 +15,14 @@ from lockstep.launch.placement import alone
 from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
-from lockstep.verify.batches import others_in_kind, places_of
 from lockstep.verify.comparison import Experiment
 from lockstep.verify.training_run import Side
 
 _LONGEST = 0.5
 """Seconds that an update of one device may take, where nobody asked for whole batches."""
 
-_LOOK = 2.0
-"""Seconds to look at targets for."""
+_FEWEST = 4
+"""Samples of the smallest batch that is tried."""
 
 
 def preflight(
@@ -45,14 +43,17 @@ def preflight(
         notes.append("without compile, which only changes rounding")
     if job.callbacks:
         notes.append("without callbacks: two trainings show whether they are the same under both")
+
+    # Two samples for each local micro-batch.
     shared = 2 * strategy.layout(len(devices)).local_batches * strategy.num_microbatches(job)
-    fewest = min(job.batch_size, max(shared + 1, 4))
+    size = min(job.batch_size, max(shared + 1, _FEWEST))
     try:
-        small = job.replace(**settings, batch_size=fewest)
+        small = job.replace(**settings, batch_size=size)
         seconds, draws, precision = _tried(small, devices)
     except Exception:  # so few may be too few for it
         whole = True
         seconds, draws, precision = _tried(job.replace(**settings), devices)
+
     settings["precision"] = precision
     if job.precision not in (None, precision):
         notes.append(f"in {precision} in the place of {job.precision}")
@@ -60,66 +61,39 @@ def preflight(
         notes.append(
             "the model can't compute in float64, so rounding is measured: single twice, sums mixed"
         )
-    most = job.batch_size if whole else _most(job.replace(**settings), devices, fewest, seconds)
-    if most < job.batch_size:
-        size = _uneven(job, max(fewest, most), shared)
+
+    if not whole:
+        size = max(size, int(size * _LONGEST / seconds))
+    if not whole and size < job.batch_size:
+        size = _uneven(job, size, shared)
         settings["batch_size"] = size
         settings["eval_batch_size"] = min(size, job.eval_batch_size or job.batch_size)
         notes.append(
             f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes "
             "them whole)"
         )
-    used = job.replace(**settings)
-    more = _more(used, devices)
-    parts = strategy.num_microbatches(used)
-    experiment = Experiment(source, strategy, devices, parts, settings, more)
-    if draws and (experiment.shares > 1 or not devices[0].is_slot):  # else masks are the same
+
+    parts = strategy.num_microbatches(job.replace(**settings))
+    experiment = Experiment(source, strategy, devices, parts, settings)
+    masks_differ = experiment.shares > 1 or not devices[0].is_slot
+    if draws and masks_differ:
         experiment = experiment.but(still=frozenset({"dropout"}))
     return experiment, notes
-
-
-def _more(job: Job, devices: tuple[Device, ...]) -> tuple[int, ...]:
-    """Batches to verify for their targets."""
-    with alone((place_of(devices),)) as world:
-        data = resolve(job.train_data, world, "train_data")
-        loader = job_loader(job.replace(accumulate=1), world, data)
-        try:
-            if loader.batches_of(0) is None:
-                return ()
-            return others_in_kind(loader, places_of(loader, job.batch_size, 0), _LOOK)
-        finally:
-            loader.close()
-
-
-def _most(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
-    """About how many samples an update can take within the longest time, where ``size`` of them
-    take ``seconds``.
-
-    Much of what a few samples take may be of an update, not of them: so more of them are timed,
-    until that is long.
-    """
-    each = seconds / size
-    while size < job.batch_size and seconds <= _LONGEST:
-        if seconds + each * (job.batch_size - size) <= _LONGEST:
-            return job.batch_size
-        more = min(job.batch_size, 4 * size)
-        longer, _ = _seconds(job.replace(batch_size=more), devices)
-        each = max(0.0, longer - seconds) / (more - size)
-        if longer > _LONGEST:
-            return int(size + (_LONGEST - seconds) / each)
-        size, seconds = more, longer
-    return size
 
 
 def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool, str | None]:
     """Return what ``_seconds`` gives, and the precision: fp64 where model and device can do it."""
     if devices[0].type != "mps":
         try:
-            return *_seconds(job.replace(precision="fp64"), devices), "fp64"
+            seconds, draws = _seconds(job.replace(precision="fp64"), devices)
         except Exception:  # a cast of its own, say; any other error is raised below
             pass
-    own = None if job.precision is None else "fp32"
-    return *_seconds(job.replace(precision=own), devices), own
+        else:
+            return seconds, draws, "fp64"
+
+    precision = None if job.precision is None else "fp32"
+    seconds, draws = _seconds(job.replace(precision=precision), devices)
+    return seconds, draws, precision
 
 
 def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
@@ -127,17 +101,21 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
     taken: list[float] = []
     with alone((place_of(devices),)) as world:
         side = Side(job, world, Experiment(job, Single(), devices, job.accumulate))
-        for batch, is_last in itertools.islice(side.batches(), 2):  # the first prepares much
+        # The first update prepares much.
+        for batch, is_last in itertools.islice(side.batches(), 2):
             began = time.perf_counter()
             side.update(batch, is_last)
-            taken.append((time.perf_counter() - began) * job.batch_size / batch.size)
+            seconds = time.perf_counter() - began
+            taken.append(seconds * job.batch_size / batch.size)
         side.loader.close()
     return min(taken), bool(side.drew)
 
 
 def _uneven(job: Job, size: int, fewest: int) -> int:
-    """At most this batch size, such that an epoch still ends with a smaller batch, where its length
-    is known: one of ``fewest`` samples, where it can, some for each share.
+    """Return at most this batch size, such that an epoch still ends with a smaller batch.
+
+    That has ``fewest`` samples, where it can, some for each share. Where the length of the data
+    isn't known, the size stays.
     """
     try:
         samples = len(job.train_data)

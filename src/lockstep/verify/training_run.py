@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -69,15 +69,19 @@ class Side(Observer):
     rates: tuple[float, ...]
 
     def __init__(self, job: Job, world: World, experiment: Experiment) -> None:
-        loss = copy.deepcopy(job.loss) if isinstance(job.loss, nn.Module) else job.loss
+        loss = job.loss
+        if isinstance(loss, nn.Module):
+            loss = copy.deepcopy(loss)
         every = job.check_every if experiment.checked else 0
         # What the sum check finds ends a training; a comparison shows more of it.
         job = job.replace(loss=loss, check_every=every, accept_differences=True)
         job = without_draws(job, experiment.still)
+
         self.job = job
         self.world = world
         self._experiment = experiment
         self._accelerators = [device.torch for device in world.devices if not device.is_slot]
+
         self.data = resolve(job.train_data, world, "train_data")
         self.step: Step = experiment.strategy.prepare(job, world)
         refuse_given_twice(self.step.model)
@@ -87,6 +91,7 @@ class Side(Observer):
         self.scheduler = scheduler_of(job, self.step)
         data = begun(self.data, job.batch_size)
         self.loader = experiment.strategy.training_loader(job, world, data)
+
         self.watch = Watch()
         self.drew: set[str] = set()
         self.functions: set[str] = set()
@@ -99,9 +104,9 @@ class Side(Observer):
         self.step.observers.append(self)
 
     def batches(self) -> Iterator[tuple[Batch, bool]]:
-        """The batches of the course, and whether each is the last one of its epoch here."""
+        """Give the batches to train on, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
-            places = places_of(self.loader, self.job.batch_size, epoch, self._experiment.more)
+            places = places_of(self.loader, self.job.batch_size, epoch)
             before: Batch | None = None
             for batch in Excerpt(self.loader, places).epoch(epoch):
                 if before is not None:
@@ -111,8 +116,9 @@ class Side(Observer):
                 yield before, True
 
     def update(self, batch: Batch, is_last: bool) -> None:
-        """Make one update as the training loop does; after the last one of an epoch, also what it
-        does between epochs.
+        """Make one update as the training loop does.
+
+        After the last one of an epoch, do what the training loop does between epochs, too.
         """
         self.batch = batch
         self.rows = []
@@ -122,42 +128,54 @@ class Side(Observer):
         self.rates = tuple(float(group.get("lr", 0.0)) for group in groups)
         if self._experiment.shuffled:
             batch = shuffled(batch)
+
         self.step.seed(self.job.seed)
         self._generators = states(self._accelerators)
-        watched = self._number == self._experiment.watched
-        with self.watch.looking(self.step.models()) if watched else nullcontext():
+        with self._watched():
             result = self.step.update(batch)
         self._see_draws()
+
         total, count = map(float, self.step.over_ranks(result.sums))
         self.result = Result(total, count, result.size)
         self._move_scheduler(is_last)
 
+    def _watched(self) -> AbstractContextManager[None]:
+        """Look at every layer, in the update that is to be watched."""
+        if self._number == self._experiment.watched:
+            return self.watch.looking(self.step.models())
+        return nullcontext()
+
     def _move_scheduler(self, is_last: bool) -> None:
-        self._total += float(self.result.total)
-        self._count += float(self.result.count)
         if self.job.lr_scheduler_every == "step":
             move_on(self.scheduler, self.result, self.step)
-        elif is_last:
+            return
+
+        self._total += float(self.result.total)
+        self._count += float(self.result.count)
+        if is_last:
             mean = self._total / self._count if self._count else 0.0
             move_on(self.scheduler, mean, self.step)
-        if is_last:
-            self._total = self._count = 0.0
+            self._total = 0.0
+            self._count = 0.0
 
     def evaluate(self) -> dict[str, float]:
-        """The loss and the metrics over some batches of each evaluation set."""
+        """Return the loss and the metrics over some batches of each evaluation set."""
         job = self.job
         if job.eval_data is None:
             return {}
+
         size = job.eval_batch_size or job.batch_size
-        sets = resolve_sets(job.eval_data, self.world).items()
-        loaders = eval_loaders(job, self.world, {name: begun(data, size) for name, data in sets})
-        excerpts: Any = {
-            name: Excerpt(loader, evaluated_places(loader)) for name, loader in loaders.items()
-        }
+        sets = {}
+        for name, data in resolve_sets(job.eval_data, self.world).items():
+            sets[name] = begun(data, size)
+
+        excerpts: Any = {}
+        for name, loader in eval_loaders(job, self.world, sets).items():
+            excerpts[name] = Excerpt(loader, evaluated_places(loader))
         return evaluate_sets(self.step, excerpts, job.metrics, self.world, job.seed)
 
     def changed_attributes(self) -> dict[str, Any]:
-        """Plain attributes of modules that have other values than at the start."""
+        """Return the plain attributes of modules that have other values than at the start."""
         now = attribute_values(self.step.model)
         return {name: value for name, value in now.items() if value != self._attributes.get(name)}
 
@@ -169,8 +187,8 @@ class Side(Observer):
             for p in self.step.model.parameters():
                 if p.grad is not None:
                     p.grad.div_(_FACTOR)
-        gradients = self.step.layout.gradients().items()
-        self.gradients = {name: grad.detach().clone() for name, grad in gradients}
+        for name, grad in self.step.layout.gradients().items():
+            self.gradients[name] = grad.detach().clone()
 
     @contextmanager
     def microbatch(self, number: int) -> Iterator[None]:
@@ -180,6 +198,7 @@ class Side(Observer):
         self._generators = states(self._accelerators)
 
     def _see_draws(self) -> None:
+        """Note whether the first update has drawn random numbers since the last look."""
         if self._number > 1:
             return
         now = states(self._accelerators)
@@ -190,7 +209,7 @@ class Side(Observer):
 
     @contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """Note whether it draws; what is out of the model isn't drawn here either."""
+        """Note whether backward draws; what is out of the model isn't drawn here either."""
         if self._experiment.shuffled:
             total.register_hook(lambda grad: grad * _FACTOR)  # type: ignore[no-untyped-call]
         before = states(self._accelerators)
@@ -200,11 +219,15 @@ class Side(Observer):
             self.drew.add("backward")
 
     def forwarded(self, where: str, part: Part, outputs: Any) -> None:
-        """Note what a forward was given and gave; replicas on threads call this at the same time."""
+        """Note what a forward was given and gave.
+
+        Replicas on threads call this at the same time.
+        """
         self.rows += row_ids(part.inputs, part.targets, part.size)
         self.watch.forwarded()
         if self._number > 1:
             return
+
         self.functions.update(own_functions(outputs))
         for name, output in named_tensors(outputs):
             if not has_rows(output, part.size):
@@ -212,23 +235,31 @@ class Side(Observer):
 
 
 def shuffled(batch: Batch) -> Batch:
-    """The batch with the rows of each micro-batch mixed, so that sums are taken in another order."""
+    """Return the batch with the rows of each micro-batch mixed.
+
+    So sums over them are taken in another order.
+    """
     parts = []
     for number, part in enumerate(batch.parts):
-        order = torch.randperm(part.size, generator=torch.Generator().manual_seed(number + 1))
+        generator = torch.Generator().manual_seed(number + 1)
+        order = torch.randperm(part.size, generator=generator)
         inputs, targets = _in_order((part.inputs, part.targets), order)
         parts.append(replace(part, inputs=inputs, targets=targets, samples=None))
     return replace(batch, parts=parts)
 
 
 def _in_order(nest: Any, order: torch.Tensor) -> Any:
-    """Samples in another order; what has no row for each stays."""
+    """Return samples in another order; what has no row for each stays."""
     size = len(order)
 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[order.to(tensor.device)] if has_rows(tensor, size) else tensor
+        if has_rows(tensor, size):
+            return tensor[order.to(tensor.device)]
+        return tensor
 
     def of_list(items: list[Any] | tuple[Any, ...]) -> list[Any] | None:
-        return [items[i] for i in order.tolist()] if holds_samples(items, size) else None
+        if holds_samples(items, size):
+            return [items[i] for i in order.tolist()]
+        return None
 
     return each(of_tensor, nest, on_list=of_list, on_packed=lambda packed: packed)

@@ -100,35 +100,42 @@ class Verification:
 
     @property
     def worst(self) -> float:
-        """The largest difference of all; infinite where the strategy refused."""
-        return math.inf if self.comparison is None else self.comparison.worst
+        """Return the largest difference of all; infinite where the strategy refused."""
+        if self.comparison is None:
+            return math.inf
+        return self.comparison.worst
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a file."""
+        """Return plain values, for a file."""
         return {**asdict(self), "worst": self.worst}
 
     def lines(self, width: int = 100) -> list[str]:
-        """The table, and what it means."""
-        lines = _wrapped(
-            f"{self.job}: {self.strategy} on {self.devices} device{'s' if self.devices > 1 else ''} against single, "
-            f"in {self.precision}, batches of {self.batch_size}",
-            width,
-        )
-        for note in self.notes:
-            lines += _wrapped(f"note: {note}", width)
+        """Return the table, and what it means."""
+        devices = "device" if self.devices == 1 else "devices"
+        texts = [
+            f"{self.job}: {self.strategy} on {self.devices} {devices} against single, "
+            f"in {self.precision}, batches of {self.batch_size}"
+        ]
+        texts += [f"note: {note}" for note in self.notes]
         if self.comparison is not None:
-            lines += ["", *_table(self.comparison, width)]
-            lines += _evaluation(self.comparison, width)
-        lines.append("")
+            texts += ["", *_table(self.comparison, width)]
+            texts += _evaluation(self.comparison)
+        texts.append("")
+
         if self.equal:
-            return lines + _wrapped(self._how_equal(), width)
-        lines += self._where(width)
+            texts.append(self._how_equal())
+        else:
+            texts += self._where()
         for found in self.causes:
-            lines += _wrapped(f"cause ({found.kind}): {found.text}", width)
-            lines += _wrapped(f"  fix: {found.fix}", width)
+            texts.append(f"cause ({found.kind}): {found.text}")
+            texts.append(f"  fix: {found.fix}")
+
+        lines = []
+        for text in texts:
+            lines += _wrapped(text, width)
         return lines
 
     def _how_equal(self) -> str:
@@ -139,67 +146,87 @@ class Verification:
             text += f"; whole batches give the same, up to {self.whole.worst:.1e}"
         return text
 
-    def _where(self, width: int) -> list[str]:
-        found, first = self.comparison, self.first
+    def _where(self) -> list[str]:
+        """Return where the sides differ first, and by how much."""
+        found = self.comparison
+        first = self.first
         if found is None:
-            return _wrapped(f"not equal: {self.strategy} refuses this job: {self.refused}", width)
+            return [f"not equal: {self.strategy} refuses this job: {self.refused}"]
         if found.start:
             return [f'not equal from the start: "{found.start[0]}" has other values']
         if first is None and found.drifted:
             return [f'not equal between the ranks: "{found.drifted[0]}" has come to differ']
         if first is None:
             return [f"not equal in evaluation only: {', '.join(self.evaluation_apart)}"]
+
         what = "not equal" if self.whole is None else "not equal to the whole batch"
         where = f"(epoch {first.epoch}, batch {first.batch})"
-        lines = [f"{what} from update {first.number} on {where}"]
+        texts = [f"{what} from update {first.number} on {where}"]
         if self.layer is not None:
             name, kind = self.layer
-            is_backward = kind == "in backward"
-            lines.append(
-                f'backward begins to differ in "{name}"'
-                if is_backward
-                else f"first layer that differs: {named(name, kind)}"
-            )
+            if kind == "in backward":
+                texts.append(f'backward begins to differ in "{name}"')
+            else:
+                texts.append(f"first layer that differs: {named(name, kind)}")
+
         for kind in _KINDS:
-            apart = [f'"{name}" {value:.1e}' for which, name, value in self.beyond if which == kind]
-            more = f", and {len(apart) - _SHOWN} more" if len(apart) > _SHOWN else ""
+            apart = [f'"{name}" {value:.1e}' for of, name, value in self.beyond if of == kind]
+            shown = ", ".join(apart[:_SHOWN])
+            if len(apart) > _SHOWN:
+                shown += f", and {len(apart) - _SHOWN} more"
             if apart:
-                lines += _wrapped(f"{kind}: {', '.join(apart[:_SHOWN])}{more}", width)
-        return lines
+                texts.append(f"{kind}: {shown}")
+        return texts
 
 
 def _table(comparison: Comparison, width: int) -> list[str]:
+    """Return a line for each update, below the heads."""
     rows: list[tuple[object, ...]] = [_HEADS]
     for update in comparison.updates:
-        numbers = update.number, update.epoch, update.batch, update.samples
-        worst = [max(getattr(update, kind).values(), default=None) for kind in _KINDS]
-        sizes = map(_size, (update.losses_apart, *worst))
-        rows.append((*numbers, f"{update.reference:.6g}", *sizes))
+        rows.append(
+            (
+                update.number,
+                update.epoch,
+                update.batch,
+                update.samples,
+                f"{update.reference:.6g}",
+                _size(update.losses_apart),
+                _largest(update.gradients),
+                _largest(update.parameters),
+                _largest(update.buffers),
+            )
+        )
+
     between = "  " if width >= _WIDE else " "
     lines = []
     for row in rows:
-        cells = [
-            str(cell).rjust(len(head))
-            for head, cell in zip(_HEADS, row, strict=True)
-            if width >= _NARROW or head not in _INESSENTIAL
-        ]
+        cells = []
+        for head, cell in zip(_HEADS, row, strict=True):
+            if width >= _NARROW or head not in _INESSENTIAL:
+                cells.append(str(cell).rjust(len(head)))
         lines.append(between.join(cells))
     return lines
 
 
-def _evaluation(comparison: Comparison, width: int) -> list[str]:
-    words = [
-        f"{name} {its:.6g} ({_size(relative(mine, its))})"
-        for name, (mine, its) in comparison.evaluation.items()
-    ]
-    return _wrapped(f"evaluation: {'  '.join(words)}", width) if words else []
+def _evaluation(comparison: Comparison) -> list[str]:
+    """Return a line with the values of the evaluation, where there are some."""
+    words = []
+    for name, (mine, its) in comparison.evaluation.items():
+        words.append(f"{name} {its:.6g} ({_size(relative(mine, its))})")
+    return [f"evaluation: {'  '.join(words)}"] if words else []
 
 
-def _size(value: float | None) -> str:
-    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+def _largest(apart: dict[str, float]) -> str:
+    return _size(max(apart.values())) if apart else "-"
+
+
+def _size(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
 
 
 def _wrapped(text: str, width: int) -> list[str]:
+    if len(text) <= width:  # a line of the table, say, whose spaces stay
+        return [text]
     return textwrap.wrap(
         text, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
@@ -222,11 +249,10 @@ def verify(
             assert found, str(found)
 
     Both sides begin with the same weights and go through the same batches: the first two, the
-    smaller last one of the epoch, up to three whose targets differ in kind (a mask, a rare class,
-    NaN), two of the second epoch, and an evaluation of a few batches of each set. They compute in
-    float64 where the model can; else rounding is measured, by two runs of ``single`` whose sums are
-    taken in other orders. Dropout is switched off on both sides where its masks would differ, and a
-    note is logged. Micro-batches are compared with whole batches, too.
+    smaller last one of the epoch, two of the second epoch, and an evaluation of a few batches of
+    each set. They compute in float64 where the model can; else rounding is measured, by two runs of
+    ``single`` whose sums are taken in other orders. Dropout is switched off on both sides where its
+    masks would differ, and a note is logged. Micro-batches are compared with whole batches, too.
 
     Args:
         job: as in ``train``.
@@ -248,14 +274,17 @@ def verify(
         )
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
+
     devices = devices_for(strategy, devices)
     is_single = strategy in ("single", Single())
-    chosen = _devices.parse(devices) if is_single else _devices.parse_several(devices)
+    parse = _devices.parse if is_single else _devices.parse_several
+    chosen = parse(devices)
     if strategy is None and len(chosen) == 1:
         raise InputError(
             "verify: name a strategy to hold against one device, and its devices (--strategy ddp "
             "--devices 2)"
         )
+
     loaded = the_job(source)
     planned = _planned(choose(strategy, chosen), loaded, chosen)
     with Laboratory(planned, chosen) as laboratory:
@@ -265,12 +294,15 @@ def verify(
 
 
 def _planned(strategy: Strategy, job: Job, devices: tuple[Device, ...]) -> Strategy:
-    """The strategy, with what it leaves open settled as in a training, once for all experiments."""
-    each = len(devices) if needs_one_process(strategy, devices) else strategy.devices_per_rank
+    """Return the strategy with what it leaves open settled, once for all experiments."""
+    each = strategy.devices_per_rank
+    if needs_one_process(strategy, devices):
+        each = len(devices)
     if each == 1:
         return strategy
+
     with alone(devices[:each]) as world:
-        world.tell = lambda told: None
+        world.tell = lambda event: None
         data = resolve(job.train_data, world, "train_data")
         return strategy.planned(job.replace(train_data=data), world)
 
@@ -286,16 +318,18 @@ class _Search:
     laboratory: Laboratory
 
     def answer(self, *, whole: bool) -> Verification:
+        """Compare the strategy with one device, and find causes where they differ."""
         experiment, notes = preflight(
             self.source, self.job, self.strategy, self.devices, whole=whole
         )
         noise = Noise(self.laboratory, experiment)
+        is_exact = experiment.settings["precision"] == "fp64"
         answer = Verification(
             equal=False,
             job=self.source.name if isinstance(self.source, JobFile) else "job",
             strategy=self.strategy.name,
             devices=len(self.devices),
-            precision="float64" if experiment.settings["precision"] == "fp64" else "float32",
+            precision="float64" if is_exact else "float32",
             bound=noise.least,
             batch_size=experiment.loaded.batch_size,
             notes=tuple(notes),
@@ -304,15 +338,8 @@ class _Search:
             # Where the sides differ, it is in the first update mostly.
             found = self.laboratory.compared(experiment.but(watched=1, checked=True))
         except Exception as error:
-            refusal = of_refusal(error)
-            if refusal is None:
-                raise
-            if refusal.kind in ("failed", "refused"):
-                if "batch_size" in experiment.settings:  # a share may be too small for it
-                    return self.answer(whole=True)
-                # Does one device refuse it, too?
-                self.laboratory.compared(experiment.of_single(cut=None))
-            return replace(answer, refused=str(error), causes=(refusal,))
+            return self._of_error(answer, experiment, error)
+
         if "dropout" in found.still and (found.drops or not found.drew):
             notes.append(_WITHOUT_DROPOUT)
         notes += map(str, found.notes)
@@ -326,23 +353,42 @@ class _Search:
             notes=tuple(notes),
         )
         if equal:
-            return self._with_whole_batches(answer, experiment, found, noise)
+            return self._with_whole_batches(answer, experiment, noise)
+
         diagnosis = Diagnosis(self.laboratory, experiment, found, noise)
-        bounds = diagnosis.bounds
         return replace(
             answer,
             first=diagnosis.first,
-            beyond=_beyond(bounds, diagnosis.first),
-            evaluation_apart=tuple(bounds.evaluation_apart(found)),
+            beyond=_beyond(diagnosis.bounds, diagnosis.first),
+            evaluation_apart=tuple(diagnosis.bounds.evaluation_apart(found)),
             causes=tuple(diagnosis.causes()),
             layer=diagnosis.first_layer(),
         )
 
-    def _with_whole_batches(
-        self, answer: Verification, experiment: Experiment, found: Comparison, noise: Noise
+    def _of_error(
+        self, answer: Verification, experiment: Experiment, error: Exception
     ) -> Verification:
-        """The answer, once micro-batches are compared with whole batches."""
-        cut = whole_against_cut(experiment, found)
+        """Return the answer where the strategy refuses the job, or fails.
+
+        Raises:
+            Exception: the error has another reason than the job, or one device raises one, too.
+        """
+        refusal = of_refusal(error)
+        if refusal is None:
+            raise error
+        if refusal.kind in ("failed", "refused"):
+            if "batch_size" in experiment.settings:  # a share may be too small for it
+                return self.answer(whole=True)
+            # Does one device refuse it, too?
+            self.laboratory.compared(experiment.of_single(cut=None))
+        return replace(answer, refused=str(error), causes=(refusal,))
+
+    def _with_whole_batches(
+        self, answer: Verification, experiment: Experiment, noise: Noise
+    ) -> Verification:
+        """Return the answer, once micro-batches are compared with whole batches."""
+        assert answer.comparison is not None
+        cut = whole_against_cut(experiment, answer.comparison)
         if cut is None:
             return answer
         tried = without_buffers(self.laboratory.compared(cut))
@@ -351,9 +397,10 @@ class _Search:
         answer = replace(answer, whole=tried)
         if noise.hold(tried):
             return answer
+
         bounds = noise.bounds(tried)
         first = bounds.first_apart(tried)
-        if first is not None and first.number > 1:  # whose layers nobody has looked at
+        if first is not None and first.number > 1:  # nobody has looked at its layers
             cut = cut.but(watched=first.number)
             tried = without_buffers(self.laboratory.compared(cut))
         why = cause_of_cut(self.laboratory, cut, tried, bounds, tried)
@@ -368,7 +415,8 @@ class _Search:
 
 
 def _beyond(bounds: Bounds, update: Update | None) -> tuple[tuple[str, str, float], ...]:
-    """The differences of an update that are more than rounding, the largest first."""
+    """Return the differences of an update that are more than rounding, the largest first."""
     if update is None:
         return ()
-    return tuple(sorted(bounds.beyond(update), key=lambda number: -number[2]))
+    found = sorted(bounds.beyond(update), key=lambda number: -number[2])
+    return tuple(found)
