@@ -159,61 +159,6 @@ def test_torchmetrics_are_merged_over_ranks(strategy: str, tmp_path: Path) -> No
     assert values["f1"] == reference["f1"]
 
 
-def test_a_metric_of_torchmetrics_that_keeps_means_of_batches_is_said(
-    tmp_path: Path, capfd: Any
-) -> None:
-    """Found by trial: without a line; so one of the last few batches."""
-    import torchmetrics
-
-    metrics = of_torchmetrics()
-    metrics["of the last"] = torchmetrics.wrappers.Running(metrics["f1"].clone(), window=3)
-    train(classify(metrics=metrics), strategy="dp", devices="2xcpu", folder=tmp_path)
-    said = [
-        line
-        for line in capfd.readouterr().out.splitlines()
-        if "gives other values for parts of a batch" in line
-    ]
-    assert len(said) == 2 and 'metric "of batches"' in said[0] and 'metric "of the last"' in said[1]
-
-
-def test_a_metric_of_torchmetrics_over_targets_that_are_missing_later_is_said(
-    tmp_path: Path, capfd: Any
-) -> None:
-    """Found by trial: on the second device, without a line."""
-    import torchmetrics
-
-    class MaskedMean(torchmetrics.Metric):
-        def __init__(self) -> None:
-            super().__init__()
-            self.add_state("total", torch.zeros(()), "sum")
-            self.add_state("count", torch.zeros(()), "sum")
-
-        def update(self, outputs: torch.Tensor, targets: torch.Tensor) -> None:
-            self.total += (outputs - targets)[~targets.isnan()].abs().mean() * len(targets)
-            self.count += len(targets)
-
-        def compute(self) -> torch.Tensor:
-            return self.total / self.count
-
-    def masked(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        known = ~targets.isnan()
-        return (outputs - targets)[known].square().sum(), known.sum()
-
-    targets = drawn(24, 3, seed=1)
-    targets[14, :2] = torch.nan  # in batches of 8: the second device's of the second batch
-    job = Job(
-        model=mlp,
-        loss=masked,
-        optimizer=plain_sgd,
-        train_data=TensorDataset(drawn(8, 6), drawn(8, 3)),
-        batch_size=8,
-        eval_data=TensorDataset(drawn(24, 6, seed=2), targets),
-        metrics={"masked": MaskedMean()},
-    )
-    train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
-    assert 'metric "masked" gives other values for parts of a batch' in capfd.readouterr().out
-
-
 def test_evaluating_a_run_gives_what_its_last_epoch_gave(tmp_path: Path) -> None:
     run = train(classify(), strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     assert evaluate(run, strategy="ddp", devices="3xcpu") == pytest.approx(run.metrics, rel=1e-6)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch import nn
 
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.placing import place_of
-from lockstep.tensors.pytree import each, holds_packed, tensors
-from lockstep.tensors.rows import folded, part_of
+
+State = tuple[dict[str, Any], int]
+"""The states of a metric by name, and the number of its updates."""
 
 
 def is_torchmetric(metric: Any) -> bool:
-    """Whether it is a torchmetrics Metric, without importing torchmetrics."""
+    """Return whether this is a torchmetrics Metric, without importing torchmetrics."""
     return any(
         kind.__module__.startswith("torchmetrics.") and kind.__name__ == "Metric"
         for kind in type(metric).__mro__
@@ -28,27 +28,34 @@ def is_torchmetric(metric: Any) -> bool:
 
 
 def fresh(metric: Any, device: torch.device) -> Any:
-    """A copy that has seen nothing."""
+    """Return a copy that was never updated."""
     mine = copy.deepcopy(metric)
     # Merging is done here, over ranks and replicas alike; torchmetrics must not sum over the
     # process group once more.
     for one in _each_metric(mine):
-        one.sync_on_compute = one._to_sync = False
+        one.sync_on_compute = False
+        one._to_sync = False
+
     mine.reset()
     return mine.to(device)
 
 
 def value_over(metric: Any, world: World) -> dict[str, float]:
-    """The value over all ranks, under ""; those of a metric with several under "/0", "/1", ... or
-    their own names.
+    """Return the value over all ranks, under ""; every rank calls this.
+
+    The values of a metric with several are under "/0", "/1", ... or their own names.
 
     Raises:
         JobError: it gives something else than numbers.
     """
-    value = merged(metric.cpu(), world.gather_objects(states_of(metric.cpu()))).compute()
-    named = _named(value)
+    metric = metric.cpu()
+    every = world.gather_objects(_states_of(metric))
+    if len(every) > 1:
+        _merge(metric, every)
+    value = metric.compute()
+
     try:
-        return {below: float(v) for below, v in named.items()}
+        return {below: float(number) for below, number in _named(value).items()}
     except (TypeError, ValueError) as error:
         name = type(metric).__name__
         raise JobError(
@@ -57,158 +64,70 @@ def value_over(metric: Any, world: World) -> dict[str, float]:
         ) from error
 
 
-def states_of(metric: Any) -> list[tuple[dict[str, Any], int]]:
-    """What it has seen, and in how many updates; so of each metric that it is made of."""
-    return [
-        ({name: getattr(one, name) for name in one._reductions}, one._update_count)
-        for one in _each_metric(metric)
-    ]
+def _states_of(metric: Any) -> list[State]:
+    """Return the state of a metric, and of each metric that it is made of."""
+    found = []
+    for one in _each_metric(metric):
+        state = {name: getattr(one, name) for name in one._reductions}
+        found.append((state, one._update_count))
+    return found
 
 
-def merged(metric: Any, every: list[list[tuple[dict[str, Any], int]]]) -> Any:
-    """A metric of which several have seen samples each, which now has seen all of them.
+def _merge(metric: Any, every: list[list[State]]) -> None:
+    """Put the states of all ranks together in one metric.
 
-    States are reduced as ``torchmetrics.Metric`` does over a process group.
+    They are reduced as ``torchmetrics.Metric`` does over a process group.
     """
-    for one, *of_each in zip(_each_metric(metric), *every, strict=True) if len(every) > 1 else ():
+    for one, *of_ranks in zip(_each_metric(metric), *every, strict=True):
         for name, reduction in one._reductions.items():
-            states = [held[name] for held, _ in of_each]
-            state: Any = (
-                _in_order(of_each, name) if isinstance(states[0], list) else torch.stack(states)
-            )
-            is_none = isinstance(state, list) and not state
-            setattr(one, name, state if reduction is None or is_none else reduction(state))
-        one._update_count = sum(updates for _, updates in of_each)
-    return metric
+            setattr(one, name, _reduced(of_ranks, name, reduction))
+        one._update_count = sum(updates for _, updates in of_ranks)
 
 
-def _in_order(of_each: Sequence[tuple[dict[str, Any], int]], name: str) -> list[Any]:
-    """All items of lists, by updates, in the order in which one device would have made them."""
-    each_update = []
-    for held, updates in of_each:
-        items, number = held[name], max(updates, 1)
-        many, rest = divmod(len(items), number)
-        each_update.append(
-            [items[i * many : (i + 1) * many] for i in range(number)] if not rest else [items]
-        )
-    return [
-        item
-        for of in itertools.zip_longest(*each_update, fillvalue=[])
-        for items in of
-        for item in items
-    ]
+def _reduced(of_ranks: Sequence[State], name: str, reduction: Any) -> Any:
+    """Return one state of a metric over all ranks."""
+    state: Any
+    first = of_ranks[0][0][name]
+    if isinstance(first, list):
+        state = _in_order(of_ranks, name)
+        if not state:
+            return state
+    else:
+        state = torch.stack([held[name] for held, _ in of_ranks])
+
+    return state if reduction is None else reduction(state)
 
 
-def is_of_parts(metric: Any, outputs: Any, targets: Any, replicas: int) -> bool:
-    """Whether the value of some samples is that of parts of them, one after the other, and merged.
+def _in_order(of_ranks: Sequence[State], name: str) -> list[Any]:
+    """Return all items of lists, by updates, in the order of one device."""
+    by_rank = []
+    for held, updates in of_ranks:
+        items = held[name]
+        each, rest = divmod(len(items), max(updates, 1))
+        if each and not rest:
+            by_rank.append([items[i : i + each] for i in range(0, len(items), each)])
+        else:
+            by_rank.append([items])
 
-    Of two, or of three where there are as many replicas. It isn't where a metric keeps means of
-    batches, or only those of the last few batches, or guesses from the values whether they are
-    probabilities.
-    """
-    if any(
-        kind.__name__ == "Running" for one in _each_metric(metric) for kind in type(one).__mro__
-    ):
-        return False
-    device = place_of((outputs, targets))
-    return all(
-        _is_of_parts(metric, *of, device, max(2, min(replicas, 3)))
-        for of in _as_samples(outputs, targets)
-    )
+    ordered = []
+    for of_update in itertools.zip_longest(*by_rank, fillvalue=[]):
+        for items in of_update:
+            ordered += items
 
-
-def _is_of_parts(
-    metric: Any,
-    outputs: Any,
-    targets: Any,
-    size: int,
-    back: Callable[[Any], Any],
-    device: torch.device,
-    several: int,
-) -> bool:
-    if size < several:
-        return True
-    ends = [0]
-    while len(ends) < several:
-        ends.append(
-            ends[-1] + (size - ends[-1] + 2) // 3
-        )  # of unequal size: means of means would agree
-    spans = itertools.pairwise([*ends, size])
-    parts = [part_of((outputs, targets), start, end - start, size) for start, end in spans]
-    whole, both, *apart = (fresh(metric, device) for _ in range(2 + several))
-    try:
-        whole.update(back(outputs), targets)
-        for (some, wanted), one in zip(parts, apart, strict=True):
-            one.update(back(some), wanted)
-            both.update(back(some), wanted)
-        values = [
-            _named(one.compute())
-            for one in (whole, both, merged(apart[0], list(map(states_of, apart))))
-        ]
-        return not any(_differ(values[0], its) for its in values[1:])
-    except Exception:  # of so few samples it can't be computed
-        return True
-
-
-def _as_samples(outputs: Any, targets: Any) -> Iterator[tuple[Any, Any, int, Callable[[Any], Any]]]:
-    """Outputs and targets with a row for each sample, their number, and what makes such outputs
-    what they were.
-
-    Of some models outputs are (time, batch, ...). Where they may be either, both are given.
-    """
-    samples = _samples_of(outputs, targets)
-    of_targets = next((len(t) for t in tensors(targets) if t.dim()), 0)
-    swaps = [samples > 0 and t.dim() > 1 and t.shape[1] == of_targets for t in tensors(outputs)]
-
-    def swapped(nest: Any) -> Any:
-        each_swaps = iter(swaps)
-        return each(lambda t: t.transpose(0, 1) if next(each_swaps) else t, nest)
-
-    if samples == of_targets or not any(swaps):
-        yield outputs, targets, samples, lambda nest: nest
-    if any(swaps):
-        yield swapped(outputs), targets, of_targets, swapped
-
-
-def _samples_of(outputs: Any, targets: Any) -> int:
-    """How many samples they are of; 0 where they can't be cut."""
-    if holds_packed((outputs, targets)):
-        return 0
-    if isinstance(outputs, list) and (
-        all(isinstance(one, MutableMapping) for one in outputs)
-        or not any(True for _ in tensors(outputs))
-    ):
-        return len(outputs)  # a dictionary for each image, as detectors give; texts
-    of_outputs, of_targets = (
-        next((len(t) for t in tensors(of) if t.dim()), 0) for of in (outputs, targets)
-    )
-    if any(t.dim() and len(t) == of_targets for t in tensors(outputs)):
-        return of_targets
-    several = (
-        of_targets and folded((outputs, targets), of_targets) is not None
-    )  # rows for each sample
-    return of_targets if several else of_outputs
-
-
-def _differ(value: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    one, two = (
-        torch.as_tensor([float(v) for v in of.values()], dtype=torch.float64)
-        for of in (value, other)
-    )
-    return not torch.allclose(one, two, rtol=1e-3, atol=1e-4, equal_nan=True)
+    return ordered
 
 
 def _named(value: Any) -> dict[str, Any]:
-    """What ``compute`` gave, by what comes after the metric's name."""
-    value = value.tolist() if isinstance(value, torch.Tensor) else value
-    several = dict(enumerate(value)) if isinstance(value, list | tuple) else value
-    return (
-        {f"/{key}": one for key, one in several.items()}
-        if isinstance(several, Mapping)
-        else {"": value}
-    )
+    """Return what ``compute`` gave, by what comes after the metric's name."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        value = dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return {f"/{key}": one for key, one in value.items()}
+    return {"": value}
 
 
 def _each_metric(metric: nn.Module) -> list[Any]:
-    """It, and those that it is made of."""
+    """Return the metric, and those that it is made of."""
     return [module for module in metric.modules() if is_torchmetric(module)]
