@@ -87,6 +87,7 @@ def cause_of_cut(
 
 
 def _output_of(whole_outputs: tuple[str, ...]) -> str:
+    """Return words for the outputs without a row for each sample."""
     names = [f'"{name}"' for name in whole_outputs if name]
     if names:
         return f"the model's output {' or '.join(names)}"
@@ -105,6 +106,7 @@ def _cause_of_layer(
         # Another module's attribute may be a record without effect.
         if name.rpartition(".")[0] == layer[0]:
             return cause("state", name=name)
+
     if found.own_buffers:
         return cause("buffer", name=found.own_buffers[0])
 
@@ -118,8 +120,10 @@ def _differs_uncollated(laboratory: Laboratory, cut: Experiment) -> bool:
     False where they can't be stacked.
     """
     uncollated = cut.but(settings={**cut.settings, "collate": None})
+
     try:
         stacked = laboratory.compared(uncollated)
     except Exception:  # of samples with other lengths, or of a model that wants more
         return False
+
     return stacked.layer is not None

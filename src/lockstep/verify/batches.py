@@ -63,6 +63,7 @@ class Excerpt:
                 runs[-1].append(place)
             else:
                 runs.append([place])
+
         for run in runs:
             batches = self._loader.epoch(epoch, run[0])
             yield from itertools.islice(batches, len(run))

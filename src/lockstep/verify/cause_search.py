@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError, LossError, NonFiniteLoss
 from lockstep.launch.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
 from lockstep.verify.cause_texts import cause, listed, of_refusal, quoted
-from lockstep.verify.comparison import Comparison, Experiment, Update
+from lockstep.verify.comparison import Comparison, Difference, Experiment, Update
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
 
@@ -109,6 +109,7 @@ class Diagnosis:
             rate = first.rates[0]
             reference = first.reference_rates[0]
             return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
+
         return []
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
@@ -175,6 +176,7 @@ class Diagnosis:
         if "norms" in present:
             name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
             causes.append(cause(name, left=left))
+
         return causes
 
     def _present(self) -> list[Thing]:
@@ -239,6 +241,7 @@ class Diagnosis:
         if self.found.normalises and self.experiment.loaded.sync_batchnorm:
             # Batch norms see the whole batch on the devices, and a part of it here.
             still |= {"norms"}
+
         parts = self.experiment.parts * shares
         cut = self._again.of_single(cut=parts, still=still, watched=self.first.number)
         tried = self._try(cut)
@@ -296,14 +299,19 @@ def _sampler(first: Update) -> Caveat:
         faults.append(f"leaves out {listed('sample', rows.left_out)}")
     if rows.others:
         faults.append(f"takes {rows.others} that are not of the batch")
-    return cause("sampler", faults=" and ".join(faults), batch=first.batch, epoch=first.epoch)
+    text = " and ".join(faults)
+    return cause("sampler", faults=text, batch=first.batch, epoch=first.epoch)
 
 
-def _layer_of(watched: Comparison, beyond: list[tuple[str, str, float]]) -> Layer | None:
+def _layer_of(watched: Comparison, beyond: list[Difference]) -> Layer | None:
     """Return the first layer that differs; where only backward does, the one where it begins to."""
     if watched.layer is not None:
         return watched.layer
-    apart = {name.rpartition(".")[0] for kind, name, _ in beyond if kind == "gradients"}
+    apart = set()
+    for kind, name, _ in beyond:
+        if kind == "gradients":
+            apart.add(name.rpartition(".")[0])
+
     for name in reversed(watched.called):
         if name in apart:
             return name, "in backward"

@@ -13,6 +13,7 @@ from lockstep.launch.events import Caveat
 
 
 def _read(table: str) -> dict[str, tuple[str, str]]:
+    """Read the table: text and fix, by name."""
     causes = {}
     for entry in table.strip().split("\n\n"):
         name, _, words = entry.partition("\n")

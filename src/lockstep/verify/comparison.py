@@ -76,6 +76,9 @@ class Experiment:
         return self.strategy.layout(len(self.devices)).local_batches
 
 
+Difference = tuple[str, str, float]
+"""A kind (``gradients``), a name, and how large it is."""
+
 EXACT = 1e-10
 """In float64: rounding is near 1e-15, a wrong weight of one sample shows as 1e-3."""
 
@@ -146,7 +149,7 @@ class Update:
                 worst = max(worst, value)
         return worst
 
-    def numbers(self) -> Iterator[tuple[str, str, float]]:
+    def numbers(self) -> Iterator[Difference]:
         """Give the kind, the name and the size of every difference."""
         yield "loss", "", self.losses_apart
         yield "learning rate", "", self.rates_apart
@@ -212,6 +215,7 @@ class Comparison:
 
     @property
     def _evaluation(self) -> float:
+        """Return the largest difference of a value of the evaluation."""
         pairs = self.evaluation.values()
         return max((relative(a, b) for a, b in pairs), default=0.0)
 
@@ -250,7 +254,7 @@ class Bounds:
             return max(bound, _DOUBT)
         return bound
 
-    def beyond(self, update: Update) -> list[tuple[str, str, float]]:
+    def beyond(self, update: Update) -> list[Difference]:
         """Return the differences of an update that are more than rounding."""
         found = []
         for kind, name, value in update.numbers():

@@ -30,12 +30,14 @@ def without_draws(job: Job, things: frozenset[Thing]) -> Job:
     if not things - {"norms"}:
         return job
     step = job.step and functools.partial(_still, job.step, things)
-    job = job.replace(model=functools.partial(_built, job.model, things), step=step)
+    model = functools.partial(_built, job.model, things)
+    job = job.replace(model=model, step=step)
     # Accelerators compute activations again in threads where draws aren't held.
     return job.replace(activation_checkpointing=None) if "draws" in things else job
 
 
 def _built(build: Callable[[], nn.Module], things: frozenset[Thing]) -> nn.Module:
+    """Build a model without dropout, or without any draws in its forward."""
     model: nn.Module = as_module(build())
     for module in model.modules():
         if isinstance(getattr(module, "dropout", None), float):  # attention, recurrent layers

@@ -53,6 +53,7 @@ class Laboratory:
         else:
             assert experiment.devices == self._ranks.devices
             found = self._ranks.call(_on_rank, experiment)
+
         assert found is not None
         return found
 
@@ -158,6 +159,7 @@ class Noise:
         return self.hold(twice)
 
     def _measure(self, comparison: Comparison, things: frozenset[Thing]) -> Bounds:
+        """Compare one device with itself, its sums taken in another order."""
         updates = None
         if not comparison.evaluation:
             updates = max(_FEWEST, len(comparison.updates))
@@ -166,6 +168,7 @@ class Noise:
             noise = self._laboratory.compared(mixed)
         except LockstepError:  # of a job that can't be repeated, which is found later
             return self._least
+
         if noise.worst_of("loss", "gradients") > _TOO_MUCH:
             return self._least
         return Bounds(self.least, noise)

@@ -49,16 +49,19 @@ class Watch:
                 names[module] = name
 
         def before(module: nn.Module, args: Any) -> None:
+            """Begin anew where a replica's forward begins."""
             if module in models:
                 self._mine.sums = {}
                 self._mine.calls = Counter()
 
         def after(module: nn.Module, args: Any, outputs: Any) -> None:
+            """Note what a module of a replica gave."""
             if module in names:
                 self._note(names[module], type(module).__name__, outputs)
 
         # Global hooks, since strategies take a model's own hooks for a change of the model.
         hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after)]
+
         try:
             yield
         finally:
@@ -66,11 +69,13 @@ class Watch:
                 hook.remove()
 
     def _note(self, name: str, kind: str, outputs: Any) -> None:
+        """Note the sums of what a module gave in this thread."""
         sums: Sums | None = getattr(self._mine, "sums", None)
         if sums is None:
             return
         self._mine.calls[name] += 1
         call = self._mine.calls[name]
+
         for i, tensor in enumerate(tensors(outputs)):
             is_dense = tensor.layout == torch.strided
             if is_dense and tensor.is_floating_point() and tensor.numel():
@@ -92,10 +97,12 @@ def _sums_of(tensor: Tensor) -> Tensor:
     number = torch.tensor(float(rows.numel()))
     weights = torch.linspace(0.1, 1, width, dtype=rows.dtype)
     weighted = rows @ weights
-    return torch.stack([number, rows.abs().sum(), rows.sum(), weighted.sum()])
+    sums = [rows.abs().sum(), rows.sum(), weighted.sum()]
+    return torch.stack([number, *sums])
 
 
 def _add(whole: Sums, part: Sums) -> None:
+    """Add the sums of a part of the batch to those of the whole."""
     for place, sums in part.items():
         if place in whole:
             sums = whole[place] + sums
@@ -123,4 +130,5 @@ def first_apart(every: Iterable[Sums], theirs: Sums, bound: float) -> tuple[str,
         most = bound * wanted[1].clamp(min=1e-30)
         if not bool((apart <= most).all()):
             return place[:2]
+
     return None

@@ -108,6 +108,7 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
     for rows_of_sample in zip(*found, strict=True):
         sample = b"".join(map(bytes, rows_of_sample))
         ids.append(hashlib.blake2b(sample, digest_size=8).digest())
+
     return ids
 
 

@@ -38,6 +38,7 @@ def attribute_values(model: nn.Module) -> dict[str, Any]:
         for key, held in vars(module).items():
             if key not in _OF_EVERY_MODULE:
                 found[f"{way}.{key}".lstrip(".")] = _value(held, own)
+
     return found
 
 
@@ -66,6 +67,7 @@ def own_functions(outputs: Any) -> set[str]:
             continue
         if not kind.__module__.startswith(("torch.", "lockstep.")):
             found.add(kind.__name__)
+
     return found
 
 

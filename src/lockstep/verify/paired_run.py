@@ -37,6 +37,10 @@ from lockstep.verify.measures import Rows, buffer_apart, change_apart, largest, 
 from lockstep.verify.model_facts import buffer_digests, has_dropout, normalises
 from lockstep.verify.training_run import Side
 
+Tensors = dict[str, Tensor]
+Differences = dict[str, float]
+"""By name, as in ``Update``."""
+
 
 def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
     """Run an experiment on this rank; every rank calls this.
@@ -45,6 +49,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
         What was found; None on other ranks than the first.
     """
     deterministic = torch.are_deterministic_algorithms_enabled()
+
     with contextlib.ExitStack() as stack:
         # Each update of a large model would have its memory cleared by the kernel again.
         stack.enter_context(freed_memory_kept())
@@ -52,6 +57,7 @@ def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | N
         if experiment.deterministic:
             torch.use_deterministic_algorithms(True)
         found = _PairedRun(world, experiment, job).run()
+
     return found if world.is_first else None
 
 
@@ -62,6 +68,7 @@ def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
     """
     place = place_of(devices)
     before = _world.enter(world)
+
     with contextlib.ExitStack() as stack:
         stack.callback(_world.enter, before)
         if place.is_slot and hasattr(os, "sched_getaffinity"):
@@ -95,7 +102,7 @@ class _PairedRun:
         self.ours = Side(our_job, world, experiment)
         self.theirs: Side | None = None
         self.single = World(devices=world.devices[:1])
-        self.start: dict[str, Tensor] = {}
+        self.start: Tensors = {}
         self.reach = 0.0
         if world.is_first:
             self._prepare_single(job)
@@ -112,6 +119,7 @@ class _PairedRun:
             self.theirs = Side(job, self.single, plain)
 
     def _hear(self, event: object) -> None:
+        """Keep the notes that are logged."""
         if isinstance(event, Line) and event.kind == "note":
             self.notes.append(event.as_caveat)
 
@@ -156,6 +164,7 @@ class _PairedRun:
         return self.found
 
     def _compare_start(self, theirs: Side, mine: dict[str, Any]) -> None:
+        """Compare parameters and buffers before the first update, and keep the parameters."""
         for name, p in theirs.step.model.named_parameters():
             self.start[name] = p.detach().clone()
         its = _digests(theirs.step.layout.weights())
@@ -163,13 +172,13 @@ class _PairedRun:
 
     # ---- after an update -------------------------------------------------------------------------
 
-    def _compare(self, theirs: Side, rows: list[bytes], values: dict[str, Tensor]) -> None:
+    def _compare(self, theirs: Side, rows: list[bytes], values: Tensors) -> None:
         """Note how far the sides lie apart after an update."""
         ours = self.ours
         batch = theirs.batch
         self.reach += max(theirs.rates, default=0.0)
 
-        gradients: dict[str, float] = {}
+        gradients: Differences = {}
         factor = None
         if ours.step.together:
             gradients = _gradients_apart(ours.gradients, theirs.gradients)
@@ -193,7 +202,7 @@ class _PairedRun:
         )
         self.found.updates.append(update)
 
-    def _parameters_apart(self, theirs: Side, values: dict[str, Tensor]) -> dict[str, float]:
+    def _parameters_apart(self, theirs: Side, values: Tensors) -> Differences:
         """Compare parameters; frozen ones too, since a teacher may follow what it sees."""
         found = {}
         for name, p in theirs.step.model.named_parameters():
@@ -205,9 +214,11 @@ class _PairedRun:
                 change = largest(value - real(self.start[name]))
                 apart = largest(real(values[name]) - value)
                 found[name] = change_apart(apart, change, self.reach)
+
         return found
 
-    def _buffers_apart(self, theirs: Side) -> dict[str, float]:
+    def _buffers_apart(self, theirs: Side) -> Differences:
+        """Compare the buffers that both sides have."""
         mine = dict(self.ours.step.model.named_buffers())
         found = {}
         for name, buffer in theirs.step.model.named_buffers():
@@ -263,7 +274,8 @@ class _PairedRun:
             found.called = theirs.watch.order
 
     def _evaluate(self) -> None:
-        its: dict[str, float] = {}
+        """Evaluate both sides, and keep the values that both have."""
+        its: Differences = {}
         if self.theirs is not None:
             with self._alone():
                 its = self.theirs.evaluate()
@@ -282,13 +294,19 @@ class _PairedRun:
         found.whole_outputs = tuple(theirs.whole_outputs)
         found.functions = tuple(sorted(theirs.functions | ours.functions))
 
-        known = self.experiment.strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
+        strategy = self.experiment.strategy
+        known = strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
+        still = self.experiment.still
         notes = dict.fromkeys([*known, *self.notes])
-        found.notes = tuple(note for note in notes if note.kind not in self.experiment.still)
+        found.notes = tuple(note for note in notes if note.kind not in still)
 
 
 def _digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: digest(t) for name, t in tensors.items() if isinstance(t, Tensor)}
+    found = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor):
+            found[name] = digest(tensor)
+    return found
 
 
 def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -305,23 +323,24 @@ _ALIKE = 1e-6
 """Up to where gradients are one multiple of others; beside this, no multiple is looked for."""
 
 
-def _gradients_apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:
     """Return by name how far the gradients lie apart."""
     sizes = {name: largest(real(grad)) for name, grad in theirs.items()}
     # What is zero but for rounding (a bias before a batch norm) is compared with the others' size.
     small = 1e-3 * max(sizes.values(), default=0.0)
 
-    found: dict[str, float] = {}
+    found: Differences = {}
     for name, grad in {**theirs, **ours}.items():
         if name in theirs and name in ours:
             apart = largest(real(ours[name]) - real(theirs[name]))
             found[name] = apart / (max(sizes[name], small) or 1.0)
         else:
             found[name] = math.inf if largest(real(grad)) else 0.0
+
     return found
 
 
-def _common_factor(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float | None:
+def _common_factor(ours: Tensors, theirs: Tensors) -> float | None:
     """Return how many times one device's gradient the strategy's is, the same for all parameters.
 
     None where that is another number for each.
@@ -331,15 +350,19 @@ def _common_factor(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float 
 
     product = 0.0
     square = 0.0
+
     for name, grad in theirs.items():
         its = real(grad)
         product += float((real(ours[name]) * its).sum())
         square += float(its.square().sum())
+
     factor = product / square if square else math.nan
 
     bound = _ALIKE * max(map(largest, map(real, ours.values())))
+
     for name, grad in theirs.items():
         apart = largest(real(ours[name]) - factor * real(grad))
         if not apart <= bound:
             return None
+
     return factor

@@ -47,6 +47,7 @@ def preflight(
     # Two samples for each local micro-batch.
     shared = 2 * strategy.layout(len(devices)).local_batches * strategy.num_microbatches(job)
     size = min(job.batch_size, max(shared + 1, _FEWEST))
+
     try:
         small = job.replace(**settings, batch_size=size)
         seconds, draws, precision = _tried(small, devices)
@@ -99,6 +100,7 @@ def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool, str | No
 def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
     """Return the seconds of the faster of two updates, and whether the model draws."""
     taken: list[float] = []
+
     with alone((place_of(devices),)) as world:
         side = Side(job, world, Experiment(job, Single(), devices, job.accumulate))
         # The first update prepares much.
@@ -108,6 +110,7 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
             seconds = time.perf_counter() - began
             taken.append(seconds * job.batch_size / batch.size)
         side.loader.close()
+
     return min(taken), bool(side.drew)
 
 
@@ -121,5 +124,6 @@ def _uneven(job: Job, size: int, fewest: int) -> int:
         samples = len(job.train_data)
     except Exception:
         return size
+
     sizes = range(size, max(1, size - 8), -1)
     return max(sizes, key=lambda smaller: min(samples % smaller, fewest), default=size)

@@ -88,6 +88,7 @@ class Side(Observer):
         if "norms" in experiment.still:
             for model in self.step.models():
                 hold_norms(model)
+
         self.scheduler = scheduler_of(job, self.step)
         data = begun(self.data, job.batch_size)
         self.loader = experiment.strategy.training_loader(job, world, data)
@@ -146,6 +147,7 @@ class Side(Observer):
         return nullcontext()
 
     def _move_scheduler(self, is_last: bool) -> None:
+        """Move the scheduler on, as the training loop does."""
         if self.job.lr_scheduler_every == "step":
             move_on(self.scheduler, self.result, self.step)
             return
@@ -176,8 +178,11 @@ class Side(Observer):
 
     def changed_attributes(self) -> dict[str, Any]:
         """Return the plain attributes of modules that have other values than at the start."""
-        now = attribute_values(self.step.model)
-        return {name: value for name, value in now.items() if value != self._attributes.get(name)}
+        found = {}
+        for name, value in attribute_values(self.step.model).items():
+            if value != self._attributes.get(name):
+                found[name] = value
+        return found
 
     # ---- what is looked at in an update ----------------------------------------------------------
 
@@ -245,6 +250,7 @@ def shuffled(batch: Batch) -> Batch:
         order = torch.randperm(part.size, generator=generator)
         inputs, targets = _in_order((part.inputs, part.targets), order)
         parts.append(replace(part, inputs=inputs, targets=targets, samples=None))
+
     return replace(batch, parts=parts)
 
 
@@ -253,11 +259,13 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
     size = len(order)
 
     def of_tensor(tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor's rows in the other order."""
         if has_rows(tensor, size):
             return tensor[order.to(tensor.device)]
         return tensor
 
     def of_list(items: list[Any] | tuple[Any, ...]) -> list[Any] | None:
+        """Return the items in the other order, if there is one for each sample."""
         if holds_samples(items, size):
             return [items[i] for i in order.tolist()]
         return None

@@ -26,7 +26,7 @@ from lockstep.strategies.single import Single
 from lockstep.verify.batch_cut import cause_of_cut, whole_against_cut, without_buffers
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import cause, named, of_refusal
-from lockstep.verify.comparison import Bounds, Comparison, Experiment, Update
+from lockstep.verify.comparison import Bounds, Comparison, Difference, Experiment, Update
 from lockstep.verify.experiments import Laboratory, Noise
 from lockstep.verify.measures import relative
 from lockstep.verify.preflight import preflight
@@ -88,7 +88,7 @@ class Verification:
     whole: Comparison | None = None
     refused: str | None = None
     first: Update | None = None
-    beyond: tuple[tuple[str, str, float], ...] = ()
+    beyond: tuple[Difference, ...] = ()
     evaluation_apart: tuple[str, ...] = ()
     layer: tuple[str, str] | None = None
     causes: tuple[Caveat, ...] = ()
@@ -123,12 +123,14 @@ class Verification:
         if self.comparison is not None:
             texts += ["", *_table(self.comparison, width)]
             texts += _evaluation(self.comparison)
+
         texts.append("")
 
         if self.equal:
             texts.append(self._how_equal())
         else:
             texts += self._where()
+
         for found in self.causes:
             texts.append(f"cause ({found.kind}): {found.text}")
             texts.append(f"  fix: {found.fix}")
@@ -139,6 +141,7 @@ class Verification:
         return lines
 
     def _how_equal(self) -> str:
+        """Return how near the two are."""
         text = f"equal: nothing differs by more than {self.worst:.1e}"
         if self.noise is not None:
             text += f"; two runs of one device differ by {self.noise:.1e}"
@@ -176,12 +179,14 @@ class Verification:
                 shown += f", and {len(apart) - _SHOWN} more"
             if apart:
                 texts.append(f"{kind}: {shown}")
+
         return texts
 
 
 def _table(comparison: Comparison, width: int) -> list[str]:
     """Return a line for each update, below the heads."""
     rows: list[tuple[object, ...]] = [_HEADS]
+
     for update in comparison.updates:
         rows.append(
             (
@@ -205,6 +210,7 @@ def _table(comparison: Comparison, width: int) -> list[str]:
             if width >= _NARROW or head not in _INESSENTIAL:
                 cells.append(str(cell).rjust(len(head)))
         lines.append(between.join(cells))
+
     return lines
 
 
@@ -225,6 +231,7 @@ def _size(value: float) -> str:
 
 
 def _wrapped(text: str, width: int) -> list[str]:
+    """Break a text into lines."""
     if len(text) <= width:  # a line of the table, say, whose spaces stay
         return [text]
     return textwrap.wrap(
@@ -272,6 +279,7 @@ def verify(
         raise DeviceError(
             "verify starts processes of its own on one machine: start it without torchrun"
         )
+
     began = time.perf_counter()
     source = with_settings(as_job(job), settings)
 
@@ -290,6 +298,7 @@ def verify(
     with Laboratory(planned, chosen) as laboratory:
         search = _Search(source, loaded, planned, chosen, laboratory)
         found = search.answer(whole=whole)
+
     return replace(found, seconds=time.perf_counter() - began)
 
 
@@ -334,6 +343,7 @@ class _Search:
             batch_size=experiment.loaded.batch_size,
             notes=tuple(notes),
         )
+
         try:
             # Where the sides differ, it is in the first update mostly.
             found = self.laboratory.compared(experiment.but(watched=1, checked=True))
@@ -381,6 +391,7 @@ class _Search:
                 return self.answer(whole=True)
             # Does one device refuse it, too?
             self.laboratory.compared(experiment.of_single(cut=None))
+
         return replace(answer, refused=str(error), causes=(refusal,))
 
     def _with_whole_batches(
@@ -403,6 +414,7 @@ class _Search:
         if first is not None and first.number > 1:  # nobody has looked at its layers
             cut = cut.but(watched=first.number)
             tried = without_buffers(self.laboratory.compared(cut))
+
         why = cause_of_cut(self.laboratory, cut, tried, bounds, tried)
         return replace(
             answer,
@@ -414,7 +426,7 @@ class _Search:
         )
 
 
-def _beyond(bounds: Bounds, update: Update | None) -> tuple[tuple[str, str, float], ...]:
+def _beyond(bounds: Bounds, update: Update | None) -> tuple[Difference, ...]:
     """Return the differences of an update that are more than rounding, the largest first."""
     if update is None:
         return ()
