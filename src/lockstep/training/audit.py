@@ -86,8 +86,8 @@ Uses = dict[int, list[int]]
 
 
 def added_up(folder: str | Path) -> tuple[list[str], bool]:
-    """The lines that report what a run has used, an epoch each, and whether each sample was used
-    once.
+    """Return the lines that report what a run has used, an epoch each, and whether each sample was
+    used once.
 
     Raises:
         FolderError: there is no such run, or it was trained without an audit.
@@ -100,6 +100,7 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
     epochs: dict[int, Uses] = {}
     last_step = 0
     end: float = float("inf")  # where the next start began
+
     for number in sorted(starts, reverse=True):
         for lines in starts[number]:
             for step, epoch, _, samples in lines[1:]:
@@ -129,11 +130,12 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
         wrong = _wrong(uses, head["samples"] if is_whole else None)
         lines.append(f"{line}: {'; '.join(wrong)}" if wrong else f"{line}, each once")
         is_right = is_right and not wrong
+
     return lines, is_right
 
 
 def _starts(run: RunFolder) -> dict[int, list[list[Any]]]:
-    """The lines of each file, by the number of the start of the run."""
+    """Return the lines of each file, by the number of the start of the run."""
     starts: dict[int, list[list[Any]]] = {}
     for path in sorted(run.audit.glob("*")):
         found = _FILE.fullmatch(path.name)
@@ -143,7 +145,7 @@ def _starts(run: RunFolder) -> dict[int, list[list[Any]]]:
 
 
 def _lines(path: Path) -> list[Any]:
-    """The lines of a file, but for one that was cut off."""
+    """Return the lines of a file, but for one that was cut off."""
     lines = []
     for line in path.read_text().splitlines():
         try:
@@ -157,13 +159,13 @@ def _lines(path: Path) -> list[Any]:
 
 
 def _began(files: list[list[Any]]) -> int:
-    """The step at which a start of the run began."""
+    """Return the step at which a start of the run began."""
     steps: list[int] = [lines[0]["step"] for lines in files]
     return max(steps)
 
 
 def _wrong(uses: Uses, samples: int | None) -> list[str]:
-    """What is wrong with an epoch.
+    """Return what is wrong with an epoch.
 
     Args:
         uses: of its samples.

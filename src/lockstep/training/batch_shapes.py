@@ -37,8 +37,9 @@ class FirstStep(Observer):
         step.observers.append(self)
 
     def forwarded(self, where: str, part: Part, outputs: Any) -> None:
-        """Note the shapes of a replica's first micro-batch; replicas on threads call this at the
-        same time.
+        """Note the shapes of a replica's first micro-batch.
+
+        Replicas on threads call this at the same time.
         """
         if where not in self._forwards:
             forward = _Forward(part.size, shapes_of(part.inputs), shapes_of(outputs))
@@ -79,7 +80,9 @@ class FirstStep(Observer):
 
 
 def shapes_of(nest: Any) -> Shapes:
-    """The shapes of all tensors in a nest, but for nested tensors, whose rows differ in size."""
+    """Return the shapes of all tensors in a nest, but for nested tensors, whose rows differ in
+    size.
+    """
     unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
     return {
         path: list(tensor.shape) for path, tensor in named_tensors(unpacked) if not tensor.is_nested
@@ -87,7 +90,7 @@ def shapes_of(nest: Any) -> Shapes:
 
 
 def _whole(shapes: Shapes, samples: int, size: int) -> Shapes:
-    """The shapes of the global batch.
+    """Return the shapes of the global batch.
 
     Args:
         shapes: those of the first share.
@@ -96,13 +99,16 @@ def _whole(shapes: Shapes, samples: int, size: int) -> Shapes:
     """
     whole: Shapes = {}
     for name, shape in shapes.items():
-        whole[name] = [size, *shape[1:]] if shape[:1] == [samples] else shape
+        if shape[:1] == [samples]:
+            shape = [size, *shape[1:]]
+        whole[name] = shape
     return whole
 
 
 def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
-    """``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``; None where there is no
-    tensor.
+    """Return ``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``.
+
+    None where there is no tensor.
     """
     if not shapes["inputs"] or not shapes["outputs"]:
         return None
@@ -132,11 +138,12 @@ def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
 
 
 def written(shapes: Shapes) -> str:
-    """``30 x 8``, ``(tokens 30 x 12, mask 30 x 12)``."""
+    """Return ``30 x 8``, ``(tokens 30 x 12, mask 30 x 12)``."""
     words = []
     for name, shape in shapes.items():
         is_number = not name.replace(".", "").strip("0123456789")
         words.append(_dimensions(shape) if is_number else f"{name} {_dimensions(shape)}")
+
     if len(words) == 1:
         return words[0]
 
@@ -146,7 +153,7 @@ def written(shapes: Shapes) -> str:
 
 
 def _dimensions(shape: list[int]) -> str:
-    """``30 x 8``."""
+    """Return ``30 x 8``."""
     return " x ".join(map(str, shape)) or "a scalar"
 
 

@@ -24,8 +24,9 @@ from lockstep.training.progress import TrainingProgress
 
 
 class Logs:
-    """Sums up the updates between two logs; only rank 0 does so, from what it has read of them
-    anyway.
+    """Sums up the updates between two logs.
+
+    Only rank 0 does so, from what it has read of them anyway.
 
     Where the ranks don't meet in an update, the loss is that of rank 0's local batches.
 
@@ -63,11 +64,15 @@ class Logs:
     def log(self) -> dict[str, float]:
         """Log the updates since the last log, all of which were read; return that by name."""
         values = self._values(time.perf_counter())
-        self._step.world.tell(Line("  ".join(self._words(values)), "log"))
+        text = "  ".join(self._words(values))
+        self._step.world.tell(Line(text, "log"))
         return values
 
     def _values(self, now: float) -> dict[str, float]:
-        """What the updates since the last log came to, by name; begin anew with the next ones."""
+        """Return what the updates since the last log came to, by name.
+
+        Begin anew with the next ones.
+        """
         progress = self._progress
         group = self._step.optimizer.param_groups[0]
         values = progress.recent.means("")
@@ -89,7 +94,7 @@ class Logs:
         return values
 
     def _words(self, values: Mapping[str, float]) -> list[str]:
-        """``step 300/5,000``, ``loss 0.1234``, ``lr 0.0010``, ``8,000 samples/s``, ``3:20
+        """Return ``step 300/5,000``, ``loss 0.1234``, ``lr 0.0010``, ``8,000 samples/s``, ``3:20
         left``.
         """
         step = self._step.world.step
@@ -104,17 +109,20 @@ class Logs:
         if self._steps is not None:
             seconds = (self._last - self._began) / (step - self._first)
             words.append(f"{duration((self._steps - step) * seconds)} left")
+
         return words
 
 
 def _are_tokens(batch: Batch) -> bool | None:
-    """Return whether targets are integers of shape (batch, time); None where this process has no
-    targets.
+    """Return whether targets are integers of shape (batch, time).
+
+    None where this process has no targets.
     """
     for parts in batch.shares or [batch.parts]:
         for part in parts:
             if part.size:
                 return _are_integers(part.targets) and part.targets.dim() == 2
+
     return None
 
 
@@ -167,6 +175,7 @@ class Pace:
         if self._steps is not None:
             seconds = elapsed / (world.step - self._first_step)
             seconds_left = (self._steps - world.step) * seconds
+
         world.tell(
             Progress(
                 epoch=epoch,

@@ -146,6 +146,7 @@ class _Training:
             seconds = time.perf_counter() - began
             summary = write_summary(self.setup, progress, self.shapes, seconds)
             self.callbacks.call("finish", progress.epoch, progress.values)
+
         return summary
 
     def _resume(self) -> None:
@@ -154,7 +155,8 @@ class _Training:
         Raises:
             JobError: the run has done all that is asked for.
         """
-        progress, world = self.progress, self.world
+        progress = self.progress
+        world = self.world
         state = self.saves.load()
         progress.load_state(state)
         world.step = progress.step
@@ -164,9 +166,8 @@ class _Training:
         if self._has_ended():
             if progress.stopped:
                 after = counted(progress.epoch, "epoch")
-                self.saves.notes.append(
-                    f"{progress.stopped} had stopped the run after {after}: it goes on"
-                )
+                note = f"{progress.stopped} had stopped the run after {after}: it goes on"
+                self.saves.notes.append(note)
             progress.stopped = ""
             progress.ends_unevaluated = False
             if progress.is_at_last_step:
@@ -193,11 +194,14 @@ class _Training:
 
         Only here, when a resumed run can no longer be refused, does its folder change.
         """
-        progress, setup, world = self.progress, self.setup, self.world
+        progress = self.progress
+        setup = self.setup
+        world = self.world
         self.triggers = Triggers(
             self.job, world, self.loader.batches_of, together=self.step.together
         )
-        setup.notes += map(Line.note, [*self.saves.notes, *self.triggers.notes()])
+        setup.notes += map(Line.note, self.saves.notes)
+        setup.notes += map(Line.note, self.triggers.notes())
 
         if world.is_first:
             write_config(setup)
@@ -220,7 +224,9 @@ class _Training:
         Raises:
             JobError: a metric is wrong, or the job goes by one that there is not.
         """
-        job, setup, world = self.job, self.setup, self.world
+        job = self.job
+        setup = self.setup
+        world = self.world
         stack.callback(self.saves.settle)
         stack.callback(self.reporter.close)
         for loader in (self.loader, *setup.eval_loaders.values()):
@@ -228,7 +234,8 @@ class _Training:
 
         if self.plan.profile:
             to_go = None if setup.steps is None else setup.steps - world.step
-            self.profiler = stack.enter_context(Profiler(world, self.step, self.folder, to_go))
+            profiler = Profiler(world, self.step, self.folder, to_go)
+            self.profiler = stack.enter_context(profiler)
 
         had_audit = self.plan.resume and world.broadcast_object(self.folder.audit.is_dir())
         if self.plan.audit or had_audit:  # an audit with a gap would say nothing
@@ -236,7 +243,8 @@ class _Training:
             self.audit = Audit(world, self.folder, setup.train_data, order=has_order)
             stack.callback(self.audit.close)
 
-        if not self.plan.resume and not any(map(is_stream, setup.eval_data.values())):
+        has_streams = any(map(is_stream, setup.eval_data.values()))
+        if not self.plan.resume and not has_streams:
             values = try_out(self.step, setup.eval_loaders, job.metrics, world, job.seed)
             self.saves.refuse_unknown(values)
 
@@ -247,7 +255,8 @@ class _Training:
 
     def _one_epoch(self) -> None:
         """Train an epoch, or what is left of one, evaluate it and save."""
-        progress, setup = self.progress, self.setup
+        progress = self.progress
+        setup = self.setup
         number = progress.number
 
         paused = progress.paused
@@ -262,7 +271,8 @@ class _Training:
             return
 
         progress.end_training_of_epoch(samples, seconds)
-        lr = float(self.step.optimizer.param_groups[0].get("lr", math.nan))
+        group = self.step.optimizer.param_groups[0]
+        lr = float(group.get("lr", math.nan))
         if finished:
             self._call("log", number)
             self._call("epoch", number)
@@ -270,22 +280,20 @@ class _Training:
             self.evaluations.forget()
 
         ends = progress.ends_with_epoch(finished=finished)
-        evaluates = finished and (
-            progress.owed or self.triggers.evaluates_at_end(number, setup.eval_loaders)
-        )
+        is_due = self.triggers.evaluates_at_end(number, setup.eval_loaders)
+        evaluates = finished and (progress.owed or is_due)
         progress.ends_unevaluated = ends and not evaluates
         if evaluates:
             progress.values |= self._evaluate()
 
-        progress.values |= {
-            "lr": lr,
-            "seconds": seconds,
-            "samples_per_second": samples / seconds if seconds else 0.0,
-        }
+        progress.values["lr"] = lr
+        progress.values["seconds"] = seconds
+        progress.values["samples_per_second"] = samples / seconds if seconds else 0.0
         is_shown = evaluates or self.triggers.at_end(LOG, number)
         is_shown = is_shown and not progress.ends_unevaluated
         if is_shown:
-            self._call("evaluated", number, whole=evaluates or not setup.eval_loaders)
+            is_whole = evaluates or not setup.eval_loaders
+            self._call("evaluated", number, whole=is_whole)
 
         if finished:
             progress.end_epoch()
@@ -306,12 +314,13 @@ class _Training:
         Returns:
             the samples of these updates, and whether the epoch came to its end.
         """
-        progress, world = self.progress, self.world
-        has_partial = self.step.together or world.is_first  # else rank 0 has it of all
-        sums = Sums(
-            progress.partial if has_partial else None,
-            None if self.logs is None else self.logs.add,
-        )
+        progress = self.progress
+        world = self.world
+        # Where ranks don't meet in an update, rank 0 has the loss of all so far.
+        has_partial = self.step.together or world.is_first
+        before = progress.partial if has_partial else None
+        then = None if self.logs is None else self.logs.add
+        sums = Sums(before, then)
         batches = self._batches()
         pace = Pace(world, progress.last_epoch, self.setup.steps)
         samples = 0
@@ -350,15 +359,20 @@ class _Training:
         if self.callbacks.are_own or self.job.on_event:  # they may have changed the data
             for loader in (self.loader, *self.setup.eval_loaders.values()):
                 loader.renew_workers()
-        batches = self.loader.epoch(self.progress.epoch, self.progress.position)
-        return batches if self.profiler is None else self.profiler.over(batches)
+
+        progress = self.progress
+        batches = self.loader.epoch(progress.epoch, progress.position)
+        if self.profiler is not None:
+            return self.profiler.over(batches)
+        return batches
 
     def _update(self, batch: Batch) -> Result:
         """Make one update; the first one also notes which data they are."""
         if not self.progress.data:
             data = self.setup.train_data
             length = None if is_stream(data) else len(data)
-            self.progress.data = fingerprint(batch, length, self.job.collate)
+            found = fingerprint(batch, length, self.job.collate)
+            self.progress.data = found
 
         self.step.seed(self.job.seed)
         return self.step.update(batch)
@@ -382,11 +396,13 @@ class _Training:
         """Yield the batches up to the last step, or to where the ranks stop together because they
         were asked to.
         """
-        progress, step = self.progress, self.step
+        progress = self.progress
+        step = self.step
 
         # Ranks that read a stream wait for one another at each batch, so none may leave before the
         # others.
         may_stop = step.together or not is_stream(self.setup.train_data)
+
         while not progress.is_at_last_step:
             batch = next(batches, None)
             if batch is None:
@@ -404,7 +420,8 @@ class _Training:
 
         Ranks that don't meet in their updates learn of a stop at different batches.
         """
-        progress, step = self.progress, self.step
+        progress = self.progress
+        step = self.step
         places = self.world.gather_objects((progress.position, step.stopping, progress.stopped))
         furthest = max(position for position, _, _ in places)
         yield from itertools.islice(batches, furthest - progress.position)
@@ -414,8 +431,11 @@ class _Training:
     def _has_finished(self, batches: Iterator[Batch]) -> bool:
         """Return whether an epoch has come to its end, and not only the training."""
         progress = self.progress
-        if progress.interrupted or not progress.is_at_last_step:
-            return not progress.interrupted
+        if progress.interrupted:
+            return False
+        if not progress.is_at_last_step:
+            return True
+
         length = self.loader.batches_of(progress.epoch)
         if length is None:  # of a stream only another batch would show that
             return next(batches, None) is None
@@ -436,7 +456,9 @@ class _Training:
             return
 
         progress = self.progress
-        loss = progress.judged if self.setup.eval_loaders else progress.values["train_loss"]
+        loss = progress.judged
+        if not self.setup.eval_loaders:
+            loss = progress.values["train_loss"]
         move_on(self.setup.scheduler, loss, self.step)
         progress.judged = None
 
@@ -503,6 +525,7 @@ class _Training:
         if self.logs is not None:
             sums.read()
             values = self.logs.log()
+
         self.triggers.done(LOG)
         progress.stop(self.callbacks.logged(progress.number, values))
         if self.step.together:  # else the other ranks hear of it at the end of the epoch
@@ -512,8 +535,10 @@ class _Training:
         self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True
     ) -> None:
         """Call the callbacks, any of which may stop the training."""
-        values = self.progress.values if values is None else values
-        self.progress.stop(self.callbacks.call(kind, number, values, whole=whole))
+        if values is None:
+            values = self.progress.values
+        stopped = self.callbacks.call(kind, number, values, whole=whole)
+        self.progress.stop(stopped)
 
     def _after_events(self) -> None:
         """Look for what callbacks and functions may have changed."""

@@ -23,7 +23,7 @@ from lockstep.training.setup import Setup
 
 
 def opening(setup: Setup, epoch: int) -> Iterator[Line]:
-    """The lines before the first step::
+    """Yield the lines before the first step::
 
         digits: ddp on 2 devices (cpu:0, cpu:1), gloo
         rank 0: cpu:0
@@ -37,7 +37,7 @@ def opening(setup: Setup, epoch: int) -> Iterator[Line]:
     """
     yield Line(_headline(setup))
     mesh = setup.strategy.mesh(setup.devices)
-    yield from map(Line, mesh if len(mesh) <= 8 else [*mesh[:4], "...", mesh[-1]])
+    yield from map(Line, _shown(mesh))
     if setup.plan.batch_size_per_device is not None:
         yield Line(_batch_size_per_device(setup, setup.plan.batch_size_per_device))
     yield Line(_batches(setup))
@@ -48,20 +48,21 @@ def opening(setup: Setup, epoch: int) -> Iterator[Line]:
 
 
 def _headline(setup: Setup) -> str:
-    """``job.py: ddp on 2 devices (cpu:0, cpu:1), gloo``."""
+    """Return ``job.py: ddp on 2 devices (cpu:0, cpu:1), gloo``."""
     devices = setup.devices
     device = setup.world.device
     where = str(device)
     if len(devices) > 1:
-        where = f"{len(devices)} devices ({_abridged(devices, ', ')})"
+        where = f"{len(devices)} devices ({', '.join(_shown(devices))})"
     elif device.is_slot:
         where = f"one CPU device of {counted(device.threads, 'core')}"
+
     via = f", {setup.world.backend}" if setup.world.backend else ""
     return f"{setup.plan.name}: {setup.strategy.name} on {where}{via}"
 
 
 def _batch_size_per_device(setup: Setup, size: int) -> str:
-    """``batch_size_per_device: 8 x 2 replicas x 4 micro-batches = batches of 64``."""
+    """Return ``batch_size_per_device: 8 x 2 replicas x 4 micro-batches = batches of 64``."""
     factors = f"{size} x {counted(setup.world.layout.local_batches, 'replica')}"
     if setup.job.accumulate > 1:
         factors += f" x {setup.job.accumulate} micro-batches"
@@ -69,14 +70,15 @@ def _batch_size_per_device(setup: Setup, size: int) -> str:
 
 
 def _batches(setup: Setup) -> str:
-    """``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16 steps an
-    epoch, 200 for evaluation``.
+    """Return ``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16
+    steps an epoch, 200 for evaluation``.
     """
     job = setup.job
     shares = _shares(setup)
     line = f"batches of {job.batch_size:,}"
     if len(shares) > 1:
-        line += f" = {_abridged([str(share) for share in shares], ' + ')} over the {_over(setup)}s"
+        sizes = _shown([str(share) for share in shares])
+        line += f" = {' + '.join(sizes)} over the {_over(setup)}s"
     parts = min(setup.parts, job.batch_size)  # no micro-batch is empty
     if parts > 1:
         line += f", in {parts} micro-batches"
@@ -91,29 +93,30 @@ def _batches(setup: Setup) -> str:
     for name, loader in setup.eval_loaders.items():
         samples = "a stream" if loader.samples is None else f"{loader.samples:,}"
         sets.append(f"{samples} ({name})" if name else samples)
+
     return f"{line}, {' + '.join(sets)} for evaluation" if sets else line
 
 
 def _shares(setup: Setup) -> list[int]:
-    """The samples of each local batch."""
+    """Return the samples of each local batch."""
     return share_sizes(setup.job.batch_size, setup.world.layout.local_batches)
 
 
 def _over(setup: Setup) -> str:
-    """What a batch is divided over: devices, or replicas that have several each."""
+    """Return what a batch is divided over: devices, or replicas that have several each."""
     return "replica" if len(setup.devices) > len(_shares(setup)) else "device"
 
 
 def _notes(setup: Setup) -> Iterator[str | None]:
-    """What to know before the first step; None is nothing."""
+    """Yield what to know before the first step; None is nothing."""
     job = setup.job
     world = setup.world
     if setup.plan.resume:
         yield _moved(setup)
-        if setup.scheduler is not None and not any(
-            group["lr"] for group in setup.step.optimizer.param_groups
-        ):
+        moves = any(group["lr"] for group in setup.step.optimizer.param_groups)
+        if setup.scheduler is not None and not moves:
             yield "the learning rate is 0: the scheduler resumes as it was saved, at its end"
+
     yield note_on_threads(world.device)
     yield note_on_precision(job.precision, world.device.type)
 
@@ -132,17 +135,20 @@ def _notes(setup: Setup) -> Iterator[str | None]:
         yield from stream_notes(job.shuffle, meets=waits)
 
 
-def _abridged(words: list[str], between: str) -> str:
-    """Words in one line, the middle of many left out."""
-    return between.join(words if len(words) <= 8 else [*words[:4], "...", words[-1]])
+def _shown(words: list[str]) -> list[str]:
+    """Return words, the middle of many left out."""
+    if len(words) <= 8:
+        return words
+    return [*words[:4], "...", words[-1]]
 
 
 # ---- what has changed since a resumed run was begun ----------------------------------------------
 
 
 def _moved(setup: Setup) -> str | None:
-    """``was pp on 2 CPU devices, resumes as single on 1 CPU device``; None where neither has
-    changed.
+    """Return ``was pp on 2 CPU devices, resumes as single on 1 CPU device``.
+
+    None where neither has changed.
     """
     strategy = setup.strategy.name
     devices = setup.devices
@@ -154,13 +160,13 @@ def _moved(setup: Setup) -> str | None:
 
 
 def _counted(devices: Sequence[str]) -> str:
-    """``2 CPU devices``."""
+    """Return ``2 CPU devices``."""
     are_slots = all(name.startswith("cpu:") for name in devices)
     return counted(len(devices), "CPU device" if are_slots else "device")
 
 
 def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
-    """What has changed since the run was begun, in lines, each once.
+    """Return what has changed since the run was begun, in lines, each once.
 
     Args:
         setup: what is trained now.
@@ -195,6 +201,7 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
                     f"{name}: the optimizer goes on as it was saved, with {then}, and not "
                     f"{group[name]}"
                 )
+
     return [line for line in dict.fromkeys(lines) if line is not None]
 
 
@@ -223,13 +230,15 @@ def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
             f"the job file is {now} ({hash_of(now)[:8]}), and was {was} ({then}) when the run was "
             "begun"
         )
-    if now.name in sums and not hash_of(now).startswith(str(sums[now.name])):
+
+    then = str(sums.get(now.name, ""))
+    if not hash_of(now).startswith(then):
         return f"{now.name} has changed since the run was begun"
     return None
 
 
 def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
-    """Settings that the job file has changed, and that a run keeps unless they are given."""
+    """Yield settings that the job file has changed, and that a run keeps unless they are given."""
     for name, now in file.unfollowed.items():
         way = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
         if name in ("seed", "batch_size"):
@@ -240,7 +249,7 @@ def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
 
 
 def _given(value: Any) -> str:
-    """A parameter of ``--set`` in words."""
+    """Return a parameter of ``--set`` in words."""
     return "as the job file has it" if value is None else str(value)
 
 

@@ -89,10 +89,12 @@ class TrainingProgress:
         for name in _SAVED_LOSSES:
             if state.get(name) is not None:
                 setattr(self, name, Loss(*state[name]))
+
         if state.get("stopped") is True:  # in earlier versions only on_event could stop a training
             self.stopped = "on_event"
         if self.record is not None:  # the run may lack only its last files
-            self.values = {n: v for n, v in self.record.items() if n not in ("epoch", "step")}
+            self.values = dict(self.record)
+            del self.values["epoch"], self.values["step"]
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -102,12 +104,14 @@ class TrainingProgress:
 
     @property
     def is_at_last_step(self) -> bool:
-        """Whether no further update is to be made."""
-        return bool(self.stopped) or (self.last_step is not None and self.step >= self.last_step)
+        """Return whether no further update is to be made."""
+        if self.stopped:
+            return True
+        return self.last_step is not None and self.step >= self.last_step
 
     @property
     def is_over(self) -> bool:
-        """Whether the training has come to its end, and its last epoch has a record.
+        """Return whether the training has come to its end, and its last epoch has a record.
 
         A run that was interrupted in its last step has no record of it yet.
         """
@@ -118,10 +122,12 @@ class TrainingProgress:
 
     @property
     def is_beyond_end(self) -> bool:
-        """Whether more was done than is asked for now."""
+        """Return whether more was done than is asked for now."""
         if self.last_step is not None and self.step > self.last_step:
             return True
-        return self.last_epoch is not None and (self.epoch, self.position) > (self.last_epoch, 0)
+        if self.last_epoch is None:
+            return False
+        return (self.epoch, self.position) > (self.last_epoch, 0)
 
     def ends_with_epoch(self, *, finished: bool) -> bool:
         """Return whether the training ends with the epoch that was trained just now."""
@@ -131,7 +137,7 @@ class TrainingProgress:
 
     @property
     def number(self) -> int:
-        """The number, from 1, of the epoch that is trained next or now."""
+        """Return the number, from 1, of the epoch that is trained next or now."""
         return self.epoch + 1
 
     def end_batch(self, step: int) -> None:

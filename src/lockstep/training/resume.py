@@ -55,6 +55,7 @@ def as_it_went(
         )
         if is_single_on_several or (not own_devices and named(before).in_one_process):
             return None, devices
+
     return _with_settings_of(before, config["strategy_settings"]), devices
 
 
@@ -66,7 +67,7 @@ def _is_known(strategy: str) -> bool:
 
 
 def _with_settings_of(name: str, settings: Mapping[str, Any]) -> Strategy:
-    """The strategy with the settings of a run that are not the usual ones."""
+    """Return the strategy with the settings of a run that are not the usual ones."""
     others = {}
     for setting, usual in kind_of(name).usual().items():
         value = settings.get(setting, usual)
@@ -76,7 +77,7 @@ def _with_settings_of(name: str, settings: Mapping[str, Any]) -> Strategy:
 
 
 def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
-    """The devices of those names; where they aren't here, as many others as there are."""
+    """Return the devices of those names; where they aren't here, as many others as there are."""
     if all(name.startswith("cpu:") for name in names):
         return _devices.slots(len(names))
 
@@ -92,7 +93,9 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
 def newest_of(
     parent: str | Path, job: Job | JobFile, name: str, run_id: str | None = None
 ) -> RunFolder | None:
-    """The newest run under a folder that ``--resume auto`` takes: of this job, and not at its end;
+    """Return the newest run under a folder that ``--resume auto`` takes: of this job, and not at
+    its end.
+
     None where there is none.
 
     Args:
@@ -111,21 +114,25 @@ def newest_of(
             if path.stat().st_mtime > newest_time and _is_taken(folder, job, name, run_id):
                 newest = folder
                 newest_time = path.stat().st_mtime
+
     return newest
 
 
 def _is_taken(folder: RunFolder, job: Job | JobFile, name: str, run_id: str | None) -> bool:
-    """Return whether ``--resume auto`` may take the run in a folder; arguments as for
-    ``newest_of``.
+    """Return whether ``--resume auto`` may take the run in a folder.
+
+    Arguments as for ``newest_of``.
 
     Raises:
         FolderError: the folder has no run, or a damaged one.
     """
     config = folder.read_json(folder.config)
-    file = str(Path(job.path).resolve()) if isinstance(job, JobFile) else None
-    if (config.get("file"), config.get("job")) != (file, name):
-        return False
-    if isinstance(job, JobFile) and changed_parameters(config, job):
+    file = None
+    if isinstance(job, JobFile):
+        file = str(Path(job.path).resolve())
+        if changed_parameters(config, job):
+            return False
+    if config.get("file") != file or config.get("job") != name:
         return False
     if run_id is not None:
         return bool(run_id == config.get("run_id"))
@@ -135,16 +142,18 @@ def _is_taken(folder: RunFolder, job: Job | JobFile, name: str, run_id: str | No
 def _is_at_its_end(folder: RunFolder, config: Mapping[str, Any], job: Job | JobFile) -> bool:
     """Return whether a run was finished, and no other number of epochs or steps is asked for."""
     before = config["given"] if isinstance(job, JobFile) else config["settings"]
-    is_same = all(
-        str(job.settings.get(name)) == str(before.get(name)) for name in ("epochs", "steps")
-    )
-    return folder.summary.is_file() and is_same
+    for name in ("epochs", "steps"):
+        if str(job.settings.get(name)) != str(before.get(name)):
+            return False
+    return folder.summary.is_file()
 
 
 def changed_parameters(
     config: Mapping[str, Any], job: JobFile
 ) -> dict[str, tuple[Any | None, Any | None]]:
-    """The parameters of a job file (``--set``) that differ from a run's, by name: then and now;
+    """Return the parameters of a job file (``--set``) that differ from a run's, by name: then and
+    now.
+
     None is the job file's own value.
     """
     before = config.get("set", {})
@@ -154,23 +163,27 @@ def changed_parameters(
         pair = before.get(name), now.get(name)
         if str(pair[0]) != str(pair[1]):
             found[name] = pair
+
     return found
 
 
 def has_ended(folder: RunFolder, step: int) -> bool:
     """Return whether a run has come to its end at this step, and its last file is whole."""
-    if not folder.summary.is_file() or folder.read_json(folder.summary).get("steps") != step:
+    if not folder.summary.is_file():
+        return False
+    if folder.read_json(folder.summary).get("steps") != step:
         return False
 
     try:
         load_weights(folder.model)
     except FolderError:
         return False  # it is written anew
+
     return True
 
 
 def nothing_left(epoch: int, step: int, epochs: int | None) -> JobError:
-    """The error of a run that has done all that is asked for.
+    """Return the error of a run that has done all that is asked for.
 
     Args:
         epoch: completed epochs.

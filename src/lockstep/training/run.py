@@ -45,7 +45,7 @@ class Run:
         *,
         trust_job: bool = False,
     ) -> Run:
-        """The run that is kept in a folder.
+        """Return the run that is kept in a folder.
 
         Args:
             folder: of the run.
@@ -68,8 +68,9 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last evaluation's metrics, and the loss as ``"loss"``; empty where the training
-        was stopped.
+        """Return the last evaluation's metrics, and the loss as ``"loss"``.
+
+        Empty where the training was stopped.
         """
         if not self.summary:
             return {}
@@ -77,14 +78,14 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The lines of ``metrics.jsonl``: a record for each epoch, and for each log and
+        """Return the lines of ``metrics.jsonl``: a record for each epoch, and for each log and
         evaluation within one.
         """
         return RunFolder(self.folder).read_metrics()
 
     def model(self, weights: str | Path | None = None, *, best: bool = False) -> nn.Module:
-        """The trained model on the CPU, in evaluation mode: the final weights, or those of the best
-        evaluation.
+        """Return the trained model on the CPU, in evaluation mode: the final weights, or those of
+        the best evaluation.
 
         Its outputs are those that ``predict`` gives. To go on training it by hand, call
         ``.train()``.
@@ -102,7 +103,7 @@ class Run:
 
 
 def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str], bool]:
-    """A line for each checkpoint of a run, newest first, and whether none is damaged.
+    """Return a line for each checkpoint of a run, newest first, and whether none is damaged.
 
     Args:
         run: its folder.
@@ -115,6 +116,7 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
     checkpoints = CheckpointFolder(folder.checkpoints)
     lines = []
     are_whole = True
+
     for step in checkpoints.steps():
         path = checkpoints.of_step(step)
         try:
@@ -131,6 +133,7 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
         megabytes = sum(size for size, _ in index.files.values()) / 1e6
         line = f"step {step:>8}  after {epochs} and {batches}, {parts}, {megabytes:,.1f} MB"
         lines.append(f"{line}, whole" if verify else line)
+
     lines += [f"set aside: {path.name}" for path in sorted(folder.checkpoints.glob("*.damaged*"))]
     return lines or [f"{folder.path}: it has no checkpoint"], are_whole
 
@@ -144,7 +147,7 @@ def trained_of(
     job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
     trust: bool = False,
 ) -> tuple[Job | JobFile, Path]:
-    """The job of a run, and the file of its weights.
+    """Return the job of a run, and the file of its weights.
 
     Args:
         run: a Run or the path of its folder.
@@ -183,6 +186,7 @@ def _weights_in(folder: Path, file: Path) -> Path:
     for path in (folder / file, file):
         if path.is_file():
             return path
+
     found = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
     names = [str(path) for path in found if path.parts[0] != "checkpoints"]
     raise FolderError(
@@ -199,7 +203,7 @@ def job_of(
     job: str | Path | None = None,
     trust: bool = False,
 ) -> JobFile:
-    """The job of a run, as it was run, with some parameters and settings replaced.
+    """Return the job of a run, as it was run, with some parameters and settings replaced.
 
     Args:
         run: its folder.
@@ -222,6 +226,7 @@ def job_of(
             )
         if not trust:
             _refuse_another_file(folder.path, config)
+
     parameters = parameters or {}
     for name, value in config["set"].items():
         if value == HIDDEN and name not in parameters:
@@ -229,6 +234,7 @@ def job_of(
                 f"{folder.path}: {name} looks like a secret and isn't kept: give it, --set "
                 f"{name}=VALUE"
             )
+
     # A parameter with a setting's name, given now, wins over that setting of the run.
     before = {name: value for name, value in config["settings"].items() if name not in parameters}
     given = {name: value for name, value in config["given"].items() if name not in parameters}
@@ -261,6 +267,7 @@ def _refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:
         raise FolderError(
             f"{its} lies in that folder or isn't a whole path, so no training named it: {ways}"
         )
+
     now = hash_of(file)
     before = str(config["sources"].get(file.name, ""))
     if len(before) < 16:  # earlier versions kept that much
@@ -276,5 +283,5 @@ def _refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:
 
 
 def hash_of(file: str | Path) -> str:
-    """The SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

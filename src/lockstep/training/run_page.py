@@ -5,6 +5,7 @@ device.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
-from lockstep.strategies import kind_of
+from lockstep.strategies import Strategy, kind_of
 
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -33,6 +34,9 @@ _NO_METRICS = {
 }
 """What a record has beside metrics."""
 
+_LOSSES = {"eval_loss": "Evaluation loss", "train_loss": "Training loss", "loss": "Loss"}
+"""By name, what a loss is called; the first one that a record has is shown."""
+
 _CHOSEN = ("microbatches", "split_size", "schedule")
 """Settings of strategies that may have been chosen for the machine."""
 
@@ -49,13 +53,18 @@ def write_page(folder: str | Path) -> Path:
 
 
 def page_of(run: RunFolder) -> Page:
-    """All that a run's folder has of it."""
+    """Return all that a run's folder has of it."""
     config = run.read_json(run.config)
-    summary = run.read_json(run.summary) if run.summary.is_file() else {}
     history = run.read_metrics()
+    summary = {}
+    if run.summary.is_file():
+        summary = run.read_json(run.summary)
 
     devices = config["devices"]
-    where = devices[0] if len(devices) == 1 else f"{len(devices)} devices"
+    where = f"{len(devices)} devices"
+    if len(devices) == 1:
+        where = devices[0]
+
     notes = []
     if run.failure.is_file():
         notes.append(f"The training failed: {run.read_json(run.failure)['error']}")
@@ -73,42 +82,50 @@ def page_of(run: RunFolder) -> Page:
 
 
 def _facts(config: Mapping[str, Any], summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What was trained where, by name."""
+    """Yield what was trained where, by name."""
     yield "job", config["file"] or config["job"]
     yield "strategy", config["strategy"]
     yield "devices", ", ".join(config["devices"])
     for line in config.get("mesh", ()):
         name, _, place = line.partition(": ")
         yield name, place
+
     for name, version in summary.get("versions", {}).items():
         yield name, str(version)
 
 
 def _verdict(summary: Mapping[str, Any], history: Sequence[Record]) -> str:
-    """``Evaluation loss 0.12, accuracy 0.97 after 3 epochs, 9,000 samples per second, 12 s in
-    all.``
+    """Return ``Evaluation loss 0.12, accuracy 0.97 after 3 epochs, 9,000 samples per second, 12 s
+    in all.``
     """
     if not history:
         return "No epoch was finished."
 
     last = history[-1]
-    names = {"eval_loss": "Evaluation loss", "train_loss": "Training loss", "loss": "Loss"}
-    loss = next(name for name in names if name in last)
-    words = [f"{names[loss]} {short(last[loss])}"]
+    words = []
+    for name, text in _LOSSES.items():
+        if name in last:
+            words.append(f"{text} {short(last[name])}")
+            break
+
     for name in _metrics([last]):
-        if last[name] is not None:
-            words.append(f"{name} {short(last[name])}")
+        value = last[name]
+        if value is not None:
+            words.append(f"{name} {short(value)}")
 
     text = f"{', '.join(words)} after {counted(last['epoch'], 'epoch')}"
     if summary:
         text += f", {short(summary['samples_per_second'])} samples per second"
         text += f", {short(summary['seconds'])} s in all"
+
     return f"{text}."
 
 
 def _metrics(history: Sequence[Record]) -> list[str]:
-    """The names of all metrics, in their order."""
-    names = dict.fromkeys(name for record in history for name in record)
+    """Return the names of all metrics, in their order."""
+    names: dict[str, None] = {}
+    for record in history:
+        names |= dict.fromkeys(record)
     return [name for name in names if name not in _NO_METRICS]
 
 
@@ -118,7 +135,7 @@ def _sections(
     summary: Mapping[str, Any],
     history: Sequence[Record],
 ) -> Iterator[Section]:
-    """The parts of the page that this run has something for."""
+    """Yield the parts of the page that this run has something for."""
     if history:
         yield Section("What was learned", list(_curves(history)))
     epochs = [record for record in history if "train_loss" in record]
@@ -145,26 +162,36 @@ def _sections(
 
 
 def _curves(history: Sequence[Record]) -> Iterator[Figure]:
-    """The losses, then each metric."""
+    """Yield the losses, then each metric."""
     # An epoch that ended early has a record too, and another one where it was resumed.
-    is_by_epoch = len({record["epoch"] for record in history}) == len(history)
-    by = "epoch" if is_by_epoch else "step"
-    losses = {
-        "train": _points(history, by, "train_loss"),
-        "eval": _points(history, by, "eval_loss"),
-        "train, since the last log": _points(history, by, "loss"),
-    }
-    losses = {name: points for name, points in losses.items() if points}
+    epochs = {record["epoch"] for record in history}
+    by = "epoch" if len(epochs) == len(history) else "step"
+
+    losses = {}
+    for name, title in _CURVES.items():
+        points = _points(history, by, name)
+        if points:
+            losses[title] = points
+
     yield Figure("loss", "Loss", Lines(by, "loss", losses))
 
     for name in _metrics(history):
         # ``clean/accuracy`` is in no folder.
-        file = "".join(letter if letter.isalnum() else "-" for letter in name)
-        yield Figure(file, name, Lines(by, name, {name: _points(history, by, name)}))
+        file = re.sub(r"[\W_]", "-", name)
+        points = _points(history, by, name)
+        yield Figure(file, name, Lines(by, name, {name: points}))
+
+
+_CURVES = {
+    "train_loss": "train",
+    "eval_loss": "eval",
+    "loss": "train, since the last log",
+}
+"""The curves of losses, by the names of their values."""
 
 
 def _points(history: Sequence[Record], by: str, name: str) -> list[tuple[float, float]]:
-    """The points of a curve, from the records that have that value.
+    """Return the points of a curve, from the records that have that value.
 
     Args:
         history: the records.
@@ -173,45 +200,44 @@ def _points(history: Sequence[Record], by: str, name: str) -> list[tuple[float, 
     """
     points = []
     for record in history:
-        if isinstance(record.get(name), int | float):
-            points.append((float(record[by]), float(record[name])))
+        value = record.get(name)
+        if isinstance(value, int | float):
+            place = float(record[by])
+            points.append((place, float(value)))
+
     return points
 
 
 def _rates(epochs: Sequence[Record]) -> Figure:
-    """How fast each epoch was trained."""
-    caption = "The first epoch warms up."
-    if len(epochs) > 40:
-        caption += " The first 40 epochs."
-        epochs = epochs[:40]
-
-    names = [f"epoch {record['epoch']}" for record in epochs]
-    rates = [record["samples_per_second"] for record in epochs]
-    chart = Bars("samples per second", names, rates)
-    return Figure("speed", "Samples per second", chart, caption)
+    """Return how fast each epoch was trained."""
+    points = _points(epochs, "epoch", "samples_per_second")
+    chart = Lines("epoch", "samples per second", {"train": points})
+    return Figure("speed", "Samples per second", chart, "The first epoch warms up.")
 
 
 def _memory(summary: Mapping[str, Any]) -> Figure:
-    """The largest memory of each process, or accelerator."""
+    """Return the largest memory of each process, or accelerator."""
     peaks = summary["peak_memory_bytes"]
     names = summary["devices"]
     if len(names) != len(peaks):
         names = [f"process {i}" for i in range(len(peaks))]
-    chart = Bars("MiB", names, [peak / 2**20 for peak in peaks])
+    mebibytes = [peak / 2**20 for peak in peaks]
+    chart = Bars("MiB", names, mebibytes)
     return Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")
 
 
 def _time(profile: Mapping[str, Any]) -> Section:
-    """What the profiled steps spent their time on."""
+    """Return what the profiled steps spent their time on."""
     kind = next(kind for kind in ("replica", "device", "rank") if f"{kind}s" in profile)
     rows = profile[f"{kind}s"]
-    names = [row["device"] for row in rows]
-    if kind != "device":
-        names = [f"{kind} {row[kind]} {row['device']}" for row in rows]
+    names = []
+    milliseconds: dict[str, list[float]] = {}
+    for row in rows:
+        device = row["device"]
+        names.append(device if kind == "device" else f"{kind} {row[kind]} {device}")
+        for name, seconds in row["seconds"].items():
+            milliseconds.setdefault(name, []).append(1e3 * seconds)
 
-    milliseconds = {
-        name: [1e3 * row["seconds"][name] for row in rows] for name in rows[0]["seconds"]
-    }
     chart = Stacks("ms", names, milliseconds)
     caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
     figure = Figure("time", "A step, in milliseconds", chart, caption)
@@ -219,22 +245,18 @@ def _time(profile: Mapping[str, Any]) -> Section:
 
 
 def _shapes(devices: Sequence[Mapping[str, Any]]) -> Table:
-    """The sizes that each device has computed on."""
+    """Return the sizes that each device has computed on."""
     rows = []
     for one in devices:
         inputs = _sizes(one["inputs"])
         outputs = _sizes(one["outputs"])
         rows.append([one["device"], inputs, outputs])
-    return Table(
-        "devices",
-        "Sizes of the first micro-batch",
-        ["device", "inputs", "outputs"],
-        rows,
-    )
+    heads = ["device", "inputs", "outputs"]
+    return Table("devices", "Sizes of the first micro-batch", heads, rows)
 
 
 def _settings(settings: Mapping[str, Any]) -> Table:
-    """The job's settings that are set."""
+    """Return the job's settings that are set."""
     rows = []
     for name, value in settings.items():
         if value is not None:
@@ -243,16 +265,18 @@ def _settings(settings: Mapping[str, Any]) -> Table:
 
 
 def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:
-    """``tokens 4 x 12, mask 4 x 12``."""
+    """Return ``tokens 4 x 12, mask 4 x 12``."""
     sizes = []
     for name, shape in shapes.items():
-        sizes.append(f"{name} {' x '.join(map(str, shape))}".strip())
+        size = " x ".join(map(str, shape))
+        sizes.append(f"{name} {size}".strip())
     return ", ".join(sizes)
 
 
 def command(config: Mapping[str, Any]) -> str:
-    """The command that trains the same again; "" where the job isn't a file, or the strategy has no
-    name.
+    """Return the command that trains the same again.
+
+    "" where the job isn't a file, or the strategy has no name.
     """
     if config["file"] is None:
         return ""
@@ -262,35 +286,45 @@ def command(config: Mapping[str, Any]) -> str:
     except StrategyError:
         return ""
 
-    options: dict[str, Any] = {
-        "strategy": config["strategy"],
-        "devices": _devices(config["devices"]),
-    }
-    settings = config["strategy_settings"]
-    usual = strategy.usual()
-    for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
-        value = settings.get(name)
-        if value is not None and (name in _CHOSEN or value != usual[name]):
-            options[name] = value
-    if settings.get("device_map") is not None:  # the one that was found too
-        options["map"] = json.dumps(settings["device_map"])
-
-    words = ["lockstep", "train", config["file"], *_words(options)]
+    words = ["lockstep", "train", config["file"]]
+    words += ["--strategy", config["strategy"]]
+    words += ["--devices", _devices(config["devices"])]
+    words += _words(_options(strategy, config["strategy_settings"]))
     for name, value in config["set"].items():
         words += ["--set", f"{name}={value}"]
-    return shlex.join([*words, *_words(config["given"])])
+    words += _words(config["given"])
+    return shlex.join(words)
+
+
+def _options(strategy: type[Strategy], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the strategy's settings that aren't the usual ones, or were chosen for the machine."""
+    options = {}
+    usual = strategy.usual()
+
+    for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
+        value = settings.get(name)
+        if value is None:
+            continue
+        if name in _CHOSEN or value != usual[name]:
+            options[name] = value
+
+    device_map = settings.get("device_map")
+    if device_map is not None:  # the one that was found too
+        options["map"] = json.dumps(device_map)
+    return options
 
 
 def _devices(names: Sequence[str]) -> str:
-    """``2xcpu``, ``cuda:0,2``."""
+    """Return ``2xcpu``, ``cuda:0,2``."""
     kind = names[0].partition(":")[0]
     if kind == "cpu":
         return f"{len(names)}xcpu"
-    return f"{kind}:{','.join(name.partition(':')[2] for name in names)}"
+    numbers = [name.partition(":")[2] for name in names]
+    return f"{kind}:{','.join(numbers)}"
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    """``--batch-size 8 --shuffle false``."""
+    """Yield ``--batch-size 8 --shuffle false``."""
     for name, value in options.items():
         yield f"--{name.replace('_', '-')}"
         yield str(value).lower() if isinstance(value, bool) else str(value)

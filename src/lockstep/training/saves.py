@@ -58,7 +58,7 @@ class Saves:
         self.settle = self._writer.settle
 
     def _saveable(self, train_data: Any) -> Any:
-        """The training data if they have a state that can be saved, else None."""
+        """Return the training data if they have a state that can be saved, else None."""
         if not has_state(train_data):
             return None
 
@@ -86,7 +86,8 @@ class Saves:
         Raises:
             JobError: something is neither a tensor nor a plain value.
         """
-        state = {"model": self._step.model.state_dict(), **self._beside(0, 0)}
+        state = self._beside(0, 0)
+        state["model"] = self._step.model.state_dict()
         if self._is_stream and self._data is not None:
             with contextlib.suppress(Exception):  # it may have none before it is iterated
                 state["train_data"] = state_of(self._data)
@@ -100,7 +101,10 @@ class Saves:
             raise JobError(f"saving: {error}") from error
 
     def _beside(self, epoch: int, position: int, *, whole: bool = True) -> dict[str, Any]:
-        """The states of what is around the step; of averages this rank's rows unless ``whole``."""
+        """Return the states of what is around the step.
+
+        Of averages this rank's rows unless ``whole``.
+        """
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "callbacks": self._callbacks.state_dict(whole=whole),
@@ -194,12 +198,16 @@ class Saves:
         return self._measured(values) < self._best
 
     def _measured(self, values: Mapping[str, float]) -> float:
-        """The value of which less is better; NaN where there are no values of an evaluation."""
+        """Return the value of which less is better.
+
+        NaN where there are no values of an evaluation.
+        """
         value = values.get(self._metric, math.nan)
         if self._metric not in values and "eval_loss" in values:
             raise JobError(
                 f'best: there is no "{self._metric}"; {nearest(self._metric, list(values))}'
             )
+
         return -value if self._more_is_better else value
 
     # ---- taking up -------------------------------------------------------------------------------
@@ -238,17 +246,20 @@ class Saves:
         if self._is_stream and self._data is not None and self._data_states is not None:
             assert isinstance(self._loader, StreamLoader)
             self._loader.begin_at(state["epoch"], state["position"], self._data_states)
+
         return state
 
     def _split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """How a tensor is split over the ranks; what a callback keeps beside a parameter is split
-        as that parameter.
+        """Return how a tensor is split over the ranks.
+
+        What a callback keeps beside a parameter is split as that parameter.
         """
         return self._step.layout.split(self._callbacks.beside(name), shape)
 
     def _best_in(self, state: Mapping[str, Any]) -> float:
-        """The best value of a run that is resumed, on rank 0; an evaluation after its last
-        checkpoint counts too.
+        """Return the best value of a run that is resumed, on rank 0.
+
+        An evaluation after its last checkpoint counts too.
         """
         best: float = state["best"]
         has_best = not math.isinf(best)
@@ -260,6 +271,7 @@ class Saves:
         for record in self._folder.read_metrics():
             if record["step"] == state["step"] and self._metric in record:
                 best = min(best, self._measured(record))
+
         return best
 
     def _is_by_same_metric(self, state: Mapping[str, Any]) -> bool:
@@ -278,17 +290,20 @@ class Saves:
     def _has_best_weights(self) -> bool:
         """Return whether the file of the best weights is there and whole; note it where not."""
         path = self._folder.best
+
         try:
             load_weights(path)
         except FolderError as error:
             why = first_line(error) if path.is_file() else f"{path} isn't there any more"
             self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return False
+
         return True
 
     def load_data(self) -> None:
-        """Give the training data their state back; nothing may read a sample between this and the
-        first step.
+        """Give the training data their state back.
+
+        Nothing may read a sample between this and the first step.
 
         Raises:
             JobError: they don't take it.
@@ -304,9 +319,10 @@ class Saves:
                 "each begins with that of the first"
             )
             states = states[:1] * size
+
         load_state(self._data, states[self._world.rank], "train_data")
 
 
 def _setting(metric: str, *, more_is_better: bool) -> str:
-    """The setting ``best`` of a job: ``accuracy:max``."""
+    """Return the setting ``best`` of a job: ``accuracy:max``."""
     return f"{metric}:{'max' if more_is_better else 'min'}"

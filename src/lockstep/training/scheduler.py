@@ -29,10 +29,12 @@ def scheduler_of(job: Job, step: Step) -> Any:
         assert isinstance(step.optimizer, Optimizers)
         by_name = step.optimizer.by_name
         return Schedulers({name: _made(one, by_name[name]) for name, one in make.items()})
+
     scheduler = _made(make, step.optimizer)
     if step.layout.keeps_shards and not _is_of_pytorch(scheduler):
         with step.whole_parameters():  # which it may read where it is made
             scheduler = _made(make, step.optimizer)
+
     return scheduler
 
 
@@ -53,26 +55,30 @@ class Schedulers:
 
 
 def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
+    """Make one scheduler over an optimizer."""
     try:
         scheduler = make(optimizer)
     except Exception as error:
         raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
+
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise JobError(
             "lr_scheduler: it was made over another optimizer than the one that the function is "
             "given"
         )
+
     if not hasattr(scheduler, "state_dict"):
         raise JobError(
             f"lr_scheduler: the function gave a {type(scheduler).__name__}, which has no "
             "state_dict: give one that makes a scheduler of the optimizer "
             "(lambda optimizer: StepLR(optimizer, 10))"
         )
+
     return scheduler
 
 
 def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
-    """What to know of a OneCycleLR that is moved on less often than it is made for.
+    """Return what to know of a OneCycleLR that is moved on less often than it is made for.
 
     Args:
         scheduler: of the job.
@@ -88,6 +94,7 @@ def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
             if note is not None:
                 return note
         return None
+
     if moves is None or not isinstance(scheduler, OneCycleLR):
         return None
     length = scheduler.total_steps
@@ -114,6 +121,7 @@ def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:
         for one in scheduler.by_name.values():
             move_on(one, loss, step)
         return
+
     with nullcontext() if _is_of_pytorch(scheduler) else step.whole_parameters():
         if not isinstance(scheduler, ReduceLROnPlateau):
             scheduler.step()

@@ -63,13 +63,18 @@ class Plan:
 
 
 def for_devices(plan: Plan, world: World) -> Plan:
-    """The plan with the batch size that ``batch_size_per_device`` makes, where that was given."""
+    """Return the plan with the batch size that ``batch_size_per_device`` makes, where that was
+    given.
+    """
     if plan.batch_size_per_device is None:
         return plan
 
-    replicas = plan.strategy.layout(world.size * len(world.devices)).local_batches
-    batch_size = plan.batch_size_per_device * replicas * the_job(plan.job).accumulate
-    return dataclasses.replace(plan, job=with_settings(plan.job, {"batch_size": batch_size}))
+    devices = world.size * len(world.devices)
+    replicas = plan.strategy.layout(devices).local_batches
+    accumulate = the_job(plan.job).accumulate
+    batch_size = plan.batch_size_per_device * replicas * accumulate
+    job = with_settings(plan.job, {"batch_size": batch_size})
+    return dataclasses.replace(plan, job=job)
 
 
 class Setup:
@@ -102,10 +107,13 @@ class Setup:
         self.folder = folder
 
         self.train_data = resolve(job.train_data, world, "train_data")
-        self.eval_data = {} if job.eval_data is None else resolve_sets(job.eval_data, world)
+        self.eval_data = {}
+        if job.eval_data is not None:
+            self.eval_data = resolve_sets(job.eval_data, world)
 
-        reads = plan.resume and world.is_first  # other hosts may not have the folder
-        before = folder.read_json(folder.config) if reads else {}
+        before = {}
+        if plan.resume and world.is_first:  # other hosts may not have the folder
+            before = folder.read_json(folder.config)
         self.before: dict[str, Any] = world.broadcast_object(before)
         self.notes: list[Any] = []
 
@@ -117,10 +125,9 @@ class Setup:
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
 
-        self.step.last_step = self.steps
-        self.step.caveats = functools.partial(
-            self.strategy.caveats, job, self.step.model, self.step.replicas
-        )
+        step = self.step
+        step.last_step = self.steps
+        step.caveats = functools.partial(self.strategy.caveats, job, step.model, step.replicas)
 
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
         self.length_note = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
@@ -132,14 +139,19 @@ class Setup:
 
         A run that is resumed under the same strategy takes the settings that it had.
         """
-        job, plan, world = self.job, self.plan, self.world
+        job = self.job
+        plan = self.plan
+        world = self.world
         # A run that is resumed has its own weights, and the initial ones may be gone.
-        made = job.replace(train_data=self.train_data, init=None if plan.resume else job.init)
-        is_same = self.before.get("strategy") == plan.strategy.name
-        earlier = self.before["strategy_settings"] if is_same else None
+        init = None if plan.resume else job.init
+        made = job.replace(train_data=self.train_data, init=init)
+        earlier = None
+        if self.before.get("strategy") == plan.strategy.name:
+            earlier = self.before["strategy_settings"]
 
         tell = world.tell
         world.tell = self.notes.append
+
         try:
             strategy = plan.strategy.planned(made, world, earlier)
             step = strategy.prepare(made, world)
@@ -155,29 +167,31 @@ class Setup:
 
     @property
     def epochs(self) -> int | None:
-        """The number of epochs; None where only the steps are counted."""
+        """Return the number of epochs; None where only the steps are counted."""
         if self.job.epochs is not None:
             return self.job.epochs
         return 1 if self.job.steps is None else None
 
     @property
     def steps(self) -> int | None:
-        """The step at which the training ends, where that is known."""
+        """Return the step at which the training ends, where that is known."""
         batches = self.loader.batches_of(0)
         if self.epochs is None or batches is None:
             return self.job.steps
+        steps = self.epochs * batches
         if self.job.steps is None:
-            return self.epochs * batches
-        return min(self.job.steps, self.epochs * batches)
+            return steps
+        return min(self.job.steps, steps)
 
     @property
     def file(self) -> JobFile | None:
-        """The job's file; None where the job was made in Python."""
-        return self.plan.job if isinstance(self.plan.job, JobFile) else None
+        """Return the job's file; None where the job was made in Python."""
+        job = self.plan.job
+        return job if isinstance(job, JobFile) else None
 
 
 def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
-    """The settings of an optimizer's group that are numbers."""
+    """Return the settings of an optimizer's group that are numbers."""
     return {name: value for name, value in group.items() if isinstance(value, int | float)}
 
 
@@ -210,6 +224,7 @@ def write_config(setup: Setup) -> None:
         config["sources"] = {path.name: hash_of(path)}
         config["set"] = written(file.parameters)
         config["given"] = {name: settings[name] for name in file.settings if name in settings}
+
     setup.folder.write_json(setup.folder.config, config)
 
 
@@ -231,10 +246,17 @@ def write_summary(
     world = setup.world
     job = setup.job
     values = progress.values
-    peaks = world.gather_objects(peak_memory(world))
-    eval_samples = [loader.samples for loader in setup.eval_loaders.values()]
-    eval_lengths = [samples for samples in eval_samples if samples is not None]
     skipped = setup.step.skips.over_ranks()
+    peaks: list[int] = []
+    for of_rank in world.gather_objects(peak_memory(world)):
+        peaks += of_rank
+
+    eval_samples: int | None = 0
+    for loader in setup.eval_loaders.values():
+        if loader.samples is None or eval_samples is None:
+            eval_samples = None
+        else:
+            eval_samples += loader.samples
 
     summary = {
         "strategy": setup.plan.strategy.name,
@@ -247,12 +269,12 @@ def write_summary(
         "shares": share_sizes(job.batch_size, world.layout.local_batches),
         "shapes": shapes,
         "train_samples": setup.loader.samples,
-        "eval_samples": sum(eval_lengths) if len(eval_lengths) == len(eval_samples) else None,
+        "eval_samples": eval_samples,
         "loss": values.get("eval_loss", values.get("train_loss")),
         "metrics": {name: value for name, value in values.items() if name not in _NO_METRICS},
         "samples_per_second": progress.samples / progress.seconds if progress.seconds else 0.0,
         "seconds": seconds,
-        "peak_memory_bytes": [peak for of_rank in peaks for peak in of_rank],
+        "peak_memory_bytes": peaks,
         "versions": {
             "lockstep": __version__,
             "torch": torch.__version__,
@@ -266,4 +288,5 @@ def write_summary(
         if skipped:
             words.append(f"{counted(skipped, 'update')} skipped")
         world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words)}"))
+
     return summary

@@ -51,6 +51,7 @@ class Triggers:
         self._steps: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._epochs: dict[str, Fraction] = {}
+
         for what, every in self._every.items():
             if not together and what != LOG:
                 continue  # ranks that don't meet would meet in other collectives at the same time
@@ -77,7 +78,7 @@ class Triggers:
         self._next_look = world.step + 1
 
     def notes(self) -> Iterator[str]:
-        """What a person has to know of the settings, where ranks don't meet in each update."""
+        """Yield what a person has to know of the settings, where ranks don't meet in each update."""
         if self._together:
             return
 
@@ -96,7 +97,7 @@ class Triggers:
                 )
 
     def after_step(self, epoch: int, position: int) -> frozenset[str]:
-        """What is due after this step, but for what the end of an epoch makes due.
+        """Return what is due after this step, but for what the end of an epoch makes due.
 
         Args:
             epoch: completed epochs.
@@ -110,20 +111,26 @@ class Triggers:
             due |= self._parts_of_epochs(epoch, position)
         if self._seconds and step >= self._next_look:
             due |= self._times_over()
-        if self._log_after is not None and time.monotonic() - self._last[LOG] >= self._log_after:
-            due |= {LOG}
+        if self._log_after is not None:
+            since_log = time.monotonic() - self._last[LOG]
+            if since_log >= self._log_after:
+                due |= {LOG}
         return due
 
     def _parts_of_epochs(self, epoch: int, position: int) -> set[str]:
-        """What is due since this step has completed a part of an epoch."""
+        """Return what is due since this step has completed a part of an epoch."""
         batches = self._batches_of(epoch)
         assert batches is not None
         now = epoch + Fraction(position, batches)
         before = epoch + Fraction(position - 1, batches)
-        return {what for what, part in self._epochs.items() if now // part > before // part}
+        due = set()
+        for what, part in self._epochs.items():
+            if now // part > before // part:
+                due.add(what)
+        return due
 
     def _times_over(self) -> frozenset[str]:
-        """The times that are over, by rank 0's clock."""
+        """Return the times that are over, by rank 0's clock."""
         now = time.monotonic()
         steps = self._world.step - self._first
         due = set()
@@ -136,7 +143,8 @@ class Triggers:
                 left = seconds
             soonest = min(soonest, left)
 
-        ahead = max(1, min(steps, int(soonest * steps / (now - self._began))))
+        until_then = int(soonest * steps / (now - self._began))
+        ahead = max(1, min(steps, until_then))
         found = frozenset(due), self._world.step + ahead
         due_by_rank_0, self._next_look = self._world.broadcast_object(found)
         return due_by_rank_0
@@ -149,8 +157,9 @@ class Triggers:
         return epoch % every.epochs == 0
 
     def evaluates_at_end(self, epoch: int, sets: Mapping[str, Any]) -> bool:
-        """Return whether callbacks are called for an evaluation at the end of an epoch (from 1);
-        without evaluation ``sets`` where the epoch is logged.
+        """Return whether callbacks are called for an evaluation at the end of an epoch (from 1).
+
+        Without evaluation ``sets`` where the epoch is logged.
         """
         return self.at_end(EVALUATE, epoch) or (not sets and self.at_end(LOG, epoch))
 

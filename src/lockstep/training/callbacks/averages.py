@@ -64,13 +64,14 @@ class Average(Callback):
             if name not in training.left_out
         ]
         weights = self._weights(training)
+
         for name, average in self._average.items():
             # In the weights' memory layout: else sums of the same numbers may round otherwise.
             placed = torch.empty_like(weights[name], dtype=average.dtype)
             self._average[name] = placed.copy_(step.layout.part_of(name, average))
 
     def _weights(self, training: TrainingContext) -> Tensors:
-        """The weights that are averaged, as they are now."""
+        """Return the weights that are averaged, as they are now."""
         weights: Tensors = dict(self._parameters)
         if self.buffers:
             weights.update(training.model.named_buffers())
@@ -140,6 +141,7 @@ class Average(Callback):
         return self._state(rows=True)
 
     def _state(self, *, rows: bool) -> dict[str, Any]:
+        """Return the state: this rank's rows of it, or the whole."""
         average: dict[str, Any] = dict(self._average)
         if self._step is not None:
             of_part = self._step.layout.rows if rows else self._step.layout.joined

@@ -53,8 +53,9 @@ class TrainingContext:
 
     @property
     def model(self) -> nn.Module:
-        """The model under its one-device names; under ``mp`` and ``pp`` its layers are on
-        several devices.
+        """Return the model under its one-device names.
+
+        Under ``mp`` and ``pp`` its layers are on several devices.
         """
         return self._step.model
 
@@ -75,7 +76,7 @@ class TrainingContext:
 
     @property
     def left_out(self) -> Mapping[str, str]:
-        """The parameters that are in no file (``save_frozen=False``), by name."""
+        """Return the parameters that are in no file (``save_frozen=False``), by name."""
         return self._step.saved.left_out
 
     def stop(self, why: str = "") -> None:
@@ -91,15 +92,17 @@ class TrainingContext:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The model in evaluation mode, without gradients, with the weights that are evaluated;
-        on every rank.
+        """Return the model in evaluation mode, without gradients, with the weights that are
+        evaluated.
+
+        On every rank.
         """
         self._meet("training.evaluating()")
         with self._evaluated_weights(), self._step.evaluating():
             yield
 
     def weights(self) -> dict[str, Any]:
-        """The model's state dict under its one-device names, not copied; on every rank."""
+        """Return the model's state dict under its one-device names, not copied; on every rank."""
         self._meet("training.weights()")
         weights: dict[str, Any] = self._step.state_dict()["model"]
         return weights
@@ -145,8 +148,9 @@ class Callback:
         """When the training's losses are logged."""
 
     def on_epoch(self, training: TrainingContext) -> None:
-        """After the training of an epoch, before its evaluation; not of one that is cut off by
-        ``steps`` or a stop.
+        """After the training of an epoch, before its evaluation.
+
+        Not of one that is cut off by ``steps`` or a stop.
         """
 
     def on_evaluated(self, training: TrainingContext) -> None:
@@ -164,12 +168,14 @@ class Callback:
         yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of it: tensors, plain values, lists and dicts of them; rank
-        0's is saved.
+        """Return what a checkpoint keeps of it: tensors, plain values, lists and dicts of them.
+
+        Rank 0's is saved.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave; tensors are on the CPU. It is called before
-        ``on_start``.
+        """Take over what ``state_dict`` gave.
+
+        Tensors are on the CPU. It is called before ``on_start``.
         """

@@ -171,6 +171,7 @@ class Callbacks:
                     training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
             if stop is None and training.stopping is not None:
                 stop = _Stop(name, training.stopping)
+
         return stop
 
     def _report(self, kind: str) -> _Stop | None:
@@ -180,7 +181,7 @@ class Callbacks:
         return None if why is None else _Stop(_ON_EVENT, why)
 
     def _of_first_rank(self, stop: _Stop | None) -> _Stop | None:
-        """The stop of the first rank that has one, on every rank."""
+        """Return the stop of the first rank that has one, on every rank."""
         if not self._may_stop:
             return stop
         stops = self._world.gather_objects(stop)
@@ -197,8 +198,8 @@ class Callbacks:
             yield
 
     def _parameters_for(self, callback: Callback, method: str) -> AbstractContextManager[None]:
-        """The context in which a method is called: a person's own has whole parameters if it needs
-        them.
+        """Return the context in which a method is called: a person's own has whole parameters if it
+        needs them.
         """
         if callback.needs_model and _is_own(callback) and _has(callback, method):
             return self._step.whole_parameters()
@@ -226,8 +227,9 @@ class Callbacks:
     # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """The state of each by its name; of averages this rank's rows, unless ``whole``."""
+        """Return the state of each by its name; of averages this rank's rows, unless ``whole``."""
         states: dict[str, Any] = {_ON_EVENT: self._reporter.state_dict()}
+
         for name, callback in self._by_name.items():
             if isinstance(callback, Average) and not whole:
                 state = callback.rows()
@@ -235,11 +237,13 @@ class Callbacks:
                 with self._parameters_for(callback, "state_dict"):
                     state = each(_gathered, self._state_of(callback))
             states[name] = state
+
         return {name: state for name, state in states.items() if state}
 
     def _state_of(self, callback: Callback) -> dict[str, Any]:
-        """The state of a callback; before the first update it may raise, since its other methods
-        may make what it returns.
+        """Return the state of a callback.
+
+        Before the first update it may raise, since its other methods may make what it returns.
         """
         try:
             return callback.state_dict()
@@ -257,6 +261,7 @@ class Callbacks:
                 callback.load_state_dict(states[name])
             elif _has(callback, "state_dict"):
                 self.notes.append(f"callbacks: {name} begins anew: the run had none")
+
         for name in states.keys() - self._by_name.keys() - {_ON_EVENT}:
             self.notes.append(
                 f"callbacks: the run had {name}, whose state is left out: the job has none now"
@@ -285,7 +290,9 @@ class _Stop(NamedTuple):
 
 class _EnteredWithin:
     """A callback's context around an evaluation, entered and left with the parameters that the
-    callback needs; the evaluation itself has this rank's own.
+    callback needs.
+
+    The evaluation itself has this rank's own.
     """
 
     def __init__(
@@ -305,7 +312,7 @@ class _EnteredWithin:
 
 
 def _number(value: Any, what: str) -> float:
-    """A metric that a callback gave as a tensor, say, as a number."""
+    """Return a metric that a callback gave as a tensor, say, as a number."""
     try:
         return float(value)
     except (TypeError, ValueError) as error:
@@ -328,6 +335,7 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
 
     copies: dict[str, Callback] = {}
     counts: Counter[str] = Counter()
+
     for callback in job.callbacks:
         name = type(callback).__name__
         if not isinstance(callback, Callback):
@@ -343,6 +351,7 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
                 f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
             ) from error
         copies[f"{name}-{counts[name]}" if counts[name] > 1 else name] = made
+
     return copies
 
 
@@ -353,6 +362,7 @@ def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
         JobError: there are such.
     """
     counts = Counter(callback.output for callback in callbacks if callback.output is not None)
+
     for output, number in counts.items():
         if number > 1:
             raise JobError(
@@ -376,5 +386,5 @@ def _has(callback: Callback, method: str) -> bool:
 
 
 def _gathered(tensor: Any) -> Any:
-    """The whole of a shard; any other tensor itself."""
+    """Return the whole of a shard; any other tensor itself."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -64,6 +64,7 @@ class EventReporter:
         metrics = dict(training.metrics)
         event = Event(_KINDS[call], **place, metrics=metrics, folder=str(training.folder))
         training.world.tell(event)
+
         for function in self._functions:
             answer = function(event)
             if answer == "stop":
@@ -86,6 +87,7 @@ class EventReporter:
             raise JobError(
                 "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
             ) from error
+
         # What was written beyond the step of a resumed run is left out.
         purge_step = training.step + 1 if training.step else None
         self._writer = SummaryWriter(str(training.folder), purge_step=purge_step)

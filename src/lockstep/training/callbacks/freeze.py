@@ -54,6 +54,7 @@ class Freeze(Callback):
                 if parameter.requires_grad or parameter in training.frozen_by:
                     self._parameters.append(parameter)
                     training.frozen_by.setdefault(parameter, set())
+
         self._set(training)
 
     def on_step(self, training: TrainingContext) -> None:
@@ -64,6 +65,7 @@ class Freeze(Callback):
     def _set(self, training: TrainingContext) -> None:
         """Freeze each parameter that this callback, or another one, freezes at this step."""
         is_over = self._until is not None and training.step >= self._until
+
         for parameter in self._parameters:
             callbacks = training.frozen_by[parameter]
             if training.step >= self._start and not is_over:

@@ -34,7 +34,7 @@ class KeepWeights(OfMetric):
         self._kept: list[tuple[float, int]] = []  # what they are sorted by, and their steps
 
     def _file(self, training: TrainingContext, step: int) -> Path:
-        """The file of the weights of a step."""
+        """Return the file of the weights of a step."""
         return training.folder / self.output / f"step-{step}.safetensors"
 
     def on_start(self, training: TrainingContext) -> None:

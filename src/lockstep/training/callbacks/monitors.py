@@ -99,7 +99,8 @@ class Sampler(Callback):
 
 
 def png_of(pictures: torch.Tensor) -> bytes:
-    """A PNG file of a picture, or of several side by side. Source: https://www.w3.org/TR/png-3/.
+    """Return a PNG file of a picture, or of several side by side. Source:
+    https://www.w3.org/TR/png-3/.
 
     Raises:
         JobError: the tensor isn't of pictures.
@@ -130,6 +131,6 @@ def png_of(pictures: torch.Tensor) -> bytes:
 
 
 def _chunk(kind: bytes, data: bytes) -> bytes:
-    """A chunk of a PNG file: the length of its data, its kind, the data, and a checksum."""
+    """Return a chunk of a PNG file: the length of its data, its kind, the data, and a checksum."""
     checksum = struct.pack(">I", zlib.crc32(kind + data))
     return struct.pack(">I", len(data)) + kind + data + checksum

@@ -17,6 +17,7 @@ from torch import nn
 
 from lockstep.errors import RunError
 from lockstep.launch.world import END_OF_CALLBACKS
+from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.digest import digest
 
@@ -49,7 +50,7 @@ class RankAgreement:
                 all of them share.
         """
         together = self._step.together
-        compares = not within_epoch or (together and _is_power_of_two(self._world.step))
+        compares = not within_epoch or (together and is_power_of_two(self._world.step))
         versions = {name: _version(p) for name, p in self._parameters.items()}
         settings = self._settings() if compares else {}
 
@@ -69,6 +70,7 @@ class RankAgreement:
         if not compares:
             self._meet_over(changed)
             return
+
         for name, value in self._settings().items():
             if settings.get(name) != value:
                 changed[f'"{name}"'] = value
@@ -79,7 +81,7 @@ class RankAgreement:
             self._step.after_events()
 
     def _settings(self) -> dict[str, Any]:
-        """The settings of the optimizer that are numbers or texts."""
+        """Return the settings of the optimizer that are numbers or texts."""
         settings: dict[str, Any] = {}
         for i, group in enumerate(self._step.optimizer.param_groups):
             for key, value in group.items():
@@ -104,6 +106,7 @@ class RankAgreement:
             RunError: two ranks have changed something differently.
         """
         first, *others = self._world.gather_objects(changed)
+
         for rank, other in enumerate(others, start=1):
             for name in first | other:
                 if first.get(name) != other.get(name):
@@ -114,9 +117,5 @@ class RankAgreement:
 
 
 def _version(parameter: nn.Parameter) -> tuple[int, int]:
-    """What changes with each write to a parameter, but for writes to ``parameter.data``."""
+    """Return what changes with each write to a parameter, but for writes to ``parameter.data``."""
     return parameter.data_ptr(), parameter._version
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -41,8 +41,9 @@ class OfMetric(Callback):
         raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
 
     def measured(self, metrics: Mapping[str, float]) -> float:
-        """The metric of an evaluation, with its sign changed where more is better; NaN is the
-        worst.
+        """Return the metric of an evaluation, with its sign changed where more is better.
+
+        NaN is the worst.
 
         Raises:
             JobError: there is no such metric.
@@ -90,6 +91,7 @@ class EarlyStopping(OfMetric):
             self._since = 0
         else:
             self._since += 1
+
         if self._since >= self._patience:
             training.stop(
                 f"{self._metric} has not improved for {counted(self._since, 'evaluation')}"
