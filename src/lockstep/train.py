@@ -103,10 +103,12 @@ def train(
     job = with_settings(as_job(job), settings)
     if batch_size_per_device is not None:
         _check_batch_size_per_device(batch_size_per_device, job, settings)
+
     torchrun = started_as_rank()
     # Rank 0 makes the folder and has the display; the others hear of the folder when all have met.
     first = not torchrun or started_ranks.place().rank == 0
     name = job.name if isinstance(job, JobFile) else "job"
+
     with Display(quiet=quiet or not first) as display:
         find = functools.partial(_to_resume, resume, folder, job, name)
         found = started_ranks.read_by_first(find) if torchrun else find()
@@ -114,21 +116,25 @@ def train(
             strategy, devices = as_it_went(
                 found.config, strategy, devices, own_devices=not torchrun
             )
+
         chosen = _devices.parse(devices_for(strategy, devices))
         check_backend(backend, chosen)
         planned = choose(strategy, () if torchrun else chosen)
         _check_restarts(planned, chosen, restarts, min_devices, torchrun=torchrun)
         lost = LostRanks(restarts, min_devices, chosen)
+
         run: RunFolder | None = None
         if found.folder is not None:
             run = RunFolder(found.folder)
         elif first:
             run = RunFolder.new(folder, f"{name}-{planned.name}")
+        place = None if run is None else str(run.path.resolve())
+
         plan = Plan(
             job=job,
             strategy=planned,
             name=name,
-            folder=None if run is None else str(run.path.resolve()),
+            folder=place,
             resume=found.config is not None,
             profile=profile,
             audit=audit,
@@ -137,7 +143,9 @@ def train(
             again=found.again,
         )
         if found.folder is not None and (found.again or resume == "auto"):
-            display.line(f"{'resuming' if plan.resume else 'beginning again in'} {found.folder}")
+            how = "resuming" if plan.resume else "beginning again in"
+            display.line(f"{how} {found.folder}")
+
         restarted = None if torchrun else run
         try:
             with StopRequest(_has_begun, grace) as request:
@@ -148,6 +156,7 @@ def train(
             if run is not None and first:
                 _after_error(run, error, display, resumed=plan.resume)
             raise
+
         run = run or RunFolder(path)
         display.line(f"run: {run.path}")
         return Run(run.path, summary, job)
@@ -157,12 +166,15 @@ def _check_batch_size_per_device(
     size: int, job: Job | JobFile, settings: Mapping[str, Any]
 ) -> None:
     """Refuse a ``batch_size_per_device`` beside a ``batch_size``, or below 1."""
-    given = {**settings, **(job.settings if isinstance(job, JobFile) else {})}
+    given = dict(settings)
+    if isinstance(job, JobFile):
+        given |= job.settings
     what = str(size)
     if "batch_size" in given:
         what += f" and batch_size {given['batch_size']}"
     elif size >= 1:
         return
+
     raise InputError(f"batch_size_per_device: {what}: give one of them, from 1")
 
 
@@ -185,6 +197,7 @@ def _check_restarts(
             f"min_devices: {name} is for {strategy.devices_needed} devices, and no fewer: "
             "leave it out"
         )
+
     if restarts and torchrun:
         raise InputError("restarts: torchrun has --max-restarts")
     if restarts and needs_one_process(strategy, devices):
@@ -209,6 +222,7 @@ def _with_restarts(
     before = None if run is None else run.written_at(run.summary)
     # A collective waits longer, so that the report of who has not arrived comes first.
     longest = plan.timeout + 60 if plan.timeout else _NEVER
+
     while True:
         try:
             return on_devices(train_on, plan, devices, backend, plan.folder, display, longest)
@@ -253,6 +267,7 @@ def _to_resume(
         if not newest.is_resumable:
             return _Found(str(newest.path), None, again)
         resume = newest.path
+
     run = RunFolder.existing(resume)
     return _Found(str(run.path), run.read_json(run.config), again)
 
@@ -264,8 +279,9 @@ def _has_begun() -> bool:
 
 
 def _after_error(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
-    """Remove the folder of a run that was refused, or was stopped before it had anything; else
-    log where it is, and write what failed.
+    """Remove the folder of a run that was refused, or was stopped before it had anything.
+
+    Else log where it is, and write what failed.
     """
     is_stopped = not isinstance(error, Exception)
     is_refused = isinstance(error, InputError)
@@ -274,6 +290,7 @@ def _after_error(run: RunFolder, error: BaseException, display: Display, *, resu
         if is_stopped:
             display.line("nothing was saved yet, so no run is kept")
         return
+
     if is_refused and (resumed or not run.is_resumable):
         return
     if not is_stopped:
@@ -282,6 +299,7 @@ def _after_error(run: RunFolder, error: BaseException, display: Display, *, resu
             text = str(error).partition("\n")[0]
         with contextlib.suppress(FolderError):  # a full disk, say, which was reported already
             run.write_json(run.failure, {"error": text})
+
     how = f"; resume it with --resume {run.path}" if run.is_resumable else ""
     display.line(f"run: {run.path}{how}")
 
@@ -348,6 +366,7 @@ def evaluate(
                 )
         is_path = isinstance(what, str | Path)
         evaluated = JobFile(str(what), job_parameters or {}) if is_path else as_job(what)
+
     evaluated = with_settings(evaluated, settings)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)

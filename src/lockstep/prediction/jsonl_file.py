@@ -47,6 +47,7 @@ def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> 
         kept = {leaf.name: value for leaf, value in taken(form, outputs, size)}
         for row in _rows(form, kept, size):
             lines.append(_json(row) + "\n")
+
     path = _part(folder, rank)
     with writing(path), path.open("a", encoding="utf-8") as file:
         file.writelines(lines)
@@ -64,6 +65,7 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
     if ranks == 1:
         _part(folder, 0).replace(target)
         return
+
     with contextlib.ExitStack() as stack:
         files = []
         for rank in range(ranks):
@@ -76,10 +78,12 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
 
 
 def _part(folder: Path, rank: int) -> Path:
+    """Return the file of a rank."""
     return folder / f"rank-{rank}.jsonl"
 
 
 def _json(value: Any) -> str:
+    """Return a value as one line of JSON."""
     try:
         return json.dumps(value, allow_nan=False, ensure_ascii=False)
     except ValueError:
@@ -87,7 +91,7 @@ def _json(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """The same value with words for the numbers that JSON lacks."""
+    """Return the same value with words for the numbers that JSON lacks."""
     if isinstance(value, list):
         return [_finite(part) for part in value]
     if isinstance(value, dict):
@@ -100,7 +104,7 @@ def _finite(value: Any) -> Any:
 
 
 def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
-    """The outputs of each sample as JSON has them.
+    """Return the outputs of each sample as JSON has them.
 
     Tensors become lists, dicts and dataclasses become objects. Inside of a list or tuple, what was
     left out is null; inside of an object it is missing.
@@ -113,6 +117,7 @@ def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
     if not _is_by_name(form):
         columns = [_rows(part, kept, size) for part in parts(form) or ()]
         return [list(row) for row in zip(*columns, strict=True)]
+
     objects: list[dict[str, Any]] = [{} for _ in range(size)]
     for key, part in named_parts(form):
         if isinstance(part, Left):
@@ -120,16 +125,18 @@ def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
         column = _rows(part, kept, size)
         for one, value in zip(objects, column, strict=True):
             one[key] = value
+
     return objects
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it; a complex number is a pair."""
+    """Return a value as JSON has it; a complex number is a pair."""
     if isinstance(value, torch.Tensor):
         value = value.detach().resolve_conj()
         if value.is_complex():
             value = torch.view_as_real(value)
         return value.tolist()
+
     inside = parts(value)
     if inside is None:
         is_json = isinstance(value, bool | int | float | str | None)
@@ -140,7 +147,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_by_name(nest: Any) -> bool:
-    """Whether the parts of a nest have names, rather than numbers."""
+    """Return whether the parts of a nest have names, rather than numbers."""
     if isinstance(nest, tuple):
         return hasattr(nest, "_fields")
     return not isinstance(nest, list)

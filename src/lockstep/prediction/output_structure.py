@@ -50,12 +50,16 @@ Leaf = Rows | Items | Left
 
 
 def form_of(outputs: Any, size: int, name: str = "") -> Any:
-    """The form of the outputs of ``size`` samples; ``name`` is that of the nest they lie in."""
+    """Return the form of the outputs of ``size`` samples.
+
+    ``name`` is that of the nest they lie in.
+    """
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
         if outputs.dim() and outputs.shape[0] == size:
             return Rows(called, tuple(outputs.shape[1:]), outputs.dtype)
         return Left(called, noted=True)
+
     inside = parts(outputs)
     if inside is None:
         return Left(called, noted=outputs is not None)
@@ -67,7 +71,7 @@ def form_of(outputs: Any, size: int, name: str = "") -> Any:
 
 
 def left_out(form: Any, names: Collection[str]) -> Any:
-    """The form with the leaves of these names left out.
+    """Return the form with the leaves of these names left out.
 
     Args:
         form: as ``form_of`` gives it, or a part of it.
@@ -76,6 +80,7 @@ def left_out(form: Any, names: Collection[str]) -> Any:
     if isinstance(form, Leaf):
         is_kept = isinstance(form, Left) or form.name not in names
         return form if is_kept else Left(form.name, noted=True)
+
     return rebuilt(form, [left_out(part, names) for part in parts(form) or ()])
 
 
@@ -89,7 +94,7 @@ def leaves(form: Any) -> Iterator[Leaf]:
 
 
 def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, Any]]:
-    """What the form says to keep, out of further outputs of the same model.
+    """Yield what the form says to keep, out of further outputs of the same model.
 
     Args:
         form: of the first batch.
@@ -109,6 +114,7 @@ def taken(form: Any, outputs: Any, size: int) -> Iterator[tuple[Rows | Items, An
         raise InputError(
             f"outputs: a later batch has them in another structure: {described(outputs)}"
         )
+
     theirs = dict(named_parts(outputs))  # a later batch may have filled a dict in another order
     for name, part in named_parts(form):
         yield from taken(part, theirs[name], size)
@@ -122,6 +128,7 @@ def _refuse_unlike(leaf: Rows | Items, outputs: Any, size: int) -> None:
     else:
         what = "an item"
         is_like = type(outputs) is list and len(outputs) == size
+
     if is_like:
         return
     squeezed = isinstance(leaf, Rows) and size == 1
@@ -133,8 +140,8 @@ def _refuse_unlike(leaf: Rows | Items, outputs: Any, size: int) -> None:
 
 
 def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
-    """The nesting of the outputs with whole arrays for its tensors, and None for what was left
-    out.
+    """Return the nesting of the outputs with whole arrays for its tensors, and None for what was
+    left out.
     """
     if isinstance(form, Rows):
         return arrays[form.name]

@@ -134,18 +134,23 @@ def predict(
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
     its = with_settings(its, settings)
+
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
     check_name(data)
     spread = started_as_rank() and started_ranks.place().size > 1
     if out is None and spread:
         raise InputError("predict: under torchrun the outputs go to a file: name one with out")
-    target = None if out is None else Path(out).absolute()
-    if target is not None:
+    target = None
+    if out is not None:
+        target = Path(out).absolute()
         check_target(target, overwrite, ("", *ENDINGS))
+
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else folder_beside(target)
-    plan = _Plan(its, choose(strategy, chosen), file.absolute(), data, target, folder)
+    chosen_strategy = choose(strategy, chosen)
+    plan = _Plan(its, chosen_strategy, file.absolute(), data, target, folder)
+
     try:
         with Display(quiet=quiet) as display:
             made = on_devices(predict_on, plan, chosen, backend, None, display)
@@ -241,6 +246,7 @@ def predict_on(world: World, plan: _Plan) -> Any:
     if folder is None:
         made = str(folder_beside(plan.target)) if world.is_first else ""
         folder = Path(world.broadcast_object(made))
+
     try:
         found = _Prediction(world, plan, folder).run()
         return found if world.is_first else None
@@ -268,6 +274,7 @@ class _Prediction:
             found = one_of(resolve_sets(source, world), plan.data)
         else:
             found = resolve(source, world, self.name)
+
         self.dataset, collate = inputs_of(found, job.collate, self.name)
         self.rows = len(self.dataset)
         self.job = job.replace(collate=collate)
@@ -300,14 +307,16 @@ class _Prediction:
                     self._write(batch, shares)
         finally:
             self.loader.close()
+
         self.world.barrier()  # all have written
         if self.plan.target is None:
             return self.form, self.layout
         # Under torchrun the others would begin to remove the folder.
-        return self.world.broadcast_object(str(self._moved()) if self.world.is_first else "")
+        moved = str(self._moved()) if self.world.is_first else ""
+        return self.world.broadcast_object(moved)
 
     def _names_without_rows(self) -> set[str]:
-        """The names of outputs without a row for each sample.
+        """Return the names of outputs without a row for each sample.
 
         They are found with another batch size. Something else (steps in time, say) may have as
         many rows as a batch has samples, by chance.
@@ -319,6 +328,7 @@ class _Prediction:
         few: Any = Subset(self.dataset, [i % self.rows for i in range(number)])
         job = self.job.replace(eval_batch_size=number, loader_workers=0)
         found: list[Leaf] = []
+
         with contextlib.suppress(Exception):  # the model can't take them
             loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
             batches = self.step.over(loader.epoch(0), self.step.predictions, job.seed)
@@ -326,6 +336,7 @@ class _Prediction:
                 for size, outputs in shares:
                     form = form_of(outputs, size)
                     found += leaves(form)
+
         names = [leaf.name for leaf in found if isinstance(leaf, Left)]
         return set().union(*self.world.gather_objects(names))
 
@@ -343,6 +354,7 @@ class _Prediction:
         samples = batch.samples if batch.shares is not None else batch.parts[0].samples
         assert samples is not None
         first = int(samples[0]) if shares else 0
+
         for size, outputs in shares:
             if self.layout is None:
                 write_lines(self.folder, self.world.rank, self.form, outputs, size)
@@ -361,12 +373,13 @@ class _Prediction:
             write_rows(self.folder, layout, leaf.name, first, rows)
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
-        """The outputs of this process's shares that aren't empty, with the samples of each.
+        """Return the outputs of this process's shares that aren't empty, with the samples of each.
 
         Raises:
             InputError: in the first batch, what the model raises: it can't take these data.
         """
         self.step.world.step = batch.index + 1  # where it is, for what fails
+
         try:
             return self.step.predictions(batch)
         except InputError as error:
@@ -415,6 +428,7 @@ class _Prediction:
                 f"outputs: the model gives {described(outputs)} for {size} samples, without a row "
                 "for each: there is nothing to keep"
             )
+
         if forms:
             self.form = left_out(forms[0], no_rows)
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.noted]
@@ -441,6 +455,7 @@ class _Prediction:
                 )
             if isinstance(leaf, Rows):
                 arrays.append(Array(leaf.name, leaf.dtype, (self.rows, *leaf.shape)))
+
         if self.plan.target is not None and not self.ending:
             self.ending = ".npy" if len(arrays) == 1 else ".npz"
         made = layout(self.ending, arrays)
@@ -469,8 +484,10 @@ class _Prediction:
             if self.ending == ".npz":
                 whole = self.folder / "archive"
                 archive(whole, self.folder, self.layout)
+
         with writing(whole):
             with whole.open("rb+") as file:
                 os.fsync(file.fileno())
             os.replace(whole, target)
+
         return target
