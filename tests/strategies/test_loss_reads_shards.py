@@ -66,17 +66,15 @@ def test_a_loss_may_read_what_is_in_no_block(penalty: Any, accumulate: int) -> N
     assert max(found.history.values()) < 1e-12
 
 
+OUTSIDE = "a parameter of a block is used outside of the block's forward"
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("penalty", "blocks", "says"),
     [
-        (
-            of_one,
-            "0",
-            'the loss uses "0.weight" of the model .* which is a shard there: name blocks',
-        ),
-        (of_numbers, "0", 'the loss uses "0.weight" of the model'),
-        (of_state, "", 'the loss uses "0.weight" of the model'),
+        (of_one, "0", OUTSIDE),
+        (of_state, "", OUTSIDE),
         (of_outputs, "0", "the loss calls the model"),
         (of_forward, "", "the loss calls the model"),
     ],

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from lockstep.errors import StrategyError, counted
-from lockstep.job import Job
 from lockstep.launch.events import Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
@@ -33,7 +32,7 @@ from lockstep.strategies.replicas import computed_tensor
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
-from lockstep.tensors.common_memory import refuse_common_memory
+from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
 _ELEMENTWISE = {
     *(
@@ -174,11 +173,9 @@ class FSDP(Strategy):
         Raises:
             StrategyError: with what to do instead.
         """
-        from lockstep.strategies.sharded.held_tensors import held_tensors
         from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 
-        metrics = job.metrics if isinstance(job, Job) else {}
-        refuse_common_memory(held_tensors(model, {**metrics, "loss": job.loss}), self.name)
+        refuse_common_memory(tensors_of(model), self.name)
         if (
             world.backend == "gloo" and world.device.type == "cuda"
         ):  # whose functional collectives end in a SIGSEGV

@@ -1,4 +1,4 @@
-"""What an optimizer that holds this rank's parts of parameters must not do."""
+"""Refuse what an optimizer must not do that holds a rank's parts of parameters."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of shards that has hooks on its step.
 
     Raises:
-        StrategyError: it has.
+        StrategyError: it has one.
     """
     if is_hooked(optimizer):
         raise StrategyError(
             "fsdp: the optimizer has hooks on its step (or another step in its place), which "
-            "would be given a shard of "
-            "each gradient and parameter: where they treat each element by itself, say so by "
-            "--elementwise true "
-            "(FSDP(elementwise=True)), or take ddp"
+            "would be given a shard of each gradient and parameter: where they treat each element "
+            "by itself, say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
         )

@@ -25,32 +25,22 @@ _SMALL = 1 << 16
 
 @contextlib.contextmanager
 def parameters_on_disk(folder: str | None) -> Iterator[None]:
-    """Put the parameters of modules that are built meanwhile in files, which no name leads to.
+    """Put the parameters of modules that are built in this context in files without a name.
 
     Args:
         folder: where there is room for the whole model; None is the system's folder for temporary
             files.
 
     Raises:
-        FolderError: where a parameter is built for which there is no room.
+        FolderError: there is no room for a parameter.
     """
 
     def hook(module: nn.Module, name: str, p: torch.Tensor | None) -> nn.Parameter | None:
-        del module, name
-        if (
-            type(p) is not nn.Parameter
-            or not p.is_cpu
-            or p.nbytes < _SMALL
-            or p.untyped_storage().filename is not None
-        ):
+        if type(p) is not nn.Parameter or not p.is_cpu or p.nbytes < _SMALL:
             return None
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".parameter-") as file:
-            _reserve(file.fileno(), p.nbytes, file.name)
-            mapped = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype).view(
-                p.shape
-            )
-        mapped.copy_(p.detach())
-        return nn.Parameter(mapped, requires_grad=p.requires_grad)
+        if p.untyped_storage().filename is not None:
+            return None
+        return _mapped(p, folder)
 
     handle = register_module_parameter_registration_hook(hook)  # type: ignore[arg-type]
     try:
@@ -59,9 +49,20 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
         handle.remove()
 
 
+def _mapped(p: nn.Parameter, folder: str | None) -> nn.Parameter:
+    """Return the parameter in the memory of a file."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".parameter-") as file:
+        _reserve(file.fileno(), p.nbytes, file.name)
+        flat = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype)
+    mapped = flat.view(p.shape)
+    mapped.copy_(p.detach())
+    return nn.Parameter(mapped, requires_grad=p.requires_grad)
+
+
 def _reserve(file: int, size: int, path: str) -> None:
-    """Take the room of a file before it is mapped: writing to memory for which the disk has none
-    kills the process.
+    """Take the room of a file before it is mapped.
+
+    Writing to memory for which the disk has no room kills the process.
     """
     if not hasattr(os, "posix_fallocate"):
         return
@@ -70,7 +71,6 @@ def _reserve(file: int, size: int, path: str) -> None:
     except OSError as error:
         raise FolderError(
             f"{Path(path).parent}: no room for a parameter of {size / 1e6:,.1f} MB "
-            f"({error.strerror}), which "
-            "build_on_disk needs for each rank's whole model: free some space, or give another "
-            "--folder"
+            f"({error.strerror}), which build_on_disk needs for each rank's whole model: free "
+            "some space, or give another --folder"
         ) from error

@@ -1,8 +1,8 @@
 """Weights that autocast casts in a block's forward aren't kept for backward, which casts them
 again.
 
-Autograd would keep those of all blocks, whole, from forward to backward, and autocast those that it
-has cast until forward has ended. The weights that they are cast from are gathered when backward
+Autograd would keep the cast weights of all blocks from forward to backward, and autocast would
+keep them until forward ends. The weights that they are cast from are gathered again when backward
 comes to the block.
 """
 
@@ -28,7 +28,7 @@ class _Recasting(nn.Module):
     """A block under autocast."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own."""
+        """Call the block's own forward, and keep none of its cast weights."""
         try:
             with torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked):
                 return super().forward(*args, **kwargs)
@@ -37,11 +37,10 @@ class _Recasting(nn.Module):
 
 
 def recast_weights(block: nn.Module) -> None:
-    """Let a block's backward cast its weights again. It stays the same object."""
+    """Let a block's backward cast its weights again. The block stays the same object."""
     kind = type(block)
-    block.__class__ = type(
-        f"Recasting{kind.__name__}", (_Recasting, kind), {"__module__": kind.__module__}
-    )
+    name = f"Recasting{kind.__name__}"
+    block.__class__ = type(name, (_Recasting, kind), {"__module__": kind.__module__})
 
 
 @dataclass
@@ -54,11 +53,13 @@ class _Cast:
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
+    """Return what autograd keeps of a tensor: a reference to the weight that it was cast from."""
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
         return tensor
+
     weight = getattr(node.next_functions[0][0], "variable", None)
     if not isinstance(weight, nn.Parameter) or not weight.is_contiguous():
         return tensor
@@ -68,4 +69,5 @@ def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
 def _unpacked(kept: torch.Tensor | _Cast) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
-    return kept.weight.detach().to(kept.dtype).as_strided(*kept.layout)
+    cast = kept.weight.detach().to(kept.dtype)
+    return cast.as_strided(*kept.layout)

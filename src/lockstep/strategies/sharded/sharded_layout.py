@@ -108,14 +108,13 @@ class ShardedLayout(ParameterLayout):
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's state dict, gathered on every rank, or this rank's rows."""
+        given = self._shards.gathered if whole else self._shards.rows
         with self.own():
-            kept = self._model.state_dict()
-            self._shards.refuse_replaced(kept)
-            given = self._shards.gathered if whole else self._shards.rows
-            return {
-                name: given(value) if isinstance(value, DTensor) else value
-                for name, value in kept.items()
-            }
+            weights: dict[str, Any] = dict(self._model.state_dict())
+            for name, value in weights.items():
+                if isinstance(value, DTensor):
+                    weights[name] = given(value)
+            return weights
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor."""
@@ -129,19 +128,22 @@ class ShardedLayout(ParameterLayout):
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
         """The optimizer's state, gathered on every rank, or this rank's rows."""
         with self.own():
-            kept = named_optimizer_state(self._optimizer, NamedParameters(self._mine.items()))
-            states = {}
+            kept = named_optimizer_state(self._optimizer, self._named())
+            states = dict(kept["state"])
             for name, state in kept["state"].items():
-                is_cut = name in self._shards.cut
-                states[name] = self._shards.joined_state(name, state, whole) if is_cut else state
+                if name in self._shards.cut:
+                    states[name] = self._shards.joined_state(name, state, whole)
         return {**kept, "state": states}
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor."""
-        states = {}
+        states = dict(saved["state"])
         for name, state in saved["state"].items():
-            is_cut = name in self._shards.cut
-            states[name] = self._shards.cut_state(name, state) if is_cut else state
-        mine = {**saved, "state": states}
+            if name in self._shards.cut:
+                states[name] = self._shards.cut_state(name, state)
         with self.own():
-            load_named_optimizer_state(self._optimizer, NamedParameters(self._mine.items()), mine)
+            mine = {**saved, "state": states}
+            load_named_optimizer_state(self._optimizer, self._named(), mine)
+
+    def _named(self) -> NamedParameters:
+        return NamedParameters(self._mine.items())

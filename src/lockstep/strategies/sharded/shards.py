@@ -1,5 +1,4 @@
-"""Shards: which parameters of a model ``fully_shard`` cuts, and the part of each that this rank
-keeps.
+"""Shards: the parameters of a model that ``fully_shard`` cuts, and this rank's part of each.
 
 Each parameter is cut along its first dimension. The model holds DTensors, which are gathered block
 by block while forward and backward need them. The optimizer is given the local parts as ordinary
@@ -27,10 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import InputError, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.model.activation_checkpointing import found_blocks, named_blocks
-from lockstep.model.hooks import hooks_of_shards, is_hooked
-from lockstep.model.optimizer import REPLACED, sparse_parameters
+from lockstep.model.optimizer import sparse_parameters
 from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.pytree import tensors
 from lockstep.tensors.row_shard import RowShard
@@ -43,8 +41,11 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
 
 @dataclass(frozen=True)
 class Before:
-    """What a module had before it was sharded: the names of its attributes, and the numbers of
-    its hooks.
+    """What a module had before it was sharded.
+
+    Attributes:
+        names: of its attributes.
+        hooks: the numbers of its hooks.
     """
 
     names: set[str]
@@ -57,17 +58,18 @@ class Shards:
     Args:
         model: the same on every rank; it may be on the CPU still.
         mesh: the ranks.
-        blocks: modules that are gathered on their own, by name; all else is gathered for the whole
-            of forward.
-        place: this rank's device, which has one block's whole parameters at a time while the model
+        blocks: the modules that are gathered on their own, by name; all else is gathered for the
+            whole of forward.
+        place: this rank's device. It holds one block's whole parameters at a time while the model
             is cut.
 
     Attributes:
-        blocks: likewise.
-        whole: names of parameters that every rank keeps whole, with why.
+        blocks: as given.
+        whole: the names of parameters that every rank keeps whole, with the reasons.
+        places: by the name of each parameter, the modules that hold it, and its names there.
         cut: by name, the parameters that were cut, as the model holds them.
         local: by name, this rank's part of each.
-        before: by module, what it had before.
+        before: what each module had before.
         first_names: by each name of a parameter that was cut, the one that it has in ``cut``.
     """
 
@@ -78,40 +80,24 @@ class Shards:
         blocks: Mapping[str, nn.Module],
         place: torch.device,
     ) -> None:
+        self._mesh = mesh
+        self.blocks = dict(blocks)
         self.before = {module: _before(module) for module in model.modules()}
-        before = dict(model.named_parameters())
-        self._mesh, self.blocks = mesh, dict(blocks)
         self.whole = _kept_whole(model)
         self.places = places_of(model)
-        ignored = {before[name] for name in self.whole}
-        for block in (*self.blocks.values(), model):
-            whole = [
-                p for p in block.parameters() if not isinstance(p, DTensor) and p not in ignored
-            ]
-            for tensor in (*block.parameters(), *block.buffers()):
-                if tensor.device != place:
-                    place_tensor(tensor, place)
-            fully_shard(block, mesh=mesh, ignored_params=ignored)
-            for p in whole:  # which the optimizer still has, until it is given the local ones
-                p.data = torch.empty(0, dtype=p.dtype, device=place)
+
+        before = dict(model.named_parameters())
+        self._cut_blocks(model, {before[name] for name in self.whole}, place)
+        self._sharded: list[tuple[nn.Module, type[nn.Module]]] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(
-                    1.0
-                )  # a sum: the mean over ranks isn't that over samples
-                module.set_force_sum_reduction_for_comms(True)
-                _send_zeros(module)
+                _sum_gradients(module)
                 vars(module)["__deepcopy__"] = _refuse_copy
-        self._sharded = [
-            (module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)
-        ]
+                self._sharded.append((module, type(module)))
         self._give_classes_back()
-        self._before = {
-            name: weakref.ref(p) for name, p in before.items() if name not in self.whole
-        }
+
         now = dict(model.named_parameters())
         self.cut = {name: p for name, p in now.items() if isinstance(p, DTensor)}
-        self._storages = {name: p.untyped_storage()._cdata for name, p in self.cut.items()}
         names = {id(p): name for name, p in self.cut.items()}
         every = model.named_parameters(remove_duplicate=False)
         self.first_names = {name: names[id(p)] for name, p in every if id(p) in names}
@@ -119,80 +105,90 @@ class Shards:
             name: nn.Parameter(_local(p), requires_grad=p.requires_grad)
             for name, p in self.cut.items()
         }
-        self._of_whole = {id(before[name]): self.local[name] for name in self.cut}
-        self._names = {id(p): name for name, p in self.local.items()}
-        self._shown: dict[str, tuple[torch.Tensor | None, int, torch.Tensor | None]] = {}
+
+        self._before = {name: weakref.ref(before[name]) for name in self.cut}
+        self._names_before = {id(before[name]): name for name in self.cut}
+        self._shown: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
+
+    def _cut_blocks(
+        self, model: nn.Module, ignored: set[nn.Parameter], place: torch.device
+    ) -> None:
+        for block in (*self.blocks.values(), model):
+            whole = [p for p in block.parameters() if not isinstance(p, DTensor)]
+            for tensor in (*block.parameters(), *block.buffers()):
+                if tensor.device != place:
+                    place_tensor(tensor, place)
+            fully_shard(block, mesh=self._mesh, ignored_params=ignored)
+            # The optimizer has the whole parameters until it is given the local ones.
+            for p in whole:
+                if p not in ignored:
+                    p.data = torch.empty(0, dtype=p.dtype, device=place)
 
     def give_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer of the whole parameters the local ones instead, with its state of
-        them.
-        """
+        """Replace the whole parameters of an optimizer by the local ones, with their state."""
         for group in optimizer.param_groups:
-            old, group["params"] = (
-                group["params"],
-                [self._of_whole.get(id(p), p) for p in group["params"]],
-            )
-            for p, local in zip(old, group["params"], strict=True):
-                if p is not local and (state := optimizer.state.pop(p, None)) is not None:
-                    optimizer.state[local] = self.cut_state(self._names[id(local)], state)
-        self._of_whole.clear()  # the whole ones are needed no more
+            given = []
+            for p in group["params"]:
+                name = self._names_before.get(id(p))
+                given.append(p if name is None else self.local[name])
+                if name is not None and p in optimizer.state:
+                    state = optimizer.state.pop(p)
+                    optimizer.state[self.local[name]] = self.cut_state(name, state)
+            group["params"] = given
 
     def refuse_others(self) -> None:
-        """Refuse a model whose whole parameters something has kept, now that the optimizer has its
-        own.
+        """Refuse a model whose whole parameters something keeps beside the optimizer.
 
         Raises:
-            StrategyError: it would go on with what they were.
+            StrategyError: it would use what they were.
         """
         gc.collect()
         for name, kept in self._before.items():
             if kept() is not None:
                 raise StrategyError(
                     f'fsdp: something beside its module holds parameter "{name}" (a list, a '
-                    "closure, a variable of "
-                    "yours, or the graph of a copy), and would go on with what it was before it "
-                    "was cut: reach it by "
-                    "its module, and make copies by p.detach().clone(); or take ddp"
+                    "closure, a variable of yours, or the graph of a copy), and would go on with "
+                    "what it was before it was cut: reach it by its module, and make copies by "
+                    "p.detach().clone(); or take ddp"
                 )
 
+    # ---- the whole and its parts -----------------------------------------------------------------
+
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's part of an optimizer's state of a whole parameter."""
-        shape, kinds = self.cut[name].shape, (torch.Tensor, RowShard)
-        return {
-            key: self.part(name, value)
-            if isinstance(value, kinds) and value.shape == shape
-            else value
-            for key, value in state.items()
-        }
+        """Return this rank's part of an optimizer's state of a whole parameter."""
+        shape = self.cut[name].shape
+        mine = dict(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor | RowShard) and value.shape == shape:
+                mine[key] = self.part(name, value)
+        return mine
 
     def joined_state(self, name: str, state: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-        """The state of the whole parameter, or this rank's rows of it; every rank calls this."""
+        """Return the state of the whole parameter, or this rank's rows; every rank calls this."""
         shape = self.local[name].shape
         given = self.gathered if whole else self.rows
-        return {
-            key: given(self.as_rows(name, value))
-            if isinstance(value, torch.Tensor) and value.shape == shape
-            else value
-            for key, value in state.items()
-        }
+        joined = dict(state)
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == shape:
+                joined[key] = given(self.as_rows(name, value))
+        return joined
 
     def part(self, name: str, whole: torch.Tensor | RowShard) -> torch.Tensor:
-        """This rank's part of a tensor of the shape of a parameter, which is all that its device
-        is given of it.
-        """
+        """Copy this rank's part of a tensor of the shape of a parameter to this rank's device."""
         if isinstance(whole, RowShard):
             rows = whole.local
         else:
             sizes, number = self.rows_of(whole)
             rows = whole.detach().narrow(0, sum(sizes[:number]), sizes[number])
-        return torch.empty(rows.shape, dtype=rows.dtype, device=self.cut[name].device).copy_(rows)
+        part = torch.empty(rows.shape, dtype=rows.dtype, device=self.cut[name].device)
+        return part.copy_(rows)
 
     def as_cut(self, name: str, whole: torch.Tensor | RowShard) -> DTensor:
-        """A tensor of the shape of a parameter, cut as that is."""
+        """Cut a tensor of the shape of a parameter as the parameter is cut."""
         return self.as_rows(name, self.part(name, whole))
 
     def as_rows(self, name: str, local: torch.Tensor) -> DTensor:
-        """The tensor, of the shape of a parameter, of which this rank has these rows."""
+        """Return the tensor of the shape of a parameter that has these rows on this rank."""
         p = self.cut[name]
         return DTensor.from_local(
             local.detach(),
@@ -203,88 +199,24 @@ class Shards:
             stride=p.stride(),
         )
 
-    def refuse_assigned(self) -> None:
-        """Refuse what was assigned to ``parameter.data``, and hooks, which a shard doesn't take,
-        and PyTorch loses.
-
-        Raises:
-            StrategyError: something was, or a parameter has a hook.
-        """
-        for name, p in self.cut.items():
-            if is_hooked(p):
-                raise StrategyError(
-                    f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp'
-                )
-            if p.untyped_storage()._cdata != self._storages[name]:
-                raise StrategyError(
-                    f'fsdp: something was assigned to the data of "{name}", of which each rank '
-                    "has a shard: write it "
-                    "in place, under torch.no_grad(): parameter.copy_(value)"
-                )
-
-    def drop_hooks(self) -> None:
-        """Drop the hooks of earlier forwards, which a parameter among the outputs keeps."""
-        for name in self.whole:
-            module, key = self.places[name][0]
-            p: Any = module._parameters[key]
-            for number in hooks_of_shards(p):
-                del p._backward_hooks[number]
-
-    def refuse_replaced(self, state: Mapping[str, Any]) -> None:
-        """Refuse a model, of this state, that has another parameter in the place of one that was
-        cut.
-
-        Raises:
-            InputError: it has.
-        """
-        if any(not isinstance(state.get(name, p), DTensor) for name, p in self.cut.items()):
-            raise InputError(REPLACED)
-
-    def show_gradients(self) -> None:
-        """Give the parameters that were cut the gradients of the local parts."""
-        for name, p in self.cut.items():
-            grad = self.local[name].grad
-            p.grad = None if grad is None else self.as_rows(name, grad)
-            self._shown[name] = p.grad, -1 if p.grad is None else p.grad._version, grad
-
-    def take_gradients(self) -> None:
-        """Give the local parts the gradients of the parameters that a person has written since they
-        were shown.
-
-        Unless the optimizer's were replaced (``optimizer.zero_grad()``): then give the parameters
-        these.
-        """
-        for name, p in self.cut.items():
-            (shown, version, local), grad = self._shown[name], p.grad
-            is_written = grad is not shown or (grad is not None and grad._version != version)
-            if is_written and self.local[name].grad is local:
-                if isinstance(grad, DTensor):
-                    grad = grad.redistribute(p.device_mesh, p.placements).to_local().detach()
-                self.local[name].grad = grad  # another tensor in any case, so that it is seen
-        self.show_gradients()
-
     def joined(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which the ranks have these parts; every rank calls this."""
+        """Gather the whole tensor from the parts of the ranks; every rank calls this."""
         return self.gathered(self.as_rows(name, local))
 
     @staticmethod
     def gathered(tensor: DTensor) -> torch.Tensor:
-        """All of a tensor; every rank calls this."""
+        """Gather a tensor; every rank calls this."""
         whole: torch.Tensor = tensor.full_tensor()
         return whole
 
     def rows(self, tensor: DTensor) -> RowShard:
-        """This rank's rows of a tensor; where several replicas have the same, those of the first
-        count.
-        """
+        """Return this rank's rows of a tensor; of several replicas, only the first has rows."""
         sizes, _ = self.rows_of(tensor)
         others = self._mesh.size() - len(sizes)
         return RowShard(tensor.to_local(), (*sizes, *[0] * others), self._mesh.get_rank())
 
     def rows_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-        """How many rows of a tensor each rank of a replica has, and the number of this rank
-        among them.
-        """
+        """Return how many rows each rank of a replica has, and this rank's number among them."""
         *_, number = self._mesh.get_coordinate() or [0]
         ranks = self._mesh.size(self._mesh.ndim - 1)
         sizes = [len(piece) for piece in torch.empty(len(tensor), 0).chunk(ranks)]
@@ -292,32 +224,58 @@ class Shards:
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether this rank's parts are those that count, where several replicas have the same."""
+        """Whether this rank's parts are those of the first replica."""
         *others, _ = self._mesh.get_coordinate() or [0]
         return not any(others)
 
     @property
     def bytes_here(self) -> int:
-        """Of the parameters that this rank keeps, all together."""
+        """The size of this rank's parts of the parameters."""
         return sum(p.nbytes for p in self.local.values())
+
+    # ---- gradients in a loop of a person's own ---------------------------------------------------
+
+    def show_gradients(self) -> None:
+        """Give the model's parameters the gradients of the local parts, in the same memory."""
+        for name, p in self.cut.items():
+            grad = self.local[name].grad
+            p.grad = None if grad is None else self.as_rows(name, grad)
+            self._shown[name] = p.grad, grad
+
+    def take_gradients(self) -> None:
+        """Take over gradients that were assigned to the model's parameters since, or set to None.
+
+        Where the optimizer's own were set (``optimizer.zero_grad()``), these are shown instead.
+        """
+        for name, p in self.cut.items():
+            shown, grad = self._shown[name]
+            local = self.local[name]
+            if p.grad is not shown and local.grad is grad:
+                local.grad = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+        self.show_gradients()
+
+    # ---- the modules of PyTorch's fully_shard ----------------------------------------------------
 
     @contextmanager
     def fsdp_module(self) -> Iterator[FSDPModule]:
-        """The model, which has the methods of ``FSDPModule`` in this context, as its blocks have.
+        """Give the model and its blocks the methods of ``FSDPModule`` in this context.
 
-        ``fully_shard`` changes their classes. Afterwards they have their own again: a person's code
-        may ask whether ``type(layer) is Block``.
+        ``fully_shard`` changes the classes of modules. Outside of this context they have their own,
+        since a forward may ask whether ``type(layer) is Block``.
         """
         for module, kind in self._sharded:
             module.__class__ = kind
+        model, _ = self._sharded[0]
+        assert isinstance(model, FSDPModule)
         try:
-            yield self._sharded[0][0]
+            yield model
         finally:
             self._give_classes_back()
 
     def _give_classes_back(self) -> None:
         for module, kind in self._sharded:
-            module.__class__ = kind.__mro__[2]  # (after its own class and FSDPModule)
+            _, _, own, *_ = kind.__mro__  # after the class of both, and FSDPModule
+            module.__class__ = own
 
     def reshard(self) -> None:
         """Free what is gathered beside the blocks."""
@@ -327,7 +285,8 @@ class Shards:
 
 def _before(module: nn.Module) -> Before:
     held = vars(module)
-    return Before(set(held), {number for kind in HOOKS for number in held[kind]})
+    hooks = {number for kind in HOOKS for number in held[kind]}
+    return Before(set(held), hooks)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
@@ -338,31 +297,42 @@ def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
     )
 
 
-def _send_zeros(module: nn.Module) -> None:
-    """A gradient that this rank has none of is sent as zeros: which ones ranks have may differ."""
-    assert isinstance(module, FSDPModule)
+def _sum_gradients(module: FSDPModule) -> None:
+    """Sum gradients over the ranks, and send zeros for those that this rank doesn't have.
+
+    The mean over ranks isn't that over samples, and ranks may lack gradients of other parameters.
+    """
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
-    elif (group := module._get_fsdp_state()._fsdp_param_group) is not None:  # torch 2.11 and 2.12
+    else:
+        _send_zeros(module)
 
-        def begin_with_zeros(grad: torch.Tensor) -> None:
-            del grad
-            for p in group.fsdp_params:
-                whole = getattr(p, "_unsharded_param", None)
-                if whole is not None and whole.requires_grad and whole.grad is None:
-                    whole.grad = torch.zeros_like(whole)
 
-        def hook(module: nn.Module, args: Any, outputs: Any) -> None:
-            del module, args
-            for tensor in tensors(outputs):
-                if tensor.requires_grad:
-                    tensor.register_hook(begin_with_zeros)  # type: ignore[no-untyped-call]
+def _send_zeros(module: FSDPModule) -> None:
+    """Begin the backward of a block with gradients of zero, in torch 2.11 and 2.12."""
+    group = module._get_fsdp_state()._fsdp_param_group
+    if group is None:
+        return
 
-        nn.Module.register_forward_hook(module, hook)
+    def begin_with_zeros(grad: torch.Tensor) -> None:
+        for p in group.fsdp_params:
+            whole = getattr(p, "_unsharded_param", None)
+            if whole is not None and whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+
+    def hook(module: nn.Module, args: Any, outputs: Any) -> None:
+        for tensor in tensors(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(begin_with_zeros)  # type: ignore[no-untyped-call]
+
+    assert isinstance(module, nn.Module)
+    nn.Module.register_forward_hook(module, hook)
 
 
 def _local(p: torch.Tensor) -> torch.Tensor:
-    """This rank's part, in the memory that it has."""
+    """Return this rank's part of a parameter, in the same memory."""
     held = p.detach()
     assert isinstance(held, DTensor)
     return held.to_local()
@@ -376,13 +346,12 @@ class NamedParameters(nn.Module):
         self._named = list(named)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """As they were given."""
-        del args, kwargs
+        """Return the parameters as they were given."""
         return iter(self._named)
 
 
 def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
-    """The modules that are to be gathered on their own.
+    """Find the modules that are to be gathered on their own.
 
     Args:
         model: the whole model.
@@ -390,38 +359,43 @@ def blocks_of(model: nn.Module, wanted: str) -> dict[str, nn.Module]:
             them; ``""`` none.
 
     Raises:
-        StrategyError: there is no such module (the nearest is offered), or one is within another or
-            tied to another.
+        StrategyError: there is no such module, or one is within another or tied to another.
     """
     if wanted == "auto":
         found = found_blocks(model)
         return {name: block for name, block in found.items() if not _tied(model, block)}
+
     named = named_blocks(model, wanted, "blocks", StrategyError)
     for name, block in named.items():
-        if tied := _tied(model, block):
+        tied = _tied(model, block)
+        if tied is not None:
             raise StrategyError(
                 f'blocks: "{name}" has "{tied}", which the model uses elsewhere too: leave it out'
             )
-        if inner := next((n for n in named if n.startswith(f"{name}.")), None):
+        inner = next((other for other in named if other.startswith(f"{name}.")), None)
+        if inner is not None:
             raise StrategyError(f'blocks: "{inner}" is within "{name}": name one of them')
     return named
 
 
 def _tied(model: nn.Module, block: nn.Module) -> str | None:
-    """The name of a parameter of a block that is elsewhere in the model too."""
-    outside, reached = set[nn.Module](), [model]
+    """Return the name of a parameter of a block that is elsewhere in the model too."""
+    outside: set[nn.Module] = set()
+    reached = [model]
     while reached:
         module = reached.pop()
         if module is not block and module not in outside:
             outside.add(module)
             reached += module.children()
+
     elsewhere = {id(p) for module in outside for p in module._parameters.values()}
     return next((name for name, p in block.named_parameters() if id(p) in elsewhere), None)
 
 
 def places_of(model: nn.Module) -> dict[str, list[Place]]:
-    """By the name of each parameter, the modules that hold it, and its names there: several
-    where it is tied.
+    """Find the modules that hold each parameter, and its names there, by its name in the model.
+
+    A tied parameter has several places.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[str, list[Place]] = defaultdict(list)
@@ -433,13 +407,14 @@ def places_of(model: nn.Module) -> dict[str, list[Place]]:
 
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:
-    """Parameters that ``fully_shard`` can't cut, with why."""
+    """Find the parameters that ``fully_shard`` can't cut, with the reasons."""
     sparse = sparse_parameters(model)
-    trained = [p for p in model.parameters() if p.is_floating_point()]
-    common: Counter[torch.dtype] = Counter()
-    for p in trained:
-        common[p.dtype] += p.numel()
-    most = common.most_common(1)[0][0] if common else None
+    elements: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if p.is_floating_point():
+            elements[p.dtype] += p.numel()
+    usual = max(elements, key=lambda dtype: elements[dtype], default=None)
+
     found = {}
     for name, p in model.named_parameters():
         if p.dim() == 0:
@@ -448,7 +423,7 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
             found[name] = "it is empty"
         elif id(p) in sparse:
             found[name] = "its gradients are sparse"
-        elif p.dtype is not most:
+        elif p.dtype is not usual:
             found[name] = f"it is {str(p.dtype).removeprefix('torch.')}, unlike most of the model"
         elif not p.is_contiguous():
             found[name] = "its memory isn't contiguous"

@@ -18,7 +18,7 @@ keep them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,16 +36,19 @@ from lockstep.tensors.digest import digest
 OF_OWN_LOOP = Caveat(
     "state",
     "between updates the model's parameters and gradients are shards (DTensors): a number made of "
-    "one is of this "
-    "rank's part, and what is written to a part of one is lost",
+    "one is of this rank's part, and what is written to a part of one is lost",
     "do both within `with step.whole_parameters():`, on every rank",
 )
 
 
 @dataclass
 class _Kept:
-    """What this rank keeps of a parameter: its part, and the gradient and the optimizer's state
-    of that.
+    """What this rank keeps of a parameter while the model has the whole one.
+
+    Attributes:
+        part: this rank's part.
+        grad: the gradient of the part.
+        state: the optimizer's state of the part.
     """
 
     part: torch.Tensor
@@ -57,7 +60,7 @@ class WholeParameters:
     """Gathers a sharded model and its optimizer, and cuts them again.
 
     Args:
-        model: the sharded one, with all hooks that sharding needs.
+        model: the sharded model, with all hooks that sharding needs.
         optimizer: of the local parts.
         shards: of the model.
         world: the ranks.
@@ -72,7 +75,7 @@ class WholeParameters:
         self._optimizer = optimizer
         self._shards = shards
         self._world = world
-        self._of_sharding = _OfSharding(model, shards)
+        self._of_sharding = [_OfSharding(module, shards) for module in model.modules()]
         self._kept: dict[str, _Kept] = {}  # while parameters are whole
         self.are_gathered = False
 
@@ -99,8 +102,9 @@ class WholeParameters:
 
     @contextlib.contextmanager
     def read(self) -> Iterator[None]:
-        """The model has its whole parameters in this context, which every rank enters; what is
-        written to them is lost.
+        """The model has its whole parameters in this context, which every rank enters.
+
+        What is written to them is lost.
         """
         if self.are_gathered:
             yield
@@ -127,15 +131,22 @@ class WholeParameters:
     def _gather(
         self, into: Mapping[str, torch.Tensor] | None = None, *, only_values: bool = False
     ) -> None:
-        """Gather all parameters, into the memory that they had before, since somebody may have a
-        view of it.
+        """Gather all parameters.
+
+        Args:
+            into: the memory that they had before, since somebody may have a view of it.
+            only_values: leave gradients and the optimizer's state.
         """
-        shards, state = self._shards, self._optimizer.state
+        shards = self._shards
+        state = self._optimizer.state
         shards.reshard()  # what a forward of the person's has left gathered
-        self._of_sharding.take_off()
+        for of_module in self._of_sharding:
+            of_module.take_off()
+
         for name, p in shards.local.items():
             state.pop(shards.cut[name], None)  # an empty one, made by asking for it
-            kept = self._kept[name] = _Kept(p.data, p.grad, state.get(p))
+            kept = _Kept(p.data, p.grad, state.get(p))
+            self._kept[name] = kept
             whole = shards.joined(name, p)
             if kept.state is not None and not only_values:
                 state[p] = shards.joined_state(name, kept.state, whole=True)
@@ -145,14 +156,15 @@ class WholeParameters:
             if kept.grad is not None and not only_values:
                 p.grad = shards.joined(name, kept.grad)
             for module, key in shards.places[name]:
-                setattr(module, key, p)  # (an LSTM has a list of its weights, which follows)
+                setattr(module, key, p)  # an LSTM has a list of its weights, which follows
         self.are_gathered = True
 
     @torch.no_grad()
     def _write_back(self) -> None:
         self._refuse_changes()
         self._refuse_differences()
-        shards, state = self._shards, self._optimizer.state
+        shards = self._shards
+        state = self._optimizer.state
         for name, p in shards.local.items():
             kept = self._kept[name]
             kept.part.copy_(shards.part(name, p))
@@ -161,7 +173,8 @@ class WholeParameters:
             shards.cut[name].requires_grad_(p.requires_grad)
 
     def _cut(self) -> None:
-        shards, state = self._shards, self._optimizer.state
+        shards = self._shards
+        state = self._optimizer.state
         for name, p in shards.local.items():
             kept = self._kept.pop(name)
             p.grad = None
@@ -173,22 +186,22 @@ class WholeParameters:
             for module, key in shards.places[name]:
                 if module._parameters.get(key) is p:
                     setattr(module, key, shards.cut[name])
-        self._of_sharding.put_back()
+        for of_module in self._of_sharding:
+            of_module.put_back()
         self.are_gathered = False
 
     # ---- what can't be kept ----------------------------------------------------------------------
 
     def _refuse_changes(self) -> None:
         for name, p in self._shards.local.items():
-            part = self._kept[name].part
-            if any(
-                module._parameters.get(key) is not p for module, key in self._shards.places[name]
-            ):
-                raise InputError(REPLACED)
+            for module, key in self._shards.places[name]:
+                if module._parameters.get(key) is not p:
+                    raise InputError(REPLACED)
             if is_hooked(p):
                 raise StrategyError(
                     f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp'
                 )
+            part = self._kept[name].part
             if p.dtype != part.dtype or p.device != part.device:
                 raise StrategyError(
                     f'fsdp: parameter "{name}" was converted to {p.dtype} on {p.device}: convert '
@@ -200,46 +213,48 @@ class WholeParameters:
         mine = {name: (digest(p), p.requires_grad) for name, p in self._shards.local.items()}
         first, *others = self._world.gather_objects(mine)
         for rank, theirs in enumerate(others, 1):
-            if differ := [name for name in first if first[name] != theirs[name]]:
-                raise RunError(
-                    f'callbacks change parameter "{differ[0]}" on rank 0 and rank {rank} '
-                    "differently: what they change "
-                    "must be the same on every rank"
-                )
+            for name in first:
+                if first[name] != theirs[name]:
+                    raise RunError(
+                        f'callbacks change parameter "{name}" on rank 0 and rank {rank} '
+                        "differently: what they change must be the same on every rank"
+                    )
 
 
 class _OfSharding:
-    """The hooks and attributes that sharding gave to the modules of a model.
+    """The hooks and attributes that sharding gave to a module.
 
     Args:
-        model: with all of them.
-        shards: which know what its modules had before.
+        module: which has all of them.
+        shards: which know what the module had before.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards) -> None:
-        self._hooks: list[tuple[MutableMapping[int, Any], set[int]]] = []
-        self._names: list[tuple[dict[str, Any], set[str]]] = []
-        for module in model.modules():
-            before = shards.before[module]
-            held = vars(module)
-            self._names.append((held, held.keys() - before.names))
-            for kind in HOOKS:
-                self._hooks.append((held[kind], held[kind].keys() - before.hooks))
+    def __init__(self, module: nn.Module, shards: Shards) -> None:
+        self._held = vars(module)
+        before = shards.before[module]
+        self._names = self._held.keys() - before.names
+        self._own = {
+            number for kind in HOOKS for number in self._held[kind] if number not in before.hooks
+        }
+        self._hooks_then: list[dict[int, Any]] = []
+        self._held_then: dict[str, Any] = {}
 
     def take_off(self) -> None:
         """Take them off."""
-        self._hooks_then = [list(hooks.items()) for hooks, _ in self._hooks]
-        for hooks, own in self._hooks:
-            for number in own:
+        self._hooks_then = [dict(self._held[kind]) for kind in HOOKS]
+        for hooks in map(self._held.__getitem__, HOOKS):
+            for number in self._own & hooks.keys():
                 del hooks[number]
-        self._held_then = [{name: held.pop(name) for name in names} for held, names in self._names]
+        self._held_then = {name: self._held.pop(name) for name in self._names}
 
     def put_back(self) -> None:
         """Put them back, in their order, before hooks that came meanwhile."""
-        for (hooks, own), then in zip(self._hooks, self._hooks_then, strict=True):
+        for kind, then in zip(HOOKS, self._hooks_then, strict=True):
+            hooks = self._held[kind]
             now = dict(hooks)
             hooks.clear()
-            hooks.update((number, hook) for number, hook in then if number in own or number in now)
+            for number, hook in then.items():
+                if number in self._own or number in now:
+                    hooks[number] = hook
             hooks.update(now)
-        for (held, _), values in zip(self._names, self._held_then, strict=True):
-            held.update(values)
+        self._held.update(self._held_then)
