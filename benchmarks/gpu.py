@@ -56,6 +56,7 @@ from lockstep.strategies import MP, Strategy
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
+from lockstep.strategies.reducers import OverlappedReducer
 from lockstep.strategies.single import Single
 
 PATIENCE = 7.5 * 60
@@ -293,7 +294,8 @@ def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
     job = resnet_job(card, sizes, 1)
     step, ours = stepping(card, job, DDP(reduce="overlapped"), world, sizes.updates)
     assert isinstance(step, DDPStep)
-    step._overlaps = True  # as with several ranks: one by itself has nothing to sum
+    # As with several ranks: one by itself has nothing to sum.
+    step._overlapped = OverlappedReducer(step.model, world, step._forward_loss, bucket_mb=25.0)
     net = job.model().to(card.place)
     net = DistributedDataParallel(
         net,

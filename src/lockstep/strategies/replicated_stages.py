@@ -25,9 +25,9 @@ from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
-from lockstep.strategies.ddp import DDP, DDPStep, synchronised
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
+from lockstep.strategies.rank_step import RankStep, synchronised
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 
@@ -84,7 +84,7 @@ class ReplicatedPP(Product, PP):
         """A replica, which the others are summed with."""
         self.refuse(model, world.size)
         exchange = synchronised(model, job, world)
-        return ReplicaOfStages(model, optimizer, job, world, exchange, DDP("flat"), staged, runner)
+        return ReplicaOfStages(model, optimizer, job, world, exchange, staged, runner)
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
         """As both."""
@@ -109,7 +109,7 @@ class ReplicatedMP(ReplicatedPP, MP):
     microbatches: int = 1
 
 
-class ReplicaOfStages(DDPStep, StagedStep):
+class ReplicaOfStages(RankStep, StagedStep):
     """One rank's replica, on its devices."""
 
     @property
@@ -124,6 +124,6 @@ class ReplicaOfStages(DDPStep, StagedStep):
             self._exchange.begin(min(batch.parts[0].of, self.world.size))
         loss = StagedStep.gradients(self, batch)
         if self.world.size > 1:
-            loss = self._summed_flat(loss)
+            loss = self._sum_over_ranks(loss, self.reducer)
         self._end_parts(batch)
         return loss

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.data import Batch, Part
 from lockstep.data.own_batches import batch_of
@@ -25,25 +24,25 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import gradient_values, scale_to_norm, sparse_parameters
+from lockstep.model.optimizer import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
-from lockstep.strategies.ddp import DDP, DDPStep
-from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.rank_step import RankStep
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 from lockstep.strategies.sharded.other_shards import refuse_other_shards
+from lockstep.strategies.sharded.shard_reducer import ShardReducer
 from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
-from lockstep.strategies.steps.update_result import Result, added, as_tensor
+from lockstep.strategies.steps.update_result import Result, added
 from lockstep.tensors.pytree import to_device
 from lockstep.threads.replica_collectives import RankExchange
 
 T = TypeVar("T")
 
 
-class ShardedStep(DDPStep):
+class ShardedStep(RankStep):
     """One rank's local batch, and its shard of the model."""
 
     of_own_loop = (OF_OWN_LOOP,)
@@ -62,7 +61,7 @@ class ShardedStep(DDPStep):
     ) -> None:
         self._shards = shards
         self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
-        super().__init__(model, optimizer, job, world, exchange, DDP(reduce="flat"))
+        super().__init__(model, optimizer, job, world, exchange)
         held = set(self._optimized)
         self._held = {
             name: p for name, p in model.named_parameters() if id(self._mine[name]) in held
@@ -72,6 +71,7 @@ class ShardedStep(DDPStep):
         self._waits_in_backward = True
         self._elementwise = elementwise
         self._watch = BlockWatch(model, shards, world)
+        self.reducer = ShardReducer(model, shards, self._watch, world)
         self.loss.within = functools.partial(self._watch.during, "loss")
         self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, self._mine, world)
 
@@ -118,7 +118,7 @@ class ShardedStep(DDPStep):
             losses.append(loss.detached())
             self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
 
-        loss = self._summed_shards(added(losses))
+        loss = self._sum_over_ranks(added(losses), self.reducer)
         self._end_parts(batch)
         return loss
 
@@ -154,50 +154,6 @@ class ShardedStep(DDPStep):
         """Compute a sample of another rank in this context."""
         with self._watch.during("stand-in"), without_a_trace(self.model):
             yield
-
-    @phase("communicating", "reduce")
-    def _summed_shards(self, loss: Loss) -> Loss:
-        """Take the gradients that were summed in backward, and sum the loss over the ranks.
-
-        A parameter that no rank used has no gradient.
-        """
-        cut = [name for name in self._names if name in self._shards.cut]
-        beside = as_tensor(self._beside(loss), self.world.device.torch)
-        order = self._watch.order
-        used = [name in self._watch.used for name in cut]
-        flags = torch.tensor([*used, order, order**2], dtype=torch.float64)
-        flags = flags.to(self.world.exchange_device)
-        if self._on_accelerator:
-            self.world.all_reduce(flags)
-            sums = self.world.all_reduce(beside)
-        else:
-            both = self.world.all_reduce(torch.cat([beside, flags]))
-            sums = both[: len(beside)]
-            flags = both[len(beside) :]
-
-        *uses, orders, squares = flags.tolist()
-        self._watch.refuse_other_orders(orders, squares)
-        for name, ranks in zip(cut, uses, strict=True):
-            self._take_gradient(name, is_used=ranks > 0)
-        if self._whole:
-            if self._flat is None:
-                self._flat = FlatGradients(self._whole, 1, sparse_parameters(self.model))
-            self._flat.sum_over(self.world, [0.0])
-        # The host doesn't wait for sums on an accelerator.
-        return self._taken(sums if self._on_accelerator else sums.tolist())
-
-    def _take_gradient(self, name: str, *, is_used: bool) -> None:
-        """Give the optimizer's parameter this rank's part of the gradient."""
-        p = self._shards.cut[name]
-        if not is_used:
-            p.grad = None
-            self._mine[name].grad = None
-            return
-        if not isinstance(p.grad, DTensor):
-            raise StrategyError(
-                f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp'
-            )
-        self._mine[name].grad = p.grad.to_local()
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
         """Add a part of an update, and give the model's parameters the gradients of all parts."""

@@ -1,0 +1,155 @@
+"""RankStep: what the steps of several ranks have in common, as those of ``ddp`` and ``fsdp``.
+
+A rank sums its gradients with the others by a reducer, with total and count beside them. Buffers
+follow rank 0's, and parameters that every rank has whole must stay the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.data import Batch
+from lockstep.errors import InputError, RunError, StrategyError
+from lockstep.job import Job
+from lockstep.launch.observer import phase
+from lockstep.launch.world import World
+from lockstep.model.build import buffers_of, differing_tensors
+from lockstep.model.losses.loss import Loss
+from lockstep.recipe import Recipe
+from lockstep.strategies.rank_tensors import FollowedBuffers, take_first
+from lockstep.strategies.reducers import FlatReducer, Reducer
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.steps.update_result import flattened, nested
+from lockstep.tensors.rows import share_sizes
+from lockstep.threads.replica_collectives import RankExchange
+from lockstep.threads.sync_batchnorm import synchronise
+
+
+class RankStep(Step):
+    """One of several ranks, each with a local batch.
+
+    Attributes:
+        reducer: sums gradients over the ranks.
+    """
+
+    reducer: Reducer
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        job: Recipe,
+        world: World,
+        exchange: RankExchange | None,
+        *stages: Any,
+    ) -> None:
+        super().__init__(model, optimizer, job, world, *stages)
+        self._exchange = exchange
+        self._waits_in_backward = exchange is not None
+        self._buffers = FollowedBuffers(model, world)
+        self.reducer = FlatReducer(model, world)
+
+    @phase("communicating", "reduce")
+    def _sum_over_ranks(self, loss: Loss, reducer: Reducer) -> Loss:
+        """Sum gradients, total, count and parts, and how many ranks were asked to stop."""
+        names = self._names_of_parts(loss)
+        parts = {name: loss.parts.get(name, (0.0, 0)) for name in names}
+        numbers = flattened([Loss(*loss, parts)])
+        asked, *sums = reducer.sum(self._parameters, [self.world.asked_to_stop(), *numbers])
+        self._agree_to_stop(asked)
+        return nested(iter(sums), names)
+
+    def _end_parts(self, batch: Batch) -> None:
+        """Give a rank that had no sample what forward wrote on the others; look for more."""
+        if any(0 < part.of < self.world.size for part in batch.parts):
+            self.share_buffers()
+        elif self.is_checked:
+            self._buffers.look()
+
+    def share_buffers(self) -> None:
+        """Give every rank rank 0's buffers."""
+        if self.world.size == 1:
+            return
+        self._buffers.look()
+        take_first(self.world, buffers_of(self.model))
+
+    def replicated(self) -> Iterable[tuple[str, nn.Parameter]]:
+        """The parameters that every rank has whole."""
+        return self.model.named_parameters()
+
+    def after_events(self) -> None:
+        """Make sure that all ranks have the same parameters.
+
+        Raises:
+            RunError: a parameter differs, since something but the optimizer wrote it.
+        """
+        if self.world.size == 1:
+            return
+        drifted = differing_tensors(self.replicated(), self.world)
+        if drifted is not None:
+            raise RunError(
+                f'parameter "{drifted}" is no longer the same on all ranks: not only the '
+                "optimizer has written it",
+                kind="drift",
+                fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a "
+                "callback on some ranks only; don't convert or move the model (model.half(), "
+                "model.cpu()), but a copy; an optimizer must not draw random numbers",
+            )
+
+    def _follow_flags(self, name: str) -> None:
+        if self.world.size > 1:
+            what = "frozen" if not self._held[name].requires_grad else "trained"
+            self.world.meet(f'a change of the model (parameter "{name}" is {what} now)')
+        super()._follow_flags(name)
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        if self._exchange is not None:
+            raise InputError(
+                f"sync_batchnorm: rank {here.index(False)} has no sample and a later rank has; "
+                "give samples to the first ranks first, as lockstep.batches does"
+            )
+
+
+def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | None:
+    """Let batch norms normalise over all ranks, where the job asks for that.
+
+    Returns:
+        What the batch norms exchange their statistics through.
+
+    Raises:
+        StrategyError: the model has PyTorch's ``SyncBatchNorm``, and the job doesn't ask for it.
+    """
+    if world.size == 1:
+        return None
+    if job.sync_batchnorm:
+        exchange = RankExchange(world)
+        for size in _sizes_of_microbatches(job):
+            exchange.make_group(size)
+        synchronise(model, exchange)
+        return exchange
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise StrategyError(
+                f'"{name}" is a SyncBatchNorm of PyTorch\'s, whose ranks would wait for one that '
+                "has no sample",
+                fix="take sync_batchnorm=True, which has it normalise over all replicas under "
+                "every strategy",
+            )
+    return None
+
+
+def _sizes_of_microbatches(job: Recipe) -> list[int]:
+    """The sizes of the micro-batches of a training, as far as its data are known."""
+    if not isinstance(job, Job):
+        return []
+    sizes: set[int] = set()
+    last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
+    for size in (job.batch_size, last):
+        if size:
+            sizes.update(share_sizes(size, min(job.accumulate, size)))
+    return sorted(sizes)

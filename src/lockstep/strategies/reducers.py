@@ -1,0 +1,195 @@
+"""Reducers sum the gradients of ranks: in one flat all-reduce after backward, or in buckets while
+backward runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import sys
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.data import Part
+from lockstep.launch.world import World
+from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.optimizer import sparse_parameters
+from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.steps.update_result import as_tensor
+
+_SETTINGS = inspect.signature(DistributedDataParallel.__init__).parameters
+# torch 2.13 gave it a new name.
+_FORWARD_BUFFERS = (
+    "forward_sync_buffers" if "forward_sync_buffers" in _SETTINGS else "broadcast_buffers"
+)
+
+
+class Reducer(ABC):
+    """Sums gradients over the ranks, and numbers beside them."""
+
+    @abstractmethod
+    def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
+        """Leave the sum over the ranks in every ``parameter.grad``; every rank calls this.
+
+        Args:
+            parameters: those that are trained; the same list until others are.
+            numbers: what is summed beside them.
+
+        Returns:
+            The sums of the numbers; on an accelerator they are scalar tensors.
+        """
+
+
+class FlatReducer(Reducer):
+    """Sums gradients in one flat all-reduce after backward."""
+
+    def __init__(self, model: nn.Module, world: World) -> None:
+        self._model = model
+        self._world = world
+        self._parameters: list[nn.Parameter] | None = None
+        self._flat: FlatGradients | None = None
+
+    def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
+        """Leave the sum over the ranks in every ``parameter.grad``."""
+        if self._flat is None or self._parameters is not parameters:
+            sparse = sparse_parameters(self._model)
+            self._flat = FlatGradients(parameters, len(numbers), sparse)
+            self._parameters = parameters
+        return self._flat.sum_over(self._world, numbers)
+
+
+class OverlappedReducer(Reducer):
+    """Sums gradients while backward runs, by PyTorch's DistributedDataParallel.
+
+    It always looks for unused parameters. Without that, a parameter that is unused in the last
+    update gives wrong numbers and no error, and with large models the search costs nothing that can
+    be measured.
+
+    Args:
+        model: this rank's replica.
+        world: the ranks.
+        forward_loss: computes the loss of a part.
+        bucket_mb: the size of a bucket, in MiB.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: World,
+        forward_loss: Callable[[nn.Module, Part], Loss],
+        bucket_mb: float,
+    ) -> None:
+        self._world = world
+        self._with_loss = _WithLoss(model, forward_loss)
+        self._bucket_mb = bucket_mb
+        self._ddp: DistributedDataParallel | None = None
+        self._has_warned = False
+
+    def begin(self, *, keeps_gradients: bool) -> None:
+        """Begin an update.
+
+        Args:
+            keeps_gradients: a person's code may keep them, so they are no views of buckets, which
+                the next backward writes.
+        """
+        if self._ddp is not None:
+            return
+        device = self._world.device
+        self._ddp = DistributedDataParallel(
+            self._with_loss,
+            device_ids=None if device.is_slot else [device.index],
+            init_sync=False,  # build_model has compared the ranks
+            find_unused_parameters=True,
+            gradient_as_bucket_view=not keeps_gradients,
+            bucket_cap_mb=self._bucket_mb,
+            **{_FORWARD_BUFFERS: False},  # type: ignore[arg-type]
+        )
+        # PyTorch's own would divide by the number of ranks.
+        self._ddp.register_comm_hook(None, lambda _, bucket: _sum_over_ranks(bucket.buffer()))
+
+    def drop(self) -> None:
+        """Forget PyTorch's reducer where an update is summed in another way.
+
+        It goes on marking the parameters that this update used, and fails in the next one that
+        doesn't use them ("gradient which is undefined, but still allreduced", torch 2.13).
+        """
+        self._ddp = None
+
+    def part(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Compute a part of an update in this context; only the last one's backward sums."""
+        assert self._ddp is not None
+        return nullcontext() if is_last else self._ddp.no_sync()
+
+    def forward(self, part: Part, *, is_last: bool) -> Loss:
+        """Compute the loss of a part."""
+        assert self._ddp is not None
+        # PyTorch's reducer warns once, in the first forward whose backward is summed.
+        warns = is_last and not self._has_warned
+        self._has_warned |= is_last
+        with _without_line("find_unused_parameters=True was") if warns else nullcontext():
+            total, count = self._ddp(part)
+        return Loss(total, count, self._with_loss.parts)
+
+    def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
+        """Sum the numbers; backward has summed the gradients."""
+        place = self._world.device
+        sums = self._world.all_reduce(as_tensor(numbers, place.torch))
+        return sums.tolist() if place.is_slot else sums
+
+
+class _WithLoss(nn.Module):
+    """Model and loss as one module.
+
+    DistributedDataParallel looks for used parameters from the outputs of its module. From a model's
+    outputs it would also find the parameters of a head that the loss ignores, and wait for them. It
+    would find none behind outputs of a person's own class.
+    """
+
+    def __init__(self, model: nn.Module, forward_loss: Callable[[nn.Module, Part], Loss]) -> None:
+        super().__init__()
+        self.model = model
+        self._forward_loss = forward_loss
+
+    def forward(self, part: Part) -> tuple[torch.Tensor, Number]:
+        loss = self._forward_loss(self.model, part)
+        self.parts = loss.parts
+        return loss.total, loss.count
+
+
+def _sum_over_ranks(bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Begin to sum a bucket of gradients over all ranks."""
+    work = torch.distributed.all_reduce(bucket, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(
+        lambda done: done.value()[0]
+    )
+    return summed
+
+
+@contextlib.contextmanager
+def _without_line(words: str) -> Iterator[None]:
+    """Leave out lines with these words of what is written to standard error in this context.
+
+    PyTorch's reducer writes from C++, past Python's warnings, that no parameter was unused.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as kept, contextlib.ExitStack() as stack:
+        before = os.dup(2)
+        stack.callback(os.close, before)
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(before, 2)
+            kept.seek(0)
+            for line in kept:
+                if words.encode() not in line:
+                    os.write(2, line)

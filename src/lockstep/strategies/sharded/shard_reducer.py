@@ -1,0 +1,90 @@
+"""ShardReducer: takes over the gradients that ``fully_shard`` has summed, and sums what is beside
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import StrategyError
+from lockstep.launch.world import World
+from lockstep.model.losses.loss import Number
+from lockstep.strategies.reducers import FlatReducer, Reducer
+from lockstep.strategies.sharded.block_watch import BlockWatch
+from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.steps.update_result import as_tensor
+
+
+class ShardReducer(Reducer):
+    """Gives each local parameter this rank's part of its gradient, after backward.
+
+    Args:
+        model: the model that was cut.
+        shards: of the model.
+        watch: knows which parameters got a gradient on this rank.
+        world: the ranks.
+    """
+
+    def __init__(self, model: nn.Module, shards: Shards, watch: BlockWatch, world: World) -> None:
+        self._shards = shards
+        self._watch = watch
+        self._world = world
+        self._names = {id(p): name for name, p in shards.local.items()}
+        self._parameters: list[nn.Parameter] | None = None
+        self._cut: list[str] = []
+        self._whole: list[nn.Parameter] = []
+        self._of_whole = FlatReducer(model, world)
+
+    def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
+        """Leave this rank's part of the sum in every ``parameter.grad``.
+
+        A parameter that no rank used has no gradient.
+        """
+        if self._parameters is not parameters:
+            self._parameters = parameters
+            self._cut = [self._names[id(p)] for p in parameters if id(p) in self._names]
+            self._whole = [p for p in parameters if id(p) not in self._names]
+
+        sums, uses = self._sum_numbers(numbers)
+        for name, ranks in zip(self._cut, uses, strict=True):
+            self._take_gradient(name, is_used=ranks > 0)
+        if self._whole:
+            self._of_whole.sum(self._whole, [0.0])
+        return sums
+
+    def _sum_numbers(self, numbers: list[Number]) -> tuple[Iterable[Number], list[float]]:
+        """Sum numbers, and how many ranks used each parameter; compare the orders of blocks."""
+        order = self._watch.order
+        used = [name in self._watch.used for name in self._cut]
+        flags = torch.tensor([*used, order, order**2], dtype=torch.float64)
+        beside = as_tensor(numbers, self._world.device.torch)
+        sums: Iterable[Number]
+        if self._world.device.is_slot:
+            found = self._world.all_reduce(torch.cat([beside, flags])).tolist()
+            sums = found[: len(numbers)]
+            found = found[len(numbers) :]
+        else:
+            # The host doesn't wait for the sums of the loss.
+            sums = self._world.all_reduce(beside)
+            found = self._world.all_reduce(flags.to(self._world.exchange_device)).tolist()
+
+        *uses, orders, squares = found
+        self._watch.refuse_other_orders(orders, squares)
+        return sums, uses
+
+    def _take_gradient(self, name: str, *, is_used: bool) -> None:
+        p = self._shards.cut[name]
+        local = self._shards.local[name]
+        if not is_used:
+            p.grad = None
+            local.grad = None
+            return
+        if not isinstance(p.grad, DTensor):
+            raise StrategyError(
+                f'fsdp: the gradient of "{name}" was not summed over the ranks: take ddp'
+            )
+        local.grad = p.grad.to_local()
