@@ -32,7 +32,7 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of, build_model
-from lockstep.model.hooks import structure_of
+from lockstep.model.hooks import hooks_of, structure_of
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.modes import NORMS, draws_dropout
 from lockstep.model.optimizer import build_optimizer
@@ -324,12 +324,23 @@ class DPStep(Step):
                 were made.
         """
         if self.is_checked and structure_of(self.model) != self._structure:
-            raise StrategyError(
-                "dp: modules, parameters or hooks of the model have changed since its replicas "
-                "were made: call lockstep.parallelize again, or take ddp"
-            )
+            if not self._have_changed_alike():
+                raise StrategyError(
+                    "dp: modules, parameters or hooks of the model have changed since its replicas "
+                    "were made: call lockstep.parallelize again, or take ddp"
+                )
+            self._structure = structure_of(self.model)
         self._follow_settings()
         self._share_parameters()
+
+    def _have_changed_alike(self) -> bool:
+        """Whether forward has put the same hooks into each replica, say in its first call."""
+        now = [*self.model.modules(), *self.model.parameters()]
+        before = [*self._modules[0], *self._every_parameter[0]]
+        if list(map(id, now)) != list(map(id, before)):
+            return False
+        hooks = hooks_of(self.model)
+        return all(hooks_of(replica) == hooks for replica in self._replicas[1:])
 
     def _follow_settings(self) -> None:
         for modules in self._modules[1:]:
