@@ -213,7 +213,7 @@ class LossCheck:
         if world.size > 1 and world.layout.together:
             found = world.gather_objects((self.interval.every, note or ""))
             self.interval.every, note = max(found)
-        if note:
+        if note and world.is_first:
             self.notes.append(note)
 
 

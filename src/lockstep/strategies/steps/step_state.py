@@ -158,7 +158,7 @@ class StepState(Evaluator):
     def tell_of_loss(self) -> None:
         """Log what the check of the loss has noted on this rank."""
         notes = self.loss_check.notes
-        if notes and self.world.is_first:
+        if notes:
             self.tell_once(notes)
             notes.clear()
 
