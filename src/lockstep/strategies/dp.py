@@ -201,8 +201,6 @@ class DPStep(Step):
                 raise
             raise why from error
         self._add_gradients([i for i, job in enumerate(work) if job is not None])
-        if self.is_checked:
-            self._structure = structure_of(self.model)  # forward may have installed hooks in each
         return added(results, self._summed)
 
     def _check_sums(self, batch: Batch) -> None:

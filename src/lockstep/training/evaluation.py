@@ -143,7 +143,7 @@ def _summed(
         """Yield the batches; each is checked before it is evaluated."""
         for batch in itertools.islice(loader.epoch(0), most):
             if checks:
-                step.sums.check_evaluation(batch, metrics.totals)
+                step.sums.check_evaluation(batch, metrics.totals, metrics.functions)
             yield batch
 
     sums = Sums()

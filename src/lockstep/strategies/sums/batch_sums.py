@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -89,16 +89,18 @@ class BatchSums:
         if step.world.is_first:
             step.tell_once(self._notes(verdict, in_turn=self._is_in_turn(batch)))
 
-    def check_evaluation(self, batch: Batch, metrics: Metrics) -> None:
+    def check_evaluation(self, batch: Batch, metrics: Metrics, holds: Sequence[Any]) -> None:
         """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
 
-        It is checked in evaluation mode; every rank calls this.
+        It is checked in evaluation mode; every rank calls this. What metrics hold (``holds``) is put
+        back.
         """
         step = self._step
         if self._every == 0 or step.replicas == 1 or not step.together:
             return
         if is_power_of_two(batch.index + 1):
             summed = SummedLoss(step.model, step.loss, _forward, metrics=metrics, trains=False)
+            summed.holds = [*summed.holds, *holds]
             verdict = self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
             if verdict is not None and step.world.is_first:
                 step.tell_once(self._notes_of_evaluation(verdict))

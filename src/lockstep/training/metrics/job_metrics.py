@@ -53,6 +53,11 @@ class JobMetrics:
             with _naming(name):
                 metric.update(outputs, targets)
 
+    @property
+    def functions(self) -> list[Any]:
+        """The metrics that are functions, or objects that are called."""
+        return list(self._functions.values())
+
     def totals(self, outputs: Any, targets: Any) -> dict[str, tuple[Any, Any]]:
         """Return total and count of each function for some samples."""
         found = {}
