@@ -900,9 +900,8 @@ def test_gpus_that_share_a_gloo_group_are_refused() -> None:
     process ends.
     """
     world = World(size=2, devices=(Device("cuda", 0),), backend="gloo")
-    model = mlp()
     with pytest.raises(StrategyError, match="gloo can't gather shards that are on GPUs: take nccl"):
-        FSDP()._refuse_unshardable(ZOO["mlp"], model, sgd(model.named_parameters()), world)
+        FSDP()._refuse_settings(ZOO["mlp"], world)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
@@ -35,20 +35,21 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size
 from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
+if TYPE_CHECKING:
+    from lockstep.strategies.sharded.shards import Shards
+
 _ELEMENTWISE = {
-    *(
-        "SGD",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "Adagrad",
-        "Adadelta",
-        "ASGD",
-    ),
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+    "Adagrad",
+    "Adadelta",
+    "ASGD",
     "SparseAdam",
 }
 """Optimizers of PyTorch that treat each element by itself, so that a shard is updated as the
@@ -90,19 +91,18 @@ class FSDP(Strategy):
     )
 
     def layout(self, devices: int) -> Layout:
-        """A local batch, a shard and a process for each device."""
+        """Give each device a local batch, a shard and a process."""
         return Layout({"shard": devices})
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
-        """A line for each rank."""
+        """Draw a line for each rank."""
         return self.layout(len(devices)).drawn(devices)
 
     def build(self, job: Recipe, world: World) -> Step:
-        """Build the same model on every rank, on the CPU, and keep a shard of it on this rank's
-        device.
+        """Build the same model on every rank's CPU, and keep a shard of it on the rank's device.
 
         Raises:
-            JobError, StrategyError: as every strategy's; what can't be sharded is refused.
+            JobError, StrategyError: the model or the optimizer can't be built, or not sharded.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -113,14 +113,16 @@ class FSDP(Strategy):
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
-            model = build_model(
-                job, world, place=world.size == 1
-            )  # the whole may be too large for a device
+            # The whole may be too large for a device.
+            model = build_model(job, world, place=world.size == 1)
         self.refuse(model, world.size)
         optimizer = build_optimizer(job, model, on=world.device.type)
         if world.size == 1:
             return DDPStep(model, optimizer, job, world, None, DDP())
-        self._refuse_unshardable(job, model, optimizer, world)
+
+        self._refuse_settings(job, world)
+        self._refuse_model(model)
+        self._refuse_optimizer(optimizer)
         exchange = synchronised(model, job, world)
         whole = sum(p.nbytes for p in model.parameters())
         axes = world.layout.axes
@@ -132,24 +134,13 @@ class FSDP(Strategy):
         shards = Shards(model, mesh, blocks, world.device.torch)
         shards.give_to(optimizer)
         shards.refuse_others()
+
         unchecked = self._why_unchecked(whole, world)
         if world.is_first:
             if unchecked is not None and job.check_every != 0:
                 text = f"{unchecked}: whether parts of a batch add up is not checked"
                 world.tell(Line.note(text))
-            for name, why in shards.whole.items():
-                world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
-            of = f"{size(shards.bytes_here)} of {size(whole)}"
-            many = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
-            if not shards.blocks:
-                many = "all at once" + (
-                    ", no repeated layers: --blocks names some" if self.blocks == "auto" else ""
-                )
-            text = (
-                f"a rank keeps {of} of weights, gradients and the optimizer's state likewise; "
-                f"gathered: {many}"
-            )
-            world.tell(Line(text, "plan"))
+            self._log_shards(shards, whole, world)
         elementwise = self._is_elementwise(optimizer)
         step = ShardedStep(model, optimizer, job, world, exchange, shards, elementwise)
         step.sync_each_microbatch = self.sync_each_microbatch
@@ -157,8 +148,24 @@ class FSDP(Strategy):
             step.sums.last = 0
         return step
 
+    def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
+        """Log what a rank keeps of a model of so many bytes, and what is gathered together."""
+        for name, why in shards.whole.items():
+            world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
+        if shards.blocks:
+            gathered = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
+        elif self.blocks == "auto":
+            gathered = "all at once, no repeated layers: --blocks names some"
+        else:
+            gathered = "all at once"
+        text = (
+            f"a rank keeps {size(shards.bytes_here)} of {size(whole)} of weights, gradients and "
+            f"the optimizer's state likewise; gathered: {gathered}"
+        )
+        world.tell(Line(text, "plan"))
+
     def _why_unchecked(self, whole: int, world: World) -> str | None:
-        """Why ranks can't gather the whole model to check sums of parts; None where they can."""
+        """Say why ranks can't gather the whole model to check sums of parts; None if they can."""
         if self.build_on_disk:
             return "build_on_disk"
         return next(filter(None, world.gather_objects(_no_room(whole, world))), None)
@@ -166,69 +173,65 @@ class FSDP(Strategy):
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))
 
-    def _refuse_unshardable(
-        self, job: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-    ) -> None:
-        """Refuse what has to see whole parameters, or doesn't go with ``fully_shard``.
+    # ---- what can't be sharded -------------------------------------------------------------------
 
-        Raises:
-            StrategyError: with what to do instead.
-        """
-        from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
-
-        refuse_common_memory(tensors_of(model), self.name)
-        if (
-            world.backend == "gloo" and world.device.type == "cuda"
-        ):  # whose functional collectives end in a SIGSEGV
+    def _refuse_settings(self, job: Recipe, world: World) -> None:
+        if world.backend == "gloo" and world.device.type == "cuda":
+            # Its functional collectives would end in a SIGSEGV.
             raise StrategyError(
                 "fsdp: gloo can't gather shards that are on GPUs: take nccl, with a GPU for each "
                 "rank"
             )
-        computed = computed_tensor(model)
-        if computed is not None:
-            raise StrategyError(f"fsdp: {computed}")
         if job.compile:
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":
             raise StrategyError(
                 "fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp"
             )
+
+    def _refuse_model(self, model: nn.Module) -> None:
+        refuse_common_memory(tensors_of(model), self.name)
         refuse_compiled(model)
-        if hooked := hooked_parameters(model):
+        computed = computed_tensor(model)
+        if computed is not None:
+            raise StrategyError(f"fsdp: {computed}")
+        for name in hooked_parameters(model):
             raise StrategyError(
-                f'fsdp: parameter "{hooked[0]}" has a hook, which its shards would lose: take ddp'
+                f'fsdp: parameter "{name}" has a hook, which its shards would lose: take ddp'
             )
-        kind = type(optimizer)
+
+    def _refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
+
+        name = type(optimizer).__name__
         known = is_of_pytorch(optimizer)
-        if known and kind.__name__ not in _ELEMENTWISE:
+        if known and name not in _ELEMENTWISE:
             raise StrategyError(
-                f"fsdp: {kind.__name__} looks at whole parameters, and a rank has a shard of "
-                "each: take ddp, or an "
-                "optimizer that treats each element by itself, as AdamW"
+                f"fsdp: {name} looks at whole parameters, and a rank has a shard of each: take "
+                "ddp, or an optimizer that treats each element by itself, as AdamW"
             )
         if has_own_state(optimizer):
             raise StrategyError(
-                f"fsdp: {kind.__name__} has a state_dict() of its own, which would give a rank's "
-                "shards only: use ddp"
+                f"fsdp: {name} has a state_dict() of its own, which would give a rank's shards "
+                "only: use ddp"
             )
         if self._is_elementwise(optimizer):
             return
         refuse_hooks(optimizer)
         if not known:
             raise StrategyError(
-                f"fsdp: {kind.__name__} would be given a shard of each parameter, which is right "
-                "where it treats each "
-                "element by itself: say so by --elementwise true (FSDP(elementwise=True)), or "
-                "take ddp"
+                f"fsdp: {name} would be given a shard of each parameter, which is right where it "
+                "treats each element by itself: say so by --elementwise true "
+                "(FSDP(elementwise=True)), or take ddp"
             )
 
 
 def _no_room(whole: int, world: World) -> str | None:
-    """Why a rank's device can't hold the whole model with its gradients; None where it can.
+    """Say why a rank's device can't hold the whole model with its gradients; None if it can.
 
     Args:
         whole: bytes of the model's parameters.
-        world: this rank's.
+        world: of this rank.
     """
     if world.device.is_slot:
         return None
@@ -240,18 +243,19 @@ def _no_room(whole: int, world: World) -> str | None:
 
 @dataclass(frozen=True)
 class ReplicatedFSDP(Product, FSDP):
-    """Replicas, each in shards over several processes; gradients are summed in a replica, then
-    over replicas.
+    """Replicas, each in shards over several processes.
+
+    Gradients are summed within a replica, then over replicas.
     """
 
     summary: ClassVar[str] = "a process per device, with a shard of its replica and a local batch"
     good_for: ClassVar[str] = "shards on the devices of a machine, replicas on several machines"
 
     def layout(self, devices: int) -> Layout:
-        """A local batch, a shard and a process for each device.
+        """Give each device a local batch, a shard and a process.
 
         Raises:
-            StrategyError: it is for another number of devices.
+            StrategyError: the product is for another number of devices.
         """
         self.refuse_devices(devices)
         replicas, each = self.sizes

@@ -22,11 +22,10 @@ _FORM = re.compile(r"ddp=(\d+)x([a-z]+)=(\d+)")
 
 @dataclass(frozen=True)
 class Product(Strategy):
-    """So many replicas, of so many devices each; a class of one is also a class of the strategy
-    that a replica has.
+    """Replicas of several devices each. A product is also of the class of the replicas' strategy.
 
     Attributes:
-        sizes: of both.
+        sizes: the number of replicas, and the devices of each.
     """
 
     sizes: tuple[int, int] = (1, 1)
@@ -38,17 +37,19 @@ class Product(Strategy):
 
     @classmethod
     def usual(cls) -> dict[str, Any]:
-        """Without what its name says."""
-        return {name: value for name, value in super().usual().items() if name != "sizes"}
+        """The usual value of each setting but the sizes, which the name says."""
+        settings = super().usual()
+        del settings["sizes"]
+        return settings
 
     @property
     def devices_needed(self) -> int:
-        """Those of all replicas."""
+        """The devices of all replicas."""
         return self.sizes[0] * self.sizes[1]
 
     @property
     def in_one_process(self) -> bool:
-        """Never: replicas are processes."""
+        """False: replicas are processes."""
         return False
 
     def refuse_devices(self, devices: int) -> None:
@@ -57,9 +58,9 @@ class Product(Strategy):
         Raises:
             StrategyError: with the nearest product on these devices.
         """
-        replicas, each = self.sizes
         if devices == self.devices_needed:
             return
+        replicas, each = self.sizes
         inner = type(self).name
         if devices % each == 0 and devices > each:
             instead = f"ddp={devices // each}x{inner}={each}"
@@ -69,15 +70,14 @@ class Product(Strategy):
             instead = inner if devices > 1 else "single"
         raise StrategyError(
             f"{self.name} is for {replicas} x {each} = {replicas * each} devices, not {devices}: "
-            f"take {instead}, or "
-            f"{replicas * each} devices"
+            f"take {instead}, or {replicas * each} devices"
         )
 
 
 def product_in(
     name: str, kinds: Mapping[str, type[Product]]
 ) -> tuple[type[Product], tuple[int, int]] | None:
-    """The class of a product and its sizes; None where the name is that of no product.
+    """Give the class of a product and its sizes; None where the name is that of no product.
 
     Args:
         name: ``"ddp=2xpp=2"``.
@@ -89,15 +89,16 @@ def product_in(
     if "=" not in name:
         return None
     found = _FORM.fullmatch(name)
-    if found is not None and found[2] in kinds and min(int(found[1]), int(found[3])) > 0:
-        return kinds[found[2]], (int(found[1]), int(found[3]))
-    numbers = [max(1, int(number)) for number in re.findall(r"\d+", name)][:2]
-    replicas, each = numbers if len(numbers) == 2 else (2, 2)
-    inner = next(
-        (word for word in re.findall(r"[a-z-]+", name.replace("x", " ")) if word in kinds),
-        next(iter(kinds)),
-    )
-    if re.match(rf"{inner}=", name):  # the replicas are named first
+    if found is not None and found[2] in kinds:
+        sizes = int(found[1]), int(found[3])
+        if min(sizes) > 0:
+            return kinds[found[2]], sizes
+
+    numbers = [max(1, int(number)) for number in re.findall(r"\d+", name)]
+    replicas, each = numbers[:2] if len(numbers) > 1 else (2, 2)
+    words = re.findall(r"[a-z-]+", name.replace("x", " "))
+    inner = next((word for word in words if word in kinds), next(iter(kinds)))
+    if name.startswith(f"{inner}="):  # the devices of a replica are named first
         replicas, each = each, replicas
     every = ", ".join(f"ddp=Nx{word}=M" for word in kinds)
     raise StrategyError(

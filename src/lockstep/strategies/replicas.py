@@ -1,6 +1,4 @@
-"""The replicas of ``dp``: copies of a model on other devices, what can't be copied, and the sum
-of their gradients.
-"""
+"""The replicas of ``dp``: copies of a model on other devices, and the sum of their gradients."""
 
 from __future__ import annotations
 
@@ -24,15 +22,18 @@ from lockstep.threads.parametrization_cache import cache_apart
 
 
 def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
-    """A copy of the model with parameters of its own, which may share the first one's storage."""
+    """Copy a model, with parameters of its own, which may share the storage of the first one's."""
     memo: dict[int, Any] = {}
     for p in model.parameters():
         storage = p.detach() if shares else p.detach().to(device.torch, copy=True)
         memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
+    mine = {id(p) for p in memo.values()}
+
     try:
         made = copy.deepcopy(model, memo)
     except Exception as error:
-        if (computed := computed_tensor(model)) is not None:
+        computed = computed_tensor(model)
+        if computed is not None:
             raise StrategyError(f"dp: {computed}") from error
         raise JobError(
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
@@ -40,7 +41,6 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
         ) from error
     for module in made.modules():
         cache_apart(module)
-    mine = {id(p) for p in memo.values()}
     if any(id(p) not in mine for p in made.parameters()):
         raise StrategyError(
             "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "
@@ -65,13 +65,11 @@ def computed_tensor(model: nn.Module) -> str | None:
                 return (
                     f'"{place}" is pruned by torch.nn.utils.prune, which computes it from '
                     f'"{place}_orig", so it can\'t be copied: take ddp, or multiply by the mask '
-                    "in a "
-                    "parametrization (torch.nn.utils.parametrize)"
+                    "in a parametrization (torch.nn.utils.parametrize)"
                 )
             return (
                 f'"{place}" is computed from other parameters, so it can\'t be copied: take ddp, '
-                "or in "
-                "place of the old torch.nn.utils.weight_norm that of "
+                "or in place of the old torch.nn.utils.weight_norm that of "
                 "torch.nn.utils.parametrizations"
             )
     return None
@@ -81,34 +79,32 @@ def refuse_what_replicas_would_share(model: nn.Module) -> None:
     """Refuse what a copy of the model can't take along.
 
     Raises:
-        StrategyError: a hook on a parameter, or a compiled model, which runs the model it was made
-            of.
+        StrategyError: a hook on a parameter, or a compiled model, which would run the first one.
     """
-    advice = "; take ddp, which builds the model afresh for each device"
     for name in hooked_parameters(model):
         raise StrategyError(
-            f'dp: parameter "{name}" has a hook, which its replicas would not have{advice}'
+            f'dp: parameter "{name}" has a hook, which its replicas would not have; take ddp, '
+            "which builds the model afresh for each device"
         )
     refuse_compiled(model)
 
 
 def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
-    """Refuse the loss of another replica whose graph comes to parameters of ``model``, of which
-    that is a copy.
+    """Refuse the loss of a replica whose graph comes to parameters of the first one, ``model``.
 
-    Several threads would add to their gradients at the same time, and those of the replica would
-    miss them.
+    Several threads would add to their gradients at the same time, and the replica's own parameters
+    would miss them.
 
     Raises:
-        StrategyError: it does, through the loss or something that the model holds.
+        StrategyError: the loss, or something that the model holds, uses them.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     for node in graph_nodes(total):
-        if (name := names.get(id(getattr(node, "variable", None)))) is not None:
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
             raise StrategyError(
                 f'dp: the loss, or something that the model holds, uses "{name}" of the model '
-                "itself (by a global, a "
-                "closure or a reference), not that of the replica",
+                "itself (by a global, a closure or a reference), not that of the replica",
                 kind="state",
                 fix="take ddp, which has no copies",
             )
@@ -119,40 +115,53 @@ def add_gradients(
     of_replicas: Sequence[Sequence[nn.Parameter]],
     place: torch.device | None,
 ) -> None:
-    """Add the gradients of other replicas to those of the first, in order, on the ``place`` of its
-    parameters.
+    """Add the gradients of other replicas to those of the first, in order.
 
-    Without a ``place`` all are in the same memory already.
+    Args:
+        mine: the parameters of the first replica.
+        of_replicas: those of each other one.
+        place: the device of the first replica; None where all are in the same memory.
     """
     for parameters in of_replicas:
-        theirs = [p.grad for p in parameters]
+        pairs = [(p, q.grad) for p, q in zip(mine, parameters, strict=True) if q.grad is not None]
         if place is not None:
-            there = [k for k, grad in enumerate(theirs) if grad is not None]
-            for which, copies in moved_in_buckets([g for g in theirs if g is not None], place):
-                for k, copy_of in zip(which, copies, strict=True):
-                    theirs[there[k]] = copy_of
-        both = [(p, g) for p, g in zip(mine, theirs, strict=True) if g is not None]
-        dense = [(p.grad, g) for p, g in both if p.grad is not None and not g.is_sparse]
-        if dense:
-            torch._foreach_add_([a for a, _ in dense], [b for _, b in dense])
-        for p, g in both:
+            pairs = _moved(pairs, place)
+        sums: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        for p, grad in pairs:
             if p.grad is None:
-                p.grad = g
-            elif g.is_sparse:
-                p.grad = p.grad + g
+                p.grad = grad
+            elif grad.is_sparse:
+                p.grad = p.grad + grad
+            else:
+                sums.append(p.grad)
+                added.append(grad)
+        if sums:
+            torch._foreach_add_(sums, added)
+
+
+def _moved(
+    pairs: list[tuple[nn.Parameter, torch.Tensor]], place: torch.device
+) -> list[tuple[nn.Parameter, torch.Tensor]]:
+    """Give parameters with their gradients, which are copied to another device."""
+    found = []
+    for which, copies in moved_in_buckets([grad for _, grad in pairs], place):
+        for number, moved in zip(which, copies, strict=True):
+            p, _ = pairs[number]
+            found.append((p, moved))
+    return found
 
 
 def even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
     """Cut the list of parameters in spans of about equal numbers of elements."""
-    done = list(itertools.accumulate((p.numel() for p in parameters), initial=0))
+    sizes = [p.numel() for p in parameters]
+    done = list(itertools.accumulate(sizes, initial=0))
     cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
     return list(itertools.pairwise([*cuts, len(parameters)]))
 
 
 def shared_by_threads(error: RuntimeError, loss: Totalled) -> StrategyError | None:
-    """What an error of replicas on threads means, where it is of something that all threads
-    share; else None.
-    """
+    """Say what an error means that comes from something that all threads share; else None."""
     if "forward AD level" in str(error):
         return StrategyError(
             "dp: forward calls torch.func.jvp or its like, of which PyTorch keeps one level for "

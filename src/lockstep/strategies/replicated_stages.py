@@ -45,21 +45,21 @@ class ReplicatedPP(Product, PP):
 
     @property
     def devices_per_rank(self) -> int:
-        """Those of a replica."""
+        """The devices of a replica."""
         return self.sizes[1]
 
     def layout(self, devices: int) -> Layout:
-        """A local batch and a process for each replica, and layers for each of its devices.
+        """Give each replica a local batch and a process, and each of its devices layers.
 
         Raises:
-            StrategyError: it is for another number of devices.
+            StrategyError: the product is for another number of devices.
         """
         self.refuse_devices(devices)
         replicas, each = self.sizes
         return Layout({"data": replicas, "stage": each}, devices_per_process=each)
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
-        """A line for each rank."""
+        """Draw a line for each rank."""
         return self.layout(len(devices)).drawn(devices, self.chunks_on(self.sizes[1]))
 
     def seen_by_a_replica(self, job: Job) -> Job:
@@ -67,10 +67,9 @@ class ReplicatedPP(Product, PP):
         return job.replace(batch_size=-(-job.batch_size // self.sizes[0]))
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
-        """As rank 0 finds it."""
-        return world.broadcast_object(
-            super().planned(job, world, before) if world.is_first else self
-        )
+        """Find the stages on rank 0, for all ranks."""
+        found = super().planned(job, world, before) if world.is_first else self
+        return world.broadcast_object(found)
 
     def step_of(
         self,
@@ -81,18 +80,20 @@ class ReplicatedPP(Product, PP):
         staged: StagedModel,
         runner: Runner,
     ) -> Step:
-        """A replica, which the others are summed with."""
+        """Give the step of one replica."""
         self.refuse(model, world.size)
         exchange = synchronised(model, job, world)
         return ReplicaOfStages(model, optimizer, job, world, exchange, staged, runner)
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """As both."""
+        """Give the caveats of a pipeline; batch norms can be synchronised under ``mp``."""
         fix = f"ddp={self.sizes[0]}xmp={self.sizes[1]} with sync_batchnorm=True keeps the results"
-        return [
-            replace(caveat, fix=fix) if caveat.kind == "batchnorm" and caveat.fix else caveat
-            for caveat in super().caveats(job, model, replicas)
-        ]
+        found = []
+        for caveat in super().caveats(job, model, replicas):
+            if caveat.kind == "batchnorm" and caveat.fix:
+                caveat = replace(caveat, fix=fix)
+            found.append(caveat)
+        return found
 
 
 @dataclass(frozen=True)
@@ -114,13 +115,14 @@ class ReplicaOfStages(RankStep, StagedStep):
 
     @property
     def _may_synchronise(self) -> bool:
-        """As every step's; micro-batches that are overlapped can't."""
+        """Whether ``sync_batchnorm`` could be set: not where micro-batches overlap."""
         return super()._may_synchronise and self._accumulate == 1
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients of total / size, summed over micro-batches and ranks."""
+        """Sum gradients of total / size over micro-batches and ranks."""
         self._buffers.follow()
-        if self._exchange is not None:  # there is one micro-batch
+        if self._exchange is not None:
+            # Batch norms are synchronised where there is one micro-batch.
             self._exchange.begin(min(batch.parts[0].of, self.world.size))
         loss = StagedStep.gradients(self, batch)
         if self.world.size > 1:

@@ -37,9 +37,12 @@ class SharedWeights:
         size = 0
         for name, p in self._parameters.items():
             places[name] = size
-            size += -(-p.numel() * p.element_size() // _LINE) * _LINE
-        file = _opened(world, max(size, 1))
-        memory = mmap.mmap(file, max(size, 1))
+            lines = -(-p.nbytes // _LINE)
+            size += lines * _LINE
+
+        size = max(size, 1)
+        file = _opened(world, size)
+        memory = mmap.mmap(file, size)
         os.close(file)
         with torch.no_grad():
             for name, p in self._parameters.items():
@@ -47,6 +50,7 @@ class SharedWeights:
                 if world.is_first:
                     view.copy_(p)
                 p.data = view
+
         world.barrier()
         self._addresses = {name: p.data_ptr() for name, p in self._parameters.items()}
 
@@ -54,18 +58,16 @@ class SharedWeights:
         return name in self._parameters
 
     def check(self) -> None:
-        """Make sure that the parameters lie there still.
+        """Make sure that the parameters still lie in the shared memory.
 
         Raises:
-            RunError: something has given one other memory, so that the other ranks no longer see
-                it.
+            RunError: something has given one other memory, which the other ranks don't see.
         """
         for name, p in self._parameters.items():
             if p.data_ptr() != self._addresses[name]:
                 raise RunError(
                     f'parameter "{name}" no longer lies in the memory that the ranks share: its '
-                    ".data was set; "
-                    "write into it, with copy_, or take ddp"
+                    ".data was set; write into it, with copy_, or take ddp"
                 )
 
 
@@ -77,22 +79,13 @@ def _view(memory: mmap.mmap, place: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def _opened(world: World, size: int) -> int:
-    """The file, open on every rank."""
-    path = name = ""
+    """Open a file of so many bytes on every rank."""
     file = -1
+    path = ""
     if world.is_first:
-        if hasattr(os, "memfd_create"):
-            file = os.memfd_create("lockstep")
-            path = f"/proc/{os.getpid()}/fd/{file}"
-        else:
-            file, path = tempfile.mkstemp(prefix="lockstep-")
-            name = path
+        file, path = _made()
         try:
-            os.truncate(file, size)
-            if hasattr(
-                os, "posix_fallocate"
-            ):  # else a lack of memory would show as a crash, when it is written
-                os.posix_fallocate(file, 0, size)
+            _reserve(file, size)
         except OSError as error:
             raise RunError(
                 f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}"
@@ -101,6 +94,21 @@ def _opened(world: World, size: int) -> int:
     if not world.is_first:
         file = os.open(path, os.O_RDWR)
     world.barrier()
-    if name:
-        os.unlink(name)
+    if world.is_first and not path.startswith("/proc/"):
+        os.unlink(path)
     return file
+
+
+def _made() -> tuple[int, str]:
+    """Make a file, without a name where the system can; give the path that it is opened by."""
+    if not hasattr(os, "memfd_create"):
+        return tempfile.mkstemp(prefix="lockstep-")
+    file = os.memfd_create("lockstep")
+    return file, f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _reserve(file: int, size: int) -> None:
+    """Take memory for a file; else a lack of it would show as a crash, when it is written."""
+    os.truncate(file, size)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(file, 0, size)

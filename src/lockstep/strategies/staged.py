@@ -1,5 +1,5 @@
-"""The step of ``pp`` and ``mp``: one model with layers on several devices, and micro-batches
-that go through it.
+"""StagedStep: micro-batches go through one model with layers on several devices, for ``pp`` and
+``mp``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from lockstep.threads.random_streams import Streams, stream
 T = TypeVar("T")
 
 _FEW = 2**23
-"""Up to so many parameters one thread is taken to update sooner than several that have to be
-woken: an estimate.
+"""Parameters up to which one thread updates sooner than several that have to be woken: an
+estimate.
 """
 
 
@@ -36,7 +36,7 @@ class StagedStep(Step):
     """One model over several devices, and the one optimizer over its parameters.
 
     Attributes:
-        runner: of its micro-batches.
+        runner: computes the micro-batches.
     """
 
     def __init__(
@@ -51,16 +51,17 @@ class StagedStep(Step):
         super().__init__(model, optimizer, job, world)
         self._staged = staged
         self.runner = runner
-        self._is_small = world.device.is_slot and sum(p.numel() for p in self._parameters) <= _FEW
-        # (On accelerators a device's time is not its thread's, which only queues work.)
+        elements = sum(p.numel() for p in self._parameters)
+        self._is_small = world.device.is_slot and elements <= _FEW
+        # On accelerators a device's time is not its thread's, which only queues work.
         self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients summed over the micro-batches by autograd itself."""
-        streams = Streams()
-        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
         for p in self._parameters:
             p.grad = None
+        streams = Streams()
+        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
         if not parts:  # other replicas have them all
             return added([])
 
@@ -80,11 +81,10 @@ class StagedStep(Step):
         return added(found, self._sum_at_home)
 
     def _sum_at_home(self, values: Iterable[Number]) -> Number:
-        """Totals or counts of micro-batches on the first device. (Targets, and so counts, are not
-        where the loss is.)
+        """Sum totals or counts of micro-batches on the first device.
 
-        One number is moved from each device, at the end: a copy between accelerators holds the
-        queues of both.
+        Targets, and so counts, are not where the loss is. One number is moved from each device, at
+        the end: a copy between accelerators holds the queues of both.
         """
         if not self._staged.moves:
             return summed(list(values))
@@ -103,12 +103,13 @@ class StagedStep(Step):
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:
-        """All stages' turns."""
+        """Run the turns of all stages."""
         return self.runner.run(work)
 
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
-        """The random stream of a micro-batch, if it needs one; in a job's training it has the seed
-        that ``begin_part`` gives.
+        """Draw from a micro-batch's own random stream in this context, if it needs one.
+
+        In a job's training the stream has the seed that ``_begin_part`` gives.
         """
         if not self.runner.streamed:
             return nullcontext()
@@ -124,9 +125,9 @@ class StagedStep(Step):
                 seed_on(device.torch, key)
 
     def _move_parameters(self, size: int, count: Number) -> None:
-        # The system wakes a second thread behind the first, where it waited for 6 to 12 ms until it
-        # was moved to the core that the last stage had left (Linux 6.18): as long as one thread
-        # takes for some million parameters.
+        # A second thread waited for 6 to 12 ms behind the first, until the system moved it to the
+        # core that the last stage had left (Linux 6.18). In that time one thread updates some
+        # million parameters.
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
 
@@ -137,9 +138,11 @@ class StagedStep(Step):
 
         Overlapped they would mix what a model keeps in attributes, and what metrics read there.
         """
-        return super().over(
-            batches, lambda batch: self.runner.evaluate(lambda: compute(batch)), seed
-        )
+
+        def in_turn(batch: Batch) -> T:
+            return self.runner.evaluate(lambda: compute(batch))
+
+        return super().over(batches, in_turn, seed)
 
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts; what meets on different devices is moved."""
