@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import (
@@ -37,7 +37,7 @@ from lockstep.model.build import trained_model
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
 from lockstep.training.loop import train_on
-from lockstep.training.resume import as_it_went, newest_of
+from lockstep.training.resume import as_it_went, run_to_resume
 from lockstep.training.run import Run, trained_of
 from lockstep.training.setup import Plan
 
@@ -110,7 +110,7 @@ def train(
     name = job.name if isinstance(job, JobFile) else "job"
 
     with Display(quiet=quiet or not first) as display:
-        find = functools.partial(_to_resume, resume, folder, job, name)
+        find = functools.partial(run_to_resume, resume, folder, job, name)
         found = started_ranks.read_by_first(find) if torchrun else find()
         if found.config is not None:
             strategy, devices = as_it_went(
@@ -236,40 +236,6 @@ def _with_restarts(
             devices, line = lost.after(error, run)
             display.line(line)
             plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
-
-
-class _Found(NamedTuple):
-    """The run that is resumed.
-
-    Attributes:
-        folder: of the run; None where a new one is made.
-        config: of the run; None where it begins anew in its folder.
-        again: whether torchrun has started the ranks again.
-    """
-
-    folder: str | None
-    config: dict[str, Any] | None
-    again: bool
-
-
-def _to_resume(
-    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
-) -> _Found:
-    """Find the run to resume: the one that was given, the newest, or that of torchrun."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if started_ranks.restarts() else None
-    again = run_id is not None
-    if resume is None and not again:
-        return _Found(None, None, again)
-    if resume in (None, "auto"):
-        newest = newest_of(parent, job, name, run_id)
-        if newest is None:
-            return _Found(None, None, again)
-        if not newest.is_resumable:
-            return _Found(str(newest.path), None, again)
-        resume = newest.path
-
-    run = RunFolder.existing(resume)
-    return _Found(str(run.path), run.read_json(run.config), again)
 
 
 def _has_begun() -> bool:

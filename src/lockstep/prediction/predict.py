@@ -148,8 +148,7 @@ def predict(
 
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else folder_beside(target)
-    chosen_strategy = choose(strategy, chosen)
-    plan = _Plan(its, chosen_strategy, file.absolute(), data, target, folder)
+    plan = _Plan(its, choose(strategy, chosen), file.absolute(), data, target, folder)
 
     try:
         with Display(quiet=quiet) as display:

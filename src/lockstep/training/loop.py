@@ -56,10 +56,6 @@ from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 def train_on(world: World, plan: Plan) -> tuple[dict[str, Any], str]:
     """Train on this rank.
 
-    Args:
-        world: this rank's.
-        plan: what every rank is given.
-
     Returns:
         the run's summary (empty where it was stopped) and its folder, alike on every rank.
     """
@@ -234,8 +230,7 @@ class _Training:
 
         if self.plan.profile:
             to_go = None if setup.steps is None else setup.steps - world.step
-            profiler = Profiler(world, self.step, self.folder, to_go)
-            self.profiler = stack.enter_context(profiler)
+            self.profiler = stack.enter_context(Profiler(world, self.step, self.folder, to_go))
 
         had_audit = self.plan.resume and world.broadcast_object(self.folder.audit.is_dir())
         if self.plan.audit or had_audit:  # an audit with a gap would say nothing
@@ -371,8 +366,7 @@ class _Training:
         if not self.progress.data:
             data = self.setup.train_data
             length = None if is_stream(data) else len(data)
-            found = fingerprint(batch, length, self.job.collate)
-            self.progress.data = found
+            self.progress.data = fingerprint(batch, length, self.job.collate)
 
         self.step.seed(self.job.seed)
         return self.step.update(batch)
@@ -456,9 +450,7 @@ class _Training:
             return
 
         progress = self.progress
-        loss = progress.judged
-        if not self.setup.eval_loaders:
-            loss = progress.values["train_loss"]
+        loss = progress.judged if self.setup.eval_loaders else progress.values["train_loss"]
         move_on(self.setup.scheduler, loss, self.step)
         progress.judged = None
 
@@ -535,10 +527,8 @@ class _Training:
         self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True
     ) -> None:
         """Call the callbacks, any of which may stop the training."""
-        if values is None:
-            values = self.progress.values
-        stopped = self.callbacks.call(kind, number, values, whole=whole)
-        self.progress.stop(stopped)
+        values = self.progress.values if values is None else values
+        self.progress.stop(self.callbacks.call(kind, number, values, whole=whole))
 
     def _after_events(self) -> None:
         """Look for what callbacks and functions may have changed."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import FolderError, JobError, StrategyError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
+from lockstep.launch import started_ranks
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import Strategy, devices_for, kind_of, named
@@ -88,6 +90,40 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
 
     alike = tuple(device for device in here if names[0].startswith(f"{device.type}:"))
     return (alike or _devices.parse("auto"))[: len(names)]
+
+
+class FoundRun(NamedTuple):
+    """The run that is resumed.
+
+    Attributes:
+        folder: of the run; None where a new one is made.
+        config: of the run; None where it begins anew in its folder.
+        again: whether torchrun has started the ranks again.
+    """
+
+    folder: str | None
+    config: dict[str, Any] | None
+    again: bool
+
+
+def run_to_resume(
+    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
+) -> FoundRun:
+    """Find the run to resume: the one that was given, the newest, or that of torchrun."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID") if started_ranks.restarts() else None
+    again = run_id is not None
+    if resume is None and not again:
+        return FoundRun(None, None, again)
+    if resume in (None, "auto"):
+        newest = newest_of(parent, job, name, run_id)
+        if newest is None:
+            return FoundRun(None, None, again)
+        if not newest.is_resumable:
+            return FoundRun(str(newest.path), None, again)
+        resume = newest.path
+
+    run = RunFolder.existing(resume)
+    return FoundRun(str(run.path), run.read_json(run.config), again)
 
 
 def newest_of(
