@@ -372,13 +372,7 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     kind = type(optimizer).__name__
     if has_own_state(optimizer):
         return {"kind": kind, "own": optimizer.state_dict()}
-    for held in tree_leaves(vars(optimizer)):
-        if isinstance(held, torch.optim.Optimizer):
-            raise InputError(
-                f"optimizer: {kind} holds another optimizer ({type(held).__name__}), whose state "
-                f"would not be saved: give {kind} the methods state_dict() and load_state_dict(), "
-                "which call those of the other"
-            )
+    _refuse_held_optimizer(optimizer)
 
     names = _names_of(model)
     groups = []
@@ -397,9 +391,19 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             others[key] = values
 
     saved = {"kind": kind, "state": state, "groups": groups}
-    if others:
-        saved["others"] = others
-    return saved
+    return {**saved, "others": others} if others else saved
+
+
+def _refuse_held_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to save an optimizer that holds another one."""
+    kind = type(optimizer).__name__
+    for held in tree_leaves(vars(optimizer)):
+        if isinstance(held, torch.optim.Optimizer):
+            raise InputError(
+                f"optimizer: {kind} holds another optimizer ({type(held).__name__}), whose state "
+                f"would not be saved: give {kind} the methods state_dict() and load_state_dict(), "
+                "which call those of the other"
+            )
 
 
 def load_named_optimizer_state(

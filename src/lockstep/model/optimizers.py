@@ -39,9 +39,6 @@ class Optimizers(torch.optim.Optimizer):
         """Make a step of the active optimizer."""
         return self.by_name[self.active].step(closure)
 
-    def __repr__(self) -> str:
-        return f"Optimizers({self.by_name!r})"
-
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
     """List the optimizers that ``Optimizers`` has, or the one optimizer itself."""

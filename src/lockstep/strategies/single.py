@@ -37,10 +37,8 @@ class Single(Strategy):
     def build(self, job: Recipe, world: World) -> Step:
         """Build the model and its optimizer on the world's one device."""
         model = build_model(job, world)
-        optimizer = build_optimizer(job, model)
-        if job.step is not None:
-            return SingleFunctionStep(model, optimizer, job, world)
-        return SingleStep(model, optimizer, job, world)
+        kind = SingleStep if job.step is None else SingleFunctionStep
+        return kind(model, build_optimizer(job, model), job, world)
 
 
 class SingleStep(Step):

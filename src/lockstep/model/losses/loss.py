@@ -138,9 +138,6 @@ class Totalled:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.loss,)
 
-    def __repr__(self) -> str:
-        return f"Totalled({self.loss!r})"
-
     def follow(self) -> None:
         """Give copies of a module what was changed in the module since."""
         if self._converted is not None:

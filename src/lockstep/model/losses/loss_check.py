@@ -96,14 +96,8 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
-        if samples < 2 or holds_packed((outputs, targets)):
-            return None
-        nest = each(torch.Tensor.detach, outputs), targets
-        if _may_be_of_samples_or_batches(nest, samples):
-            return None
-        if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
-            # A batch of as many samples as a tensor has rows would be cut by chance.
-            self._checks = False
+        nest = self._nest_to_cut(outputs, targets, samples)
+        if nest is None:
             return None
         loss = self._loss.copied()
         if loss is self._loss and loss.may_have_state:
@@ -111,10 +105,8 @@ class LossCheck:
             self._checks = False
             return None
         with torch.no_grad(), _drawing_apart(nest) as drawn:
-            if self._is_first:
-                self._is_first = False
-                if self._communicates(loss, nest, samples):
-                    return None
+            if self._is_first and self._communicates(loss, nest, samples):
+                return None
             parts = self._parts(loss, nest, samples)
             if parts is None:
                 return None
@@ -136,6 +128,19 @@ class LossCheck:
         self._checks = False
         self.notes.append(f"{error}; this difference is accepted")
         return None
+
+    def _nest_to_cut(self, outputs: Any, targets: Any, samples: int) -> Nest | None:
+        """Give outputs, without graph, and targets; None where they can't be cut by samples."""
+        if samples < 2 or holds_packed((outputs, targets)):
+            return None
+        nest = each(torch.Tensor.detach, outputs), targets
+        if _may_be_of_samples_or_batches(nest, samples):
+            return None
+        if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
+            # A batch of as many samples as a tensor has rows would be cut by chance.
+            self._checks = False
+            return None
+        return nest
 
     def _parts(self, loss: Totalled, nest: Nest, samples: int) -> list[Loss] | None:
         """Compute both parts; None, now and later, where the loss can't take them."""
@@ -162,6 +167,7 @@ class LossCheck:
 
         Such a loss isn't checked at all.
         """
+        self._is_first = False
         noted = NotedCommunication()  # type: ignore[no-untyped-call]
         with noted, contextlib.suppress(LossError):
             loss(*copied_nest(nest), samples)

@@ -123,7 +123,10 @@ class Calls(StepState, ABC):
             self.world.announce(self.world.step + 1)
         batch = self._batch_of(inputs, targets)
 
-        sums = self._sums_of_gradients(samples) if number else []
+        # New tensors: a strategy may write the next gradients in place.
+        sums: list[torch.Tensor | None] = []
+        if number:
+            sums = [None if p.grad is None else p.grad * samples for p in self._parameters]
         seed = mixed(self._seed, number) if number else self._seed
         with own_stream(self.world, seed), self._own_streams_of_parts(len(batch.parts), number):
             loss = self._gradients_of_part(batch, number)
@@ -135,13 +138,6 @@ class Calls(StepState, ABC):
         for p in self._parameters:
             self._left.append((p.grad, -1 if p.grad is None else p.grad._version))
         return self._result_of(loss, batch.size)
-
-    def _sums_of_gradients(self, samples: int) -> list[torch.Tensor | None]:
-        """Multiply the gradients of the parts so far by the number of their samples.
-
-        The products are new tensors: a strategy may write the next gradients in place.
-        """
-        return [None if p.grad is None else p.grad * samples for p in self._parameters]
 
     def _gradients_of_part(self, batch: Batch, number: int) -> Loss:
         """Compute the gradients of one part.

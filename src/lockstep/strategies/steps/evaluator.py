@@ -285,8 +285,7 @@ class Evaluator:
         return loss
 
     def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
-        if not self._on_accelerator:
-            self.loss_check(outputs, targets, loss, size, step=step, waits=True)
+        """Check that the loss of a local batch is additive; `Step` does."""
 
     def forward(self, model: nn.Module, part: Part) -> Any:
         """Compute the outputs of ``model`` for a part.

@@ -207,14 +207,11 @@ def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
 
 def _of_items(loss: Loss) -> Loss:
     """Make totals over no item 0, where they are the mean of none, NaN, times 0."""
-    parts = {name: _pair_of_items(*pair) for name, pair in loss.parts.items()}
-    return Loss(*_pair_of_items(*loss), parts)
-
-
-def _pair_of_items(total: Number, count: Number) -> tuple[Number, Number]:
-    if not count and math.isnan(total):
-        return 0.0, count
-    return total, count
+    pairs = {"": loss, **loss.parts}
+    for name, (total, count) in pairs.items():
+        if not count and math.isnan(total):
+            pairs[name] = (0.0, count)
+    return Loss(*pairs.pop(""), pairs)
 
 
 class Sums:
