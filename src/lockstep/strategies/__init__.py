@@ -1,8 +1,7 @@
 """The strategies, one file each (``mp`` is with ``pp``). A new one is one file and one line in this
 list.
 
-Products (``ddp=2xpp=2``) are in a list of their own: a line for each strategy that a replica may
-have.
+Products (``ddp=2xpp=2``) have a list of their own, with a line for each strategy of a replica.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ __all__ = [
 
 
 def kind_of(name: str) -> type[Strategy]:
-    """The class of the strategy, or of the product, of that name.
+    """Give the class of the strategy, or of the product, of that name.
 
     Raises:
         StrategyError: there is none (the nearest is offered).
@@ -63,7 +62,8 @@ def kind_of(name: str) -> type[Strategy]:
     word, _, number = str(name).partition("=")
     if word in STRATEGIES and number.isdigit():
         raise StrategyError(f'there is no strategy "{name}": take {word} on {number} devices')
-    if (product := product_in(str(name), PRODUCTS)) is not None:
+    product = product_in(str(name), PRODUCTS)
+    if product is not None:
         return product[0]
     if name not in STRATEGIES:
         every = [*STRATEGIES, *(f"ddp=2x{word}=2" for word in PRODUCTS)]
@@ -72,22 +72,27 @@ def kind_of(name: str) -> type[Strategy]:
 
 
 def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
-    """The devices that a person gave; where nothing was said, as many as a product is for (but
-    torchrun's are said).
+    """Give the devices that a person named; where none were, as many as a product is for.
+
+    Under torchrun there are as many as it has started.
     """
     if devices not in (None, "auto") or wanted is None or started_as_rank():
         return devices
-    needed = (named(wanted) if isinstance(wanted, str) else wanted).devices_needed
-    return devices if needed is None else needed if _devices.accelerators() else f"{needed}xcpu"
+    strategy = named(wanted) if isinstance(wanted, str) else wanted
+    needed = strategy.devices_needed
+    if needed is None:
+        return devices
+    return needed if _devices.accelerators() else f"{needed}xcpu"
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:
-    """The strategy that a person named: where none was, ``single`` on one device, else ``ddp``
-    (under torchrun too).
+    """Give the strategy that a person named, else ``single`` on one device, ``ddp`` on several.
+
+    Under torchrun it is ``ddp`` on one device too.
 
     Args:
         wanted: a name, a strategy with its settings, or None.
-        devices: those it will run on.
+        devices: the devices that it will run on.
         settings: fields of the strategy to replace, where it is given by name.
 
     Raises:
@@ -103,19 +108,22 @@ def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **setting
             f"strategy single uses one device, not {len(devices)}: take ddp or dp, or one device"
         )
     if wanted.devices_needed is not None and not started_as_rank():
-        wanted.layout(len(devices))  # which refuses others than it is for
+        wanted.layout(len(devices))  # which refuses another number of devices
     return wanted
 
 
 def named(name: str, **settings: Any) -> Strategy:
-    """The strategy of that name, with these settings: its fields, as values or as words of a
-    command line.
+    """Make the strategy of that name.
+
+    Args:
+        name: of the strategy or product.
+        settings: values of fields, or words of a command line.
 
     Raises:
         StrategyError: there is none (the nearest is offered), or it has no such setting.
         JobError: a setting is of another type.
     """
-    kind, product = kind_of(name), product_in(str(name), PRODUCTS)
+    kind = kind_of(name)
     fields = [field for field in kind.usual() if field in kind.choices()]
     for setting in settings:
         if setting not in fields:
@@ -124,14 +132,17 @@ def named(name: str, **settings: Any) -> Strategy:
             )
     hints = typing.get_type_hints(kind)
     own = {setting: convert(value, hints[setting], setting) for setting, value in settings.items()}
-    return kind(**own, **({} if product is None else {"sizes": product[1]}))
+    product = product_in(str(name), PRODUCTS)
+    if product is not None:
+        own["sizes"] = product[1]
+    return kind(**own)
 
 
 def _who_has(setting: str, fields: list[str]) -> str:
-    """Which strategies have a setting that this one hasn't; the nearest of its own where none
-    has.
-    """
+    """Say which strategies have a setting that this one hasn't, else its nearest own setting."""
     others = [name for name, kind in STRATEGIES.items() if setting in kind.choices()]
+    if len(others) > 1:
+        return f"{' and '.join(others)} have it"
     if others or not fields:
-        return f"{' and '.join(others) or 'none'} {'have' if len(others) > 1 else 'has'} it"
+        return f"{others[0] if others else 'none'} has it"
     return nearest(setting, fields)

@@ -75,12 +75,11 @@ class Hogwild(Strategy):
     )
     exact: ClassVar[Literal[True] | str] = (
         "hogwild is not exact: ranks write the same weights without waiting for one another, so "
-        "that no two runs end "
-        "with the same results; ddp keeps those of one device"
+        "that no two runs end with the same results; ddp keeps those of one device"
     )
 
     def layout(self, devices: int) -> Layout:
-        """A local batch and a process for each device; nobody waits."""
+        """Give each device a local batch and a process; nobody waits."""
         return Layout({"data": devices}, together=False)
 
     def build(self, job: Recipe, world: World) -> Step:
@@ -91,91 +90,100 @@ class Hogwild(Strategy):
                 one another.
         """
         self.refuse_other_processes(world)
-        if not world.device.is_slot:
-            raise StrategyError(
-                f"hogwild shares weights in the memory of the CPU, and this is {world.device}: "
-                "take ddp, or 2xcpu"
-            )
-        if world.nodes > 1:
-            raise StrategyError(
-                f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp"
-            )
-        if job.sync_batchnorm and world.size > 1:
-            raise StrategyError(
-                "sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of "
-                "them"
-            )
-        if job.precision == "fp16":
-            raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
+        _refuse_settings(job, world)
         model = build_model(job, world)
         self.refuse(model, world.size)
-        if world.size > 1:
-            refuse_common_memory(tensors_of(model), self.name)
-        shared = SharedWeights(model, world) if world.size > 1 else None
+        optimizer: torch.optim.Optimizer
+        if world.size == 1:
+            optimizer = build_optimizer(job, model)
+            return HogwildStep(model, optimizer, job, world, None)
+
+        refuse_common_memory(tensors_of(model), self.name)
+        shared = SharedWeights(model, world)
         optimizer = build_optimizer(job, model)
-        if world.size > 1:
-            _refuse_unscaled(optimizer)
+        _refuse_optimizer(optimizer)
         return HogwildStep(model, optimizer, job, world, shared)
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """As any strategy's, and what else follows the local batch."""
-        found = [
-            dataclasses.replace(one, fix="") if one.kind == "batchnorm" else one
-            for one in super().caveats(job, model, replicas)
-        ]
-        if replicas > 1 and job.clip_norm is not None:
+        """Say where results will differ, and what else follows the local batch."""
+        found = []
+        for caveat in super().caveats(job, model, replicas):
+            if caveat.kind == "batchnorm":
+                caveat = dataclasses.replace(caveat, fix="")
+            found.append(caveat)
+        if replicas == 1:
+            return found
+
+        if job.clip_norm is not None:
             text = (
                 "clip_norm clips the gradient of each rank's local batch, not that of the "
                 "global batch"
             )
             found.append(Caveat("clipping", text))
-        scheduler = (
-            job.lr_scheduler if isinstance(job, Job) and job.lr_scheduler_every == "step" else None
-        )
-        if replicas > 1 and scheduler is not None:
+        if isinstance(job, Job) and job.lr_scheduler and job.lr_scheduler_every == "step":
             text = (
                 "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of "
                 "each rank's local batch"
             )
             found.append(Caveat("scheduler", text))
-        if replicas > 1 and (own := [m for m in model.modules() if has_own_train(m)]):
+        own = next((m for m in model.modules() if has_own_train(m)), None)
+        if own is not None:
             text = (
-                f"{type(own[0]).__name__} has a train() of its own, which each rank calls: it "
+                f"{type(own).__name__} has a train() of its own, which each rank calls: it "
                 "mustn't write weights"
             )
             found.append(Caveat("state", text, "take ddp"))
         return found
 
 
-def _refuse_unscaled(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose steps a smaller learning rate doesn't make smaller, or that ranks
-    can't share.
+def _refuse_settings(job: Recipe, world: World) -> None:
+    if not world.device.is_slot:
+        raise StrategyError(
+            f"hogwild shares weights in the memory of the CPU, and this is {world.device}: "
+            "take ddp, or 2xcpu"
+        )
+    if world.nodes > 1:
+        raise StrategyError(
+            f"hogwild shares the memory of one machine, and these are {world.nodes}: take ddp"
+        )
+    if job.sync_batchnorm and world.size > 1:
+        raise StrategyError(
+            "sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of them"
+        )
+    if job.precision == "fp16":
+        raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
+
+
+_UNSCALED = {
+    torch.optim.Rprop: "only begins at it",
+    torch.optim.Adafactor: "takes 1 / sqrt(step) where that is smaller",
+}
+"""Optimizers whose steps don't follow the learning rate, with the reasons."""
+
+
+def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that ranks can't share the learning rate, the weights or the state of.
 
     Raises:
-        StrategyError: it is one of PyTorch's that do so, has ``train()`` and ``eval()``, or a state
-            of its own.
+        StrategyError: a smaller learning rate doesn't make its steps smaller, it has ``train()``
+            and ``eval()``, or a state of its own.
     """
-    why = {
-        torch.optim.Rprop: "only begins at it",
-        torch.optim.Adafactor: "takes 1 / sqrt(step) where that is smaller",
-    }
-    for kind, reason in why.items():
+    name = type(optimizer).__name__
+    for kind, reason in _UNSCALED.items():
         if isinstance(optimizer, kind):
             raise StrategyError(
                 f"hogwild gives each rank its part of the learning rate, and {kind.__name__} "
-                f"{reason}, so that each "
-                "rank would make a whole step: take another optimizer, or ddp"
+                f"{reason}, so that each rank would make a whole step: take another optimizer, or "
+                "ddp"
             )
     if with_modes(optimizer):
         raise StrategyError(
-            f"hogwild: {type(optimizer).__name__} has train() and eval(), by which each rank "
-            "would write the weights "
+            f"hogwild: {name} has train() and eval(), by which each rank would write the weights "
             "that all ranks share: use ddp"
         )
     if has_own_state(optimizer):
         raise StrategyError(
-            "hogwild saves the mean of the ranks' optimizer states, which "
-            f"{type(optimizer).__name__} has in a "
+            f"hogwild saves the mean of the ranks' optimizer states, which {name} has in a "
             "state_dict() of its own: use ddp"
         )
 
@@ -199,38 +207,41 @@ class HogwildStep(SingleStep):
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
-        if self._shared is not None and (own := [n for n in self._names if n not in self._shared]):
-            raise RunError(
-                f'parameter "{own[0]}" was frozen when weights were shared: hogwild can\'t train '
-                "it from now on"
-            )
+        if self._shared is None:
+            return
+        for trained in self._names:
+            if trained not in self._shared:
+                raise RunError(
+                    f'parameter "{trained}" was frozen when weights were shared: hogwild can\'t '
+                    "train it from now on"
+                )
 
     def bytes_communicated(self) -> None:
-        """That depends on which core has a weight in its cache."""
+        """Give None: it depends on which core has a weight in its cache."""
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
-        """Refused.
+        """Refuse a part of an update.
 
         Raises:
             StrategyError: always.
         """
         raise StrategyError(
             "hogwild: a rank takes its part of the learning rate by the size of the global batch, "
-            "which isn't known "
-            "before step.update(): call step(inputs, targets), with accumulate= of "
-            "lockstep.parallelize, or take ddp"
+            "which isn't known before step.update(): call step(inputs, targets), with accumulate= "
+            "of lockstep.parallelize, or take ddp"
         )
 
     def update(self, batch: Batch | None = None) -> Result:
-        """One update from this rank's share; total and count are those of the share."""
+        """Make one update from this rank's share; total and count are those of the share."""
         if batch is None:
             return super().update()
-        self.stopping = self.world.asked_to_stop()  # the others needn't have heard of it yet
+        # The other ranks needn't have heard of it yet.
+        self.stopping = self.world.asked_to_stop()
         share = sum(part.size for part in batch.parts)
-        self._samples += share
         if not share:
             self.world.step += 1
-            return Result(0.0, 0, batch.size)  # nothing of it is this rank's
+            return Result(0.0, 0, batch.size)
+        self._samples += share
         with self._part_of_rate(share / batch.size):
             result = super().update(dataclasses.replace(batch, size=share))
         result.size = batch.size
@@ -238,30 +249,32 @@ class HogwildStep(SingleStep):
 
     @contextmanager
     def _part_of_rate(self, part: float) -> Iterator[None]:
-        """The learning rates times ``part`` for a while.
+        """Multiply the learning rates by ``part`` in this context.
 
-        Not the gradients: Adam would take no notice of that, and weight decay would come N times.
+        Gradients aren't multiplied: Adam would take no notice of that, and weight decay would come
+        N times.
         """
-        groups = self.optimizer.param_groups
-        rates = [group.get("lr") for group in groups]
-        if part != 1.0 and None in rates:
-            name = type(self.optimizer).__name__
-            raise StrategyError(
-                f"hogwild gives each rank its part of the learning rate, and {name} has none: "
-                "take ddp"
-            )
+        before = []
+        for group in self.optimizer.param_groups:
+            rate = group.get("lr")
+            if rate is not None:
+                before.append((group, rate))
+            elif part != 1.0:
+                name = type(self.optimizer).__name__
+                raise StrategyError(
+                    f"hogwild gives each rank its part of the learning rate, and {name} has none: "
+                    "take ddp"
+                )
+        for group, rate in before:
+            group["lr"] = rate * part
         try:
-            for group, rate in zip(groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate * part
             yield
         finally:
-            for group, rate in zip(groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
+            for group, rate in before:
+                group["lr"] = rate
 
     def over_ranks(self, loss: Loss) -> Loss:
-        """The sums over all ranks, each of which has come to the end of its epoch then."""
+        """Sum over all ranks, each of which has come to the end of its epoch."""
         return added(self.world.gather_objects(loss))
 
     # ---- where all ranks meet --------------------------------------------------------------------
@@ -272,87 +285,82 @@ class HogwildStep(SingleStep):
         Raises:
             RunError: a weight is no longer shared.
         """
-        if self._shared is not None:
-            self._shared.check()
-            every = self.world.gather_objects(self._names)  # which waits for all
-            for rank, names in enumerate(every):
-                if changed := sorted(set(names) ^ set(every[0])):
-                    raise RunError(
-                        f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} '
-                        "only: change the model "
-                        "on every rank alike (on_event runs on rank 0 only, callbacks on all)"
-                    )
-            take_first(self.world, buffers_of(self.model))
+        if self._shared is None:
+            return
+        self._shared.check()
+        first, *others = self.world.gather_objects(self._names)  # which waits for all ranks
+        for rank, names in enumerate(others, start=1):
+            changed = sorted(set(names) ^ set(first))
+            if changed:
+                raise RunError(
+                    f'parameter "{changed[0]}" is frozen on one of rank 0 and rank {rank} only: '
+                    "change the model on every rank alike (on_event runs on rank 0 only, "
+                    "callbacks on all)"
+                )
+        take_first(self.world, buffers_of(self.model))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """As any step's, on weights that nobody writes before all have done."""
+        """Evaluate in this context; nobody writes weights before all ranks have done."""
         with super().evaluating():
             yield
         self.world.barrier()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """As any step's, with copies of the weights, and the mean of the ranks' optimizer
-        states.
-        """
+        """Give the state with copies of the weights, and the mean of the ranks' optimizer states."""
         state = super().state_dict(whole=whole)
-        if self._shared is not None:
-            state["optimizer"] = {
-                **state["optimizer"],
-                "state": self._mean_state(state["optimizer"]["state"]),
-            }
-            copies: dict[str, Any] = {}
-            for name, value in state["model"].items() if self.world.is_first else ():
-                copies[name] = value.clone() if isinstance(value, torch.Tensor) else value
-            state["model"] = copies if self.world.is_first else state["model"]
-            self.world.barrier()  # only now may others go on
+        if self._shared is None:
+            return state
+        optimizer = state["optimizer"]
+        state["optimizer"] = {**optimizer, "state": self._mean_state(optimizer["state"])}
+        if self.world.is_first:
+            weights = dict(state["model"])
+            for name, value in weights.items():
+                if isinstance(value, torch.Tensor):
+                    weights[name] = value.clone()
+            state["model"] = weights
+        self.world.barrier()  # only now may others go on
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As any step's: all ranks write the same weights, and begin with the same optimizer
-        state.
-        """
+        """Take over a state: all ranks write the same weights, and have the same optimizer state."""
         super().load_state_dict(state)
         self._samples = 0
         self.world.barrier()
 
     def _mean_state(self, mine: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """The ranks' optimizer states as one: floats are averaged, by the samples that each has
-        seen.
-        """
-        forms = self.world.gather_objects(
-            {
-                name: {key: _form(value) for key, value in values.items()}
-                for name, values in mine.items()
-            }
-        )
-        seen = self.world.gather_objects(self._samples)
-        parts = [n / sum(seen) if sum(seen) else 1 / len(seen) for n in seen]
+        """Average the floats of the ranks' optimizer states, by the samples that each has seen."""
+        forms = {}
+        for name, values in mine.items():
+            forms[name] = {key: _form(value) for key, value in values.items()}
+        every = self.world.gather_objects((self._samples, forms))
+        seen = sum(samples for samples, _ in every)
+        part = self._samples / seen if seen else 1 / len(every)
+
         found: dict[str, dict[str, Any]] = {}
         for name in self._names:  # in an order that all ranks know
-            keys = {key: form for of in forms for key, form in of.get(name, {}).items()}
-            for key in sorted(keys):
+            of_name: dict[str, Any] = {}
+            for _, of_rank in every:
+                of_name.update(of_rank.get(name, {}))
+            for key in sorted(of_name):
                 own = mine.get(name, {}).get(key)
-                found.setdefault(name, {})[key] = self._mean(key, own, keys[key], parts)
+                found.setdefault(name, {})[key] = self._mean(key, own, of_name[key], part)
         return found
 
-    def _mean(self, key: str, own: Any, form: Any, parts: list[float]) -> Any:
-        if (
-            form is None or key == "step"
-        ):  # of what isn't a tensor of floats, that of the rank that is furthest
+    def _mean(self, key: str, own: Any, form: Any, part: float) -> Any:
+        """Average one value of all ranks; that of the rank that is furthest is taken of others."""
+        if form is None or key == "step":
             every = [value for value in self.world.gather_objects(own) if value is not None]
             return max(every, key=float) if key == "step" else every[0]
         shape, dtype = form
-        value = (
-            torch.zeros(shape, dtype=dtype)
-            if own is None
-            else (own.to_dense() if own.is_sparse else own)
-        )
-        return self.world.all_reduce(value * parts[self.world.rank])
+        value = torch.zeros(shape, dtype=dtype) if own is None else own
+        if value.is_sparse:
+            value = value.to_dense()
+        return self.world.all_reduce(value * part)
 
 
 def _form(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Shape and format of a tensor of floats; None for anything else."""
+    """Give shape and format of a tensor of floats; None for anything else."""
     if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
         return tuple(value.shape), value.dtype
     return None

@@ -1,15 +1,15 @@
 """``pp``: one process; each device holds a stage, some of the model's layers, and micro-batches
 overlap over them.
 
-Any module goes, without tracing: each micro-batch's forward is ordinary Python, and takes turns on
-the stages as its layers are called (`lockstep.pipelining`)::
+Any module works unchanged, without tracing: each micro-batch's forward is ordinary Python, and takes
+turns on the stages as its layers are called (`lockstep.pipelining`)::
 
     stage 0   F0 F1 F2 F3  .  . B0  . B1  . B2 B3
     stage 1    . F0 B0 F1 B1 F2 B2 F3 B3  .  .  .
 
-m micro-batches are by definition those of ``single`` with ``accumulate=m``, and its numbers are
-ours: gradients are summed in the order of micro-batches, running statistics move in it, each
-    micro-batch draws from its own random stream.
+The m micro-batches are those of ``single`` with ``accumulate=m``, and have the same numbers:
+gradients are summed, and running statistics move, in the order of micro-batches, and each micro-batch
+draws from its own random stream.
 
 ``mp`` is ``pp`` with one micro-batch: nothing overlaps, but a model may be as large as all devices
 together, and BatchNorm and a loss over pairs see the whole batch.
@@ -46,7 +46,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved")
-"""What ``schedule`` may be, beside "auto"."""
+"""The names of schedules, beside "auto"."""
 
 _MICROBATCHES = 4
 
@@ -99,10 +99,11 @@ class PP(Strategy):
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
                 "say the same thing: give one of them"
             )
-        if self.schedule not in (*SCHEDULES, "auto"):
+        known = [*SCHEDULES, "auto"]
+        if self.schedule not in known:
             raise StrategyError(
                 f'{self.name}: there is no schedule "{self.schedule}": '
-                f"{nearest(self.schedule, [*SCHEDULES, 'auto'])}"
+                f"{nearest(self.schedule, known)}"
             )
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise StrategyError(
@@ -111,26 +112,28 @@ class PP(Strategy):
             )
 
     def num_microbatches(self, job: Recipe) -> int:
-        """Micro-batches of a global batch."""
+        """How many micro-batches a global batch is cut into."""
         number = self.microbatches if isinstance(self.microbatches, int) else _MICROBATCHES
         if self.split_size is not None and isinstance(job, Job):
             number = -(-job.batch_size // (job.accumulate * self.split_size))
         return job.accumulate * number
 
     def chunks_on(self, devices: int) -> int:
-        """Stages on each of so many devices."""
+        """How many stages each of so many devices has."""
         if self.chunks is not None:
             return self.chunks
         if self.device_map and self.schedule not in ("1f1b", "gpipe"):
             stages = [stage for stage in self.device_map.values() if isinstance(stage, int)]
-            return max(1, -(-(1 + max(stages, default=0)) // devices))
+            number = 1 + max(stages, default=0)
+            return max(1, -(-number // devices))
         return 2 if self.schedule == "interleaved" and devices > 1 else 1
 
-    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
-        """With the layers' stages found, and with what is "auto" chosen, by measuring the job's
-        first batch.
+    # ---- stages, found by measuring --------------------------------------------------------------
 
-        A run that goes on does so with the stages that it had.
+    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
+        """Find the layers' stages, and choose what is "auto", by measuring the job's first batch.
+
+        A run that is resumed has the stages that it had.
 
         Raises:
             StrategyError: there are more stages than layers, or a device is too small for its
@@ -150,33 +153,39 @@ class PP(Strategy):
                     "stream can't be begun twice: give numbers (lockstep partition finds them)"
                 )
             return way
+
         try:
             found, choice = way._measured(job, world)
-        except Exception as error:
-            is_final = isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)
-            if choosing or is_final:
+        except TooFewLayers:
+            if choosing:
                 raise
-            # Cut by parameters, those that this forward didn't come to too.
-            if not isinstance(error, TooFewLayers):
-                why = f"looking at a forward raised {told(error)}: stages by their parameters"
-                world.tell(Line(why, "plan"))
+            return way  # cut by parameters, also those that this forward didn't come to
+        except Exception as error:
+            if choosing or isinstance(error, LockstepError):
+                raise
+            why = f"looking at a forward raised {told(error)}: stages by their parameters"
+            world.tell(Line(why, "plan"))
             return way
+
         _log_stages(found, world)
-        if choice is None:
-            return replace(way, device_map=found.device_map)
-        if choosing:
-            world.tell(Line(choice.why, "plan"))
+        way = replace(way, device_map=found.device_map)
+        return way if choice is None else way._chosen(choice, world)
+
+    def _chosen(self, choice: Choice, world: World) -> PP:
+        """Take over what a simulation chose, where it is open."""
         best = choice.best
+        microbatches = self.microbatches
+        if "auto" in (microbatches, self.schedule):
+            world.tell(Line(choice.why, "plan"))
         return replace(
-            way,
-            device_map=found.device_map,
-            microbatches=best.microbatches if way.microbatches == "auto" else way.microbatches,
+            self,
+            microbatches=best.microbatches if microbatches == "auto" else microbatches,
             schedule=best.schedule,
             chunks=len(best.plan.places) // len(world.devices),
         )
 
     def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
-        """Find the stages; and a schedule, where that is open or a device has several stages."""
+        """Find the stages, and a schedule where it is open or a device has several stages."""
         devices = world.devices
         capacity = _memory_of(world)
         number = self.num_microbatches(job) // job.accumulate
@@ -198,11 +207,11 @@ class PP(Strategy):
         )
 
     def seen_by_a_replica(self, job: Job) -> Job:
-        """The job with as large batches as one replica computes."""
+        """Give the job with batches as large as one replica computes."""
         return job
 
     def _as_before(self, before: Mapping[str, Any], devices: int) -> PP:
-        """What is open here, as it was."""
+        """Settle what is open as it was in a run that is resumed."""
         way = self
         if way.microbatches == "auto":
             way = replace(
@@ -220,7 +229,7 @@ class PP(Strategy):
         return way
 
     def layout(self, devices: int) -> Layout:
-        """Layers for each device, all in one process."""
+        """Give each device layers, all in one process."""
         return Layout({"stage": devices}, devices_per_process=devices)
 
     def build(self, job: Recipe, world: World) -> Step:
@@ -231,36 +240,7 @@ class PP(Strategy):
                 kept.
         """
         self.refuse_other_processes(world)
-        if len(kinds := sorted({device.type for device in world.devices})) > 1:
-            raise StrategyError(
-                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU "
-                "devices, or "
-                "accelerators of one type"
-            )
-        if job.sync_batchnorm and self.num_microbatches(job) > 1:
-            other = f"{self.name.replace('pp', 'mp')}{' without accumulate' if job.accumulate > 1 else ''}"
-            raise StrategyError(
-                f"{self.name}: sync_batchnorm would make every micro-batch wait for all the "
-                "others: leave it out "
-                "(BatchNorm then normalises each micro-batch, as single with accumulate does), "
-                f"or take {other}"
-            )
-        if job.compile:
-            raise StrategyError(
-                f"{self.name}: compile=True compiles the whole model, and its layers take turns: "
-                "leave it out, or call compile() of layers in the model itself"
-            )
-        given = next(
-            (f'{w}="auto"' for w in ("microbatches", "schedule") if getattr(self, w) == "auto"),
-            None,
-        )
-        given = given or ("split_size" if self.split_size is not None else None)
-        is_own_loop = job.optimizer is not None and not isinstance(job, Job)
-        if given and is_own_loop:
-            raise StrategyError(
-                f"{self.name}: {given} is for jobs, whose batches are known before: "
-                "give a number and a name (lockstep partition finds them)"
-            )
+        self._refuse_settings(job, world)
         model = build_model(job, world, place=False)
         each = self.chunks_on(len(world.devices))
         stages = len(world.devices) * each
@@ -271,6 +251,43 @@ class PP(Strategy):
         cut = job.replace(accumulate=self.num_microbatches(job))
         return self.step_of(model, build_optimizer(job, model), cut, world, staged, runner)
 
+    def _refuse_settings(self, job: Recipe, world: World) -> None:
+        kinds = sorted({device.type for device in world.devices})
+        if len(kinds) > 1:
+            raise StrategyError(
+                f"{self.name}: its devices are of different types: {', '.join(kinds)}: use CPU "
+                "devices, or accelerators of one type"
+            )
+        if job.sync_batchnorm and self.num_microbatches(job) > 1:
+            other = self.name.replace("pp", "mp")
+            if job.accumulate > 1:
+                other = f"{other} without accumulate"
+            raise StrategyError(
+                f"{self.name}: sync_batchnorm would make every micro-batch wait for all the "
+                "others: leave it out (BatchNorm then normalises each micro-batch, as single with "
+                f"accumulate does), or take {other}"
+            )
+        if job.compile:
+            raise StrategyError(
+                f"{self.name}: compile=True compiles the whole model, and its layers take turns: "
+                "leave it out, or call compile() of layers in the model itself"
+            )
+        given = self._of_jobs()
+        is_own_loop = job.optimizer is not None and not isinstance(job, Job)
+        if given and is_own_loop:
+            raise StrategyError(
+                f"{self.name}: {given} is for jobs, whose batches are known before: "
+                "give a number and a name (lockstep partition finds them)"
+            )
+
+    def _of_jobs(self) -> str:
+        """Name a setting that needs a job, whose batches are known; none is ""."""
+        if self.microbatches == "auto":
+            return 'microbatches="auto"'
+        if self.schedule == "auto":
+            return 'schedule="auto"'
+        return "" if self.split_size is None else "split_size"
+
     def step_of(
         self,
         model: nn.Module,
@@ -280,22 +297,19 @@ class PP(Strategy):
         staged: StagedModel,
         runner: Runner,
     ) -> Step:
-        """What trains a model that is laid out; the job's ``accumulate`` are all micro-batches."""
+        """Give the step of a model that is laid out; the job's ``accumulate`` is that of its cut."""
         return StagedStep(model, optimizer, job, world, staged, runner)
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """What micro-batches change, and fewer samples than there are micro-batches."""
+        """Say what micro-batches change, and where there are fewer samples than micro-batches."""
         parts = self.num_microbatches(job)
         found = super().caveats(job.replace(accumulate=parts), model, replicas)
         if isinstance(job, Job) and job.batch_size < parts:
-            text = (
-                f"batches of {job.batch_size} samples are {job.batch_size} micro-batches, not "
-                f"{parts}"
-            )
+            size = job.batch_size
+            text = f"batches of {size} samples are {size} micro-batches, not {parts}"
             found.append(Caveat("few samples", text))
-        if len({p.device for p in model.parameters()}) > 1 and any(
-            map(draws_dropout, model.modules())
-        ):
+        is_spread = len({p.device for p in model.parameters()}) > 1
+        if is_spread and any(map(draws_dropout, model.modules())):
             found.append(DRAWS)
         return found
 
@@ -312,32 +326,32 @@ class MP(PP):
 
     @classmethod
     def choices(cls) -> set[str]:
-        """Without those that say how a batch is cut."""
+        """The names of the settings, without those that say how a batch is cut."""
         return super().choices() - {"microbatches", "split_size", "schedule"}
 
     def __post_init__(self) -> None:
         if self.microbatches != 1 or self.split_size is not None:
-            wanted = (
-                self.microbatches
-                if self.split_size is None
-                else f"those of {self.split_size!r} samples"
-            )
+            wanted = f"those of {self.split_size!r} samples"
+            if self.split_size is None:
+                wanted = str(self.microbatches)
             raise StrategyError(f"mp has one micro-batch, not {wanted}: take pp")
         super().__post_init__()
 
 
 def _is_count(value: object) -> bool:
-    """Whether it is a whole number from 1, or None."""
+    """Whether a value is a whole number from 1, or None."""
     if value is None:
         return True
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
-    """The lists of actions for a number of micro-batches."""
+    """Give the function that makes a schedule of so many micro-batches."""
     if way.schedule == "interleaved":
         return partial(interleaved, devices, chunks=way.chunks_on(devices))
-    return partial(gpipe if way.schedule == "gpipe" else one_f_one_b, devices)
+    if way.schedule == "gpipe":
+        return partial(gpipe, devices)
+    return partial(one_f_one_b, devices)
 
 
 def _log_stages(found: Partition, world: World) -> None:
@@ -349,10 +363,8 @@ def _log_stages(found: Partition, world: World) -> None:
 
 
 def _memory_of(world: World) -> list[float] | None:
-    """Bytes that a stage may take on each device; slots share what the machine has."""
+    """Give the bytes that a stage may take on each device; slots share what the machine has."""
     each = capacities(world.devices, None)
-    return (
-        [sum(each) / world.local_size] * len(each)
-        if each is not None and world.device.is_slot
-        else each
-    )
+    if each is None or not world.device.is_slot:
+        return each
+    return [sum(each) / world.local_size] * len(each)

@@ -1,6 +1,4 @@
-"""What a strategy is: its name, its settings, how many processes it wants, and how it builds a
-Step.
-"""
+"""Strategy: a name, settings, how many processes it wants, and how it builds a Step."""
 
 from __future__ import annotations
 
@@ -54,33 +52,35 @@ class Strategy(ABC):
 
     @classmethod
     def usual(cls) -> dict[str, Any]:
-        """The usual value of each of its settings."""
+        """The usual value of each setting."""
         return {field.name: field.default for field in fields(cls)}
 
     @classmethod
     def choices(cls) -> set[str]:
-        """The names of its settings that can have other values than the usual one."""
+        """The names of the settings that can have other values than the usual one."""
         return set(cls.usual())
 
     @classmethod
     def settings(cls) -> dict[str, str]:
-        """Its settings that are words of a command line, with what its docstring says of each."""
+        """The settings that a command line has, with what the class's docstring says of each."""
         texts = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in reversed(cls.__mro__))
         entries = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", texts, re.MULTILINE))
-        words = [
-            f.name
-            for f in fields(cls)
-            if f.name in cls.choices() and not re.search("Mapping|tuple", str(f.type))
-        ]
-        return {name: " ".join(entries.get(name, "").replace("``", "").split()) for name in words}
+        choices = cls.choices()
+        found = {}
+        for field in fields(cls):
+            is_word = not re.search("Mapping|tuple", str(field.type))
+            if is_word and field.name in choices:
+                text = entries.get(field.name, "").replace("``", "")
+                found[field.name] = " ".join(text.split())
+        return found
 
     @abstractmethod
     def layout(self, devices: int) -> Layout:
-        """What it does with so many devices."""
+        """Lay out this strategy on so many devices."""
 
     @property
     def devices_needed(self) -> int | None:
-        """How many devices it is for; None is any number."""
+        """How many devices the strategy is for; None is any number."""
         return None
 
     @property
@@ -89,11 +89,10 @@ class Strategy(ABC):
         return 1
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
-        """Who holds what, and who reads what, in lines; none where that is plain from the
-        strategy's name.
+        """Say in lines who holds what, and who reads what; none where the name says it.
 
         Args:
-            devices: the names of all of them.
+            devices: the names of all devices.
         """
         return []
 
@@ -125,30 +124,28 @@ class Strategy(ABC):
         """
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> Strategy:
-        """This strategy, with what it leaves open settled for a job on these devices; told in a
-        line.
+        """Settle what this strategy leaves open for a job on these devices, and log it.
 
         Args:
-            job: with its data.
-            world: this process's.
-            before: the settings of this strategy with which a run went that is taken up; None
-                begins one.
+            job: the job, with its data.
+            world: of this process.
+            before: the settings that a run had which is resumed; None begins one.
         """
         return self
 
     def num_microbatches(self, job: Recipe) -> int:
-        """How many micro-batches a global batch is cut in."""
+        """How many micro-batches a global batch is cut into."""
         return job.accumulate
 
     def training_loader(self, job: Job, world: World, dataset: Any) -> AnyLoader:
-        """The loader of a training's batches, cut in this strategy's micro-batches."""
+        """Make the loader of a training's batches, cut into this strategy's micro-batches."""
         return job_loader(job.replace(accumulate=self.num_microbatches(job)), world, dataset)
 
     def refuse_function(self, job: Recipe) -> None:
         """Refuse a job with ``step``, where this strategy can't train one.
 
         Raises:
-            StrategyError: with the reason.
+            StrategyError: it can't; the message has the reason.
         """
         if job.step is not None and self.runs_functions is not True:
             raise StrategyError(
@@ -160,7 +157,7 @@ class Strategy(ABC):
         """Refuse what is known to be wrong on several devices.
 
         Raises:
-            StrategyError: with what to do instead.
+            StrategyError: an embedding mixes samples, or writes its weights in forward.
         """
         if replicas == 1:
             return
@@ -168,16 +165,14 @@ class Strategy(ABC):
             if module.max_norm is not None:
                 raise StrategyError(
                     f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, '
-                    "differently on each "
-                    "device",
+                    "differently on each device",
                     kind="state",
                     fix="use single, or normalize in a parametrization",
                 )
             if module.scale_grad_by_freq:
                 raise StrategyError(
                     f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by '
-                    "how often a word is in "
-                    "the batch, and each replica sees its local batch only",
+                    "how often a word is in the batch, and each replica sees its local batch only",
                     kind="mixing",
                     fix="use single or mp, or leave it out",
                 )
@@ -186,14 +181,14 @@ class Strategy(ABC):
         """Refuse devices in other processes than the layout has.
 
         Raises:
-            StrategyError: with how to start them.
+            StrategyError: they are; the message says how to start the processes.
         """
-        wanted, each = world.layout.processes, world.layout.devices_per_process
+        wanted = world.layout.processes
+        each = world.layout.devices_per_process
         if world.size == 1 < wanted and each == 1:
             raise StrategyError(
                 f"{self.name} wants a process for each of the {wanted} devices, and this is one "
-                "process: "
-                "start it with lockstep.launch(...) or torchrun, or use dp"
+                "process: start it with lockstep.launch(...) or torchrun, or use dp"
             )
         if wanted == 1 < world.size:
             raise StrategyError(
@@ -203,71 +198,54 @@ class Strategy(ABC):
         if wanted != world.size:
             raise StrategyError(
                 f"{self.name} wants {wanted} processes with {each} devices each, and there are "
-                f"{world.size} with "
-                f"{len(world.devices)}: lockstep.launch(..., devices={world.layout.devices}, "
-                f"devices_per_rank={each})"
+                f"{world.size} with {len(world.devices)}: lockstep.launch(..., "
+                f"devices={world.layout.devices}, devices_per_rank={each})"
             )
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
-        """Where results will differ from single-device training."""
-        found: list[Caveat] = [] if self.exact is True else [Caveat("declared", self.exact)]
-        parts = replicas * job.accumulate
-        if parts > 1:
-            norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-            if (
-                any(m.training or not m.track_running_stats for m in norms)
-                and not job.sync_batchnorm
-                and replicas > 1
-            ):
-                text = (
-                    "BatchNorm normalizes over each replica's local batch, not over the global "
-                    "batch"
-                )
-                norm = (
-                    "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
-                )
-                found.append(
-                    Caveat(
-                        "batchnorm",
-                        text,
-                        norm if job.step else "sync_batchnorm=True keeps the results",
-                    )
-                )
-            elif any(m.training for m in norms) and job.accumulate > 1:
-                text = (
-                    "BatchNorm normalizes over each micro-batch, as single with "
-                    f"accumulate={job.accumulate} does"
-                )
-                found.append(Caveat("batchnorm", text))
-            if (
-                any(not m.track_running_stats for m in norms)
-                and job.sync_batchnorm
-                and replicas > 1
-            ):
-                text = (
-                    "BatchNorm without running statistics normalizes over the local batch in "
-                    "evaluation"
-                )
-                found.append(Caveat("batchnorm evaluation", text))
-            instances = [
-                m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)
-            ]
-            if any(m.track_running_stats for m in instances):
-                of = (
-                    "the first replica's local batches"
-                    if replicas > 1
-                    else "micro-batches, which move them once each"
-                )
-                text = f"InstanceNorm's running statistics are those of {of}"
-                found.append(Caveat("buffer", text))
-        if parts > 1 and hooked_parameters(model):
+        """Say where results will differ from single-device training."""
+        found: list[Caveat] = []
+        if self.exact is not True:
+            found.append(Caveat("declared", self.exact))
+        if replicas * job.accumulate == 1:
+            return found
+
+        found += _of_norms(job, model, replicas)
+        if hooked_parameters(model):
             found.append(PARAMETER_HOOKS)
-        if parts > 1 and isinstance(job, Job) and job.collate is not None:
+        if isinstance(job, Job) and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
             found.append(Caveat("collate", f"collate is given {what}, {OF_COLLATE}"))
-        if parts > 1 and any(map(draws_dropout, model.modules())):
+        if any(map(draws_dropout, model.modules())):
             found.append(DRAWS)
         return found
+
+
+def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
+    """Say what layers normalize over, where a batch is cut."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    bare = any(not norm.track_running_stats for norm in norms)
+    trains = any(norm.training for norm in norms)
+    if replicas > 1 and not job.sync_batchnorm and (trains or bare):
+        if job.step is None:
+            fix = "sync_batchnorm=True keeps the results"
+        else:
+            fix = "a step function can't synchronise it: GroupNorm, say, normalizes each sample"
+        text = "BatchNorm normalizes over each replica's local batch, not over the global batch"
+        yield Caveat("batchnorm", text, fix)
+    elif trains and job.accumulate > 1:
+        single = f"single with accumulate={job.accumulate}"
+        yield Caveat("batchnorm", f"BatchNorm normalizes over each micro-batch, as {single} does")
+    if replicas > 1 and job.sync_batchnorm and bare:
+        text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
+        yield Caveat("batchnorm evaluation", text)
+
+    instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
+    if any(norm.track_running_stats for norm in instances):
+        of = "the first replica's local batches"
+        if replicas == 1:
+            of = "micro-batches, which move them once each"
+        yield Caveat("buffer", f"InstanceNorm's running statistics are those of {of}")
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
