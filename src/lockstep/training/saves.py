@@ -103,7 +103,7 @@ class Saves:
     def _beside(self, epoch: int, position: int, *, whole: bool = True) -> dict[str, Any]:
         """Return the states of what is around the step.
 
-        Of averages this rank's rows unless ``whole``.
+        Unless ``whole``, averages have the rows of this rank only.
         """
         return {
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),

@@ -92,10 +92,9 @@ class TrainingContext:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Return the model in evaluation mode, without gradients, with the weights that are
-        evaluated.
+        """Put the model in evaluation mode, without gradients, with the weights that are evaluated.
 
-        On every rank.
+        Every rank calls this.
         """
         self._meet("training.evaluating()")
         with self._evaluated_weights(), self._step.evaluating():
@@ -150,7 +149,7 @@ class Callback:
     def on_epoch(self, training: TrainingContext) -> None:
         """After the training of an epoch, before its evaluation.
 
-        Not of one that is cut off by ``steps`` or a stop.
+        It isn't called for an epoch that ``steps`` or a stop cuts off.
         """
 
     def on_evaluated(self, training: TrainingContext) -> None:
@@ -170,7 +169,7 @@ class Callback:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of it: tensors, plain values, lists and dicts of them.
 
-        Rank 0's is saved.
+        The state of rank 0 is saved.
         """
         return {}
 
