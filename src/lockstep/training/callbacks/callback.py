@@ -122,7 +122,8 @@ class Callback:
     called on every rank, at the same step, on a copy of the callback, which is made when the
     training begins. What they change (parameters, which of them are frozen, the optimizer's
     settings, attributes of the model) must be the same on all ranks: parameters and settings that
-    aren't are an error that names them. Ranks of ``hogwild`` come to ``on_step`` each at its own time.
+    aren't are an error that names them. Ranks of ``hogwild`` come to ``on_step`` each at its own
+    time.
 
     Attributes:
         output: the file or folder in the run's that it writes, if it does; no other callback may
