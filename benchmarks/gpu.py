@@ -56,7 +56,7 @@ from lockstep.strategies import MP, Strategy
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP
 from lockstep.strategies.pp import PP
-from lockstep.strategies.reducers import OverlappedReducer
+from lockstep.strategies.ranks.reducers import OverlappedReducer
 from lockstep.strategies.single import Single
 
 PATIENCE = 7.5 * 60

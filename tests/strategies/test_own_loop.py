@@ -726,6 +726,21 @@ def test_micro_batches_that_only_the_loader_was_told_of_are_said_and_others_refu
         step(batch)
 
 
+@pytest.mark.parametrize("way", ["single", "dp 3"])
+def test_micro_batches_that_only_the_loader_cuts_are_weighted_by_their_samples(way: str) -> None:
+    """Their means were added up under single, for gradients that were twice as large."""
+    strategy, devices = WAYS[way]
+    found = []
+    for microbatches in (1, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+        step = step_of(model, strategy=strategy, devices=devices, precision="fp64")
+        for batch in lockstep.batches(DATA, batch_size=16, accumulate=microbatches):
+            step(batch)
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert (found[0] - found[1]).abs().max() < 1e-12
+
+
 def test_a_last_batch_of_fewer_samples_than_micro_batches_is_taken() -> None:
     """Found by trial: refused, as one of another number of micro-batches."""
     step, data = (

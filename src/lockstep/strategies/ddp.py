@@ -1,6 +1,6 @@
 """``ddp``: a process per device, each with the whole model and a share of every batch.
 
-Gradients that are many megabytes are averaged by PyTorch's ``DistributedDataParallel`` while
+Gradients that are large are summed by PyTorch's ``DistributedDataParallel`` while
 backward still runs. Small ones go in one flat all-reduce after it, which is faster: the time of a
 small sum is nearly all waking up.
 
@@ -26,8 +26,8 @@ from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.recipe import Recipe
-from lockstep.strategies.rank_step import RankStep, synchronised
-from lockstep.strategies.reducers import OverlappedReducer
+from lockstep.strategies.ranks.rank_step import RankStep, synchronised
+from lockstep.strategies.ranks.reducers import OverlappedReducer
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added

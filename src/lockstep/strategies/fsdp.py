@@ -28,7 +28,7 @@ from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytor
 from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.product import Product
-from lockstep.strategies.rank_step import synchronised
+from lockstep.strategies.ranks.rank_step import synchronised
 from lockstep.strategies.replicas import computed_tensor
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy

@@ -50,7 +50,7 @@ from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
 from lockstep.model.optimizer import build_optimizer, has_own_state, with_modes
 from lockstep.recipe import Recipe
-from lockstep.strategies.rank_tensors import take_first
+from lockstep.strategies.ranks.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.steps.step import Step

@@ -27,7 +27,7 @@ from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
-from lockstep.strategies.rank_step import RankStep, synchronised
+from lockstep.strategies.ranks.rank_step import RankStep, synchronised
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 

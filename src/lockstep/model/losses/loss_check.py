@@ -97,7 +97,7 @@ class LossCheck:
             LossError: the loss isn't additive.
         """
         nest = self._nest_to_cut(outputs, targets, samples)
-        if nest is None:
+        if nest is None or (self._accepts and not waits):
             return None
         loss = self._loss.copied()
         if loss is self._loss and loss.may_have_state:
@@ -328,13 +328,23 @@ def _is_apart(whole: Loss, parts: list[Loss], tolerance: float) -> bool:
 def _are_apart(whole: Loss, parts: list[Loss], tolerance: float) -> Tensor:
     """Whether parts don't add up to the whole, computed by the accelerator."""
     wrong = torch.zeros_like(whole.total, dtype=torch.bool)
-    for value, one, other in zip(whole, *parts, strict=True):
+    every = [(_total_of_items(loss), loss.count) for loss in (whole, *parts)]
+    for value, one, other in zip(*every, strict=True):
         if isinstance(value, Tensor):
             bound = tolerance * (abs(value) + abs(one) + abs(other))
             wrong = wrong | (torch.isfinite(value) & ~(abs(one + other - value) <= bound))
         elif one + other != value:
             wrong = torch.ones_like(wrong)
     return wrong
+
+
+def _total_of_items(loss: Loss) -> Tensor:
+    """The total, which is 0 where it is of no item, also where it is NaN times 0."""
+    total: Tensor = loss.total
+    if isinstance(loss.count, Tensor):
+        is_of_none = loss.count.to(total.device, non_blocking=True) == 0
+        return torch.where(is_of_none, total.nan_to_num(), total)
+    return total if loss.count else total.nan_to_num()
 
 
 def not_additive(

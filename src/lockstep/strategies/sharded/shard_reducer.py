@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Number
-from lockstep.strategies.reducers import FlatReducer, Reducer
+from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.steps.update_result import as_tensor

@@ -26,7 +26,7 @@ from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
-from lockstep.strategies.rank_step import RankStep
+from lockstep.strategies.ranks.rank_step import RankStep
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
 from lockstep.strategies.sharded.other_shards import refuse_other_shards

@@ -38,7 +38,7 @@ from lockstep.model.losses.torch_losses import HALF
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.recipe import Recipe
-from lockstep.strategies.rank_tensors import FlatGradients
+from lockstep.strategies.ranks.rank_tensors import FlatGradients
 from lockstep.strategies.steps.calls import EXPLAINED
 from lockstep.strategies.steps.skipped_updates import no_items
 from lockstep.strategies.steps.step import Step

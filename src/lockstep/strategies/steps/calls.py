@@ -303,6 +303,9 @@ class Calls(StepState, ABC):
                 "number"
             )
         self._microbatches = number
+        self._cuts_each_batch = self.replicas * number > 1
+        self._by_count = self._by_count and not self._cuts_each_batch
+        self.loss_check = self._new_loss_check()
         if self.world.is_first:
             self.tell_once(self.caveats_in_parts(number))
 

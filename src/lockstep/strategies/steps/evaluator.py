@@ -256,7 +256,8 @@ class Evaluator:
         self._judged += 1
         with self._precision.autocast():
             outputs = self.forward(model, part)
-            checks = self.replicas > 1 and self.loss_check.wants(self._judged)
+            checks = not self._on_accelerator and self.replicas > 1
+            checks = checks and self.loss_check.wants(self._judged)
             loss = self._loss_of(outputs, part, step=0, checks=checks)
         return outputs, loss
 

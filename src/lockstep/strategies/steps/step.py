@@ -185,6 +185,7 @@ class Step(Calls):
             self.tell_once(self.caveats())
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
+        self._began = None  # an evaluation may come now
         result = self._result_of(loss, size)
         result._skipped = skipped
         if not self._on_accelerator:

@@ -111,7 +111,8 @@ class BatchSums:
         in_turn = self._is_in_turn(batch)
         sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
         with step.layout.read():
-            for most in (None, self._samples_of_a_part(batch)):
+            fewer = () if batch.collate is None else (self._samples_of_a_part(batch),)
+            for most in (None, *fewer):
                 pieces = self._pieces(batch, most)
                 if pieces is None:
                     return None
