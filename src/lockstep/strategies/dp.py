@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class DP(Strategy):
     )
 
     def layout(self, devices: int) -> Layout:
-        """A local batch for each device, all in one process."""
+        """Give each device a local batch, all in one process."""
         return Layout({"data": devices}, devices_per_process=devices)
 
     def build(self, job: Recipe, world: World) -> Step:
@@ -88,7 +88,8 @@ class DP(Strategy):
             refuse_what_replicas_would_share(model)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
-            if not world.device.is_slot and len(set(world.devices)) < len(world.devices):
+            shares_device = len(set(world.devices)) < len(world.devices)
+            if shares_device and not world.device.is_slot:
                 raise StrategyError(
                     "sync_batchnorm needs a device for each replica: on one they would wait forever"
                 )
@@ -136,25 +137,25 @@ class DPStep(Step):
 
     def _find_trained(self) -> None:
         super()._find_trained()
-        replicas: list[nn.Module] = self.__dict__.get("_replicas", [])  # none before they are made
+        # There are none before they are made.
+        replicas: list[nn.Module] = self.__dict__.get("_replicas", [])
         self._trained: list[list[nn.Parameter]] = []
         for replica in replicas:
-            its = dict(replica.named_parameters())
+            named = dict(replica.named_parameters())
             for name, p in self._held.items():
-                its[name].requires_grad_(p.requires_grad)
-            self._trained.append([its[name] for name in self._names])
+                named[name].requires_grad_(p.requires_grad)
+            self._trained.append([named[name] for name in self._names])
         self._spans = even_spans(self._parameters, max(1, len(replicas)))
 
     def bytes_communicated(self) -> int:
-        """A replica's gradients; on accelerators the first one gives its parameters to every
-        other.
-        """
+        """The gradients of a replica, or the parameters that the first accelerator gives."""
         if self.replicas == 1:
             return 0
-        gradients, parameters = (
-            sum(p.nbytes for p in of) for of in (self._parameters, self.model.parameters())
-        )
-        return gradients if self._on_slots else max(gradients, (self.replicas - 1) * parameters)
+        gradients = sum(p.nbytes for p in self._parameters)
+        if self._on_slots:
+            return gradients
+        parameters = sum(p.nbytes for p in self.model.parameters())
+        return max(gradients, (self.replicas - 1) * parameters)
 
     def seed(self, seed: int, number: int | None = None) -> None:
         """Begin a random stream for this step (or that number) on every replica."""
@@ -178,30 +179,32 @@ class DPStep(Step):
             self._follow_settings()
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients of total / size, summed over micro-batches and replicas.
+        """Sum gradients of total / size over micro-batches and replicas.
 
         Raises:
             StrategyError: the loss wrote to a tensor that another thread's backward needed.
         """
         self._refresh()
         shares = self._scatter(batch)
-        work = [
-            functools.partial(self._on_replica, i, share, batch.size)
-            if any(part.size for part in share)
-            else None
-            for i, share in enumerate(shares)
-        ]
+        active = [i for i, share in enumerate(shares) if any(part.size for part in share)]
+        work: list[Callable[[], Loss] | None] = [None] * len(shares)
+        for i in active:
+            work[i] = functools.partial(self._on_replica, i, shares[i], batch.size)
         if self._exchange is not None:
-            parties = [sum(1 for share in shares if share[j].size) for j in range(len(batch.parts))]
-            self._exchange.begin([max(1, count) for count in parties])
+            parties = []
+            for parts in zip(*shares, strict=True):
+                parties.append(max(1, sum(part.size > 0 for part in parts)))
+            self._exchange.begin(parties)
+
         try:
-            results = [result for result in self._team.run(work) if result is not None]
+            losses = [loss for loss in self._team.run(work) if loss is not None]
         except RuntimeError as error:
-            if self.replicas == 1 or (why := shared_by_threads(error, self.loss)) is None:
+            why = shared_by_threads(error, self.loss) if self.replicas > 1 else None
+            if why is None:
                 raise
             raise why from error
-        self._add_gradients([i for i, job in enumerate(work) if job is not None])
-        return added(results, self._summed)
+        self._add_gradients(active)
+        return added(losses, self._summed)
 
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, in updates that are checked.
@@ -229,43 +232,35 @@ class DPStep(Step):
             if self.replicas > 1 and draws:
                 raise StrategyError(
                     "dp: compile, and the model draws random numbers (dropout): compiled code "
-                    "takes them from one "
-                    "generator for all threads, in an order left to chance; take ddp, or leave "
-                    "compile or dropout out"
+                    "takes them from one generator for all threads, in an order left to chance; "
+                    "take ddp, or leave compile or dropout out"
                 )
             self._streams = []  # compiled code can't draw from them
         super()._compile_models()
 
     @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
-        """For each replica, its share of each micro-batch (even shares, so that no device waits
-        long for another).
+        """Give each replica its share of each micro-batch, on its device.
+
+        Shares are even, so that no device waits long for another.
         """
         if batch.shares is not None:
-            pairs = zip(self._devices, batch.shares, strict=True)
-            return [
-                [self.placed(p, device) if p.size else p for p in share] for device, share in pairs
-            ]
-        shares: list[list[Part]] = [[] for _ in self._devices]
-        for part in batch.parts:
-            start = 0
-            refuse_uncut(part.inputs, part.targets, part.size)
-            for mine, device, size in zip(
-                shares, self._devices, share_sizes(part.size, len(self._devices)), strict=True
-            ):
-                if not size:
-                    mine.append(Part(None, None, 0, part.of))
-                    continue
-                inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
-                mine.append(self.placed(Part(inputs, targets, size, part.of), device))
-                start += size
-        return shares
+            shares = batch.shares
+        else:
+            cuts = [_even_shares(part, len(self._devices)) for part in batch.parts]
+            shares = [list(share) for share in zip(*cuts, strict=True)]
+
+        placed = []
+        for device, share in zip(self._devices, shares, strict=True):
+            placed.append([self.placed(part, device) if part.size else part for part in share])
+        return placed
 
     @observed(lambda observer, step, number, *args: observer.replica(number))
     def _on_replica(self, i: int, parts: list[Part], size: int) -> Loss:
-        """Forward, loss and backward of one replica's shares; in its thread."""
+        """Compute forward, loss and backward of one replica's shares, in the replica's thread."""
         for p in self._trained[i]:
             p.grad = None
+        where = f"replica {i} ({self._devices[i]})"
         losses: list[Loss] = []
         with stream(self._streams[i] if self._streams else None):
             for j, part in enumerate(parts):
@@ -275,9 +270,7 @@ class DPStep(Step):
                     self._exchange.enter(i, j)
                 if j and self._stream is not None:
                     self._seed_replica(i, mixed(*self._stream[:2], i, j))
-                loss = self._forward_loss(
-                    self._replicas[i], part, f"replica {i} ({self._devices[i]})"
-                )
+                loss = self._forward_loss(self._replicas[i], part, where)
                 if i and self.is_checked:
                     refuse_other_parameters(loss.total, self.model)
                 self._add_gradient(loss.total, self._divisor(loss.count, size))
@@ -288,29 +281,27 @@ class DPStep(Step):
 
     @phase("communicating", "reduce")
     def _add_gradients(self, active: list[int]) -> None:
-        """Sum the replicas' gradients into the first one's, each thread a span of the
-        parameters.
+        """Sum the replicas' gradients into the first one's.
+
+        On CPU devices each thread sums a span of the parameters.
         """
         if 0 not in active:
             for p in self._parameters:
                 p.grad = None
-        if not (others := [i for i in active if i > 0]):
+        others = [i for i in active if i > 0]
+        if not others:
             return
-        if self._on_slots:
-            self._team.run(
-                [
-                    functools.partial(self._add_span, start, end, others)
-                    for start, end in self._spans
-                ]
-            )
-        else:
+        if not self._on_slots:
             self._add_span(0, len(self._parameters), others)
+            return
+        self._team.run(
+            [functools.partial(self._add_span, start, end, others) for start, end in self._spans]
+        )
 
     def _add_span(self, start: int, end: int, others: list[int]) -> None:
         theirs = [self._trained[i][start:end] for i in others]
-        add_gradients(
-            self._parameters[start:end], theirs, None if self._on_slots else self._devices[0].torch
-        )
+        place = None if self._on_slots else self._devices[0].torch
+        add_gradients(self._parameters[start:end], theirs, place)
 
     @phase("communicating", "refresh replicas")
     @torch.no_grad()
@@ -343,12 +334,11 @@ class DPStep(Step):
     def _follow_settings(self) -> None:
         for modules in self._modules[1:]:
             follow_settings(modules, self._modules[0])
-        # Running statistics act in evaluation only, so that they needn't be the same before.
-        acting = [
-            k
-            for k, (m, _) in enumerate(self._buffers[0])
-            if not (isinstance(m, NORMS) and m.training)
-        ]
+        acting = []
+        for number, (module, _) in enumerate(self._buffers[0]):
+            # Running statistics act in evaluation only, so they may differ in training.
+            if not (isinstance(module, NORMS) and module.training):
+                acting.append(number)
         self._copy_buffers(acting)
 
     def _share_parameters(self) -> None:
@@ -365,17 +355,14 @@ class DPStep(Step):
 
     @torch.no_grad()
     def share_buffers(self) -> None:
-        """Give every replica the first one's parameters, which a step or loaded weights have
-        changed, and buffers.
-        """
+        """Give every replica the first one's buffers, and parameters that may have changed."""
         self._follow_settings()
         self._share_parameters()
         self._copy_buffers(range(len(self._buffers[0])))
 
     @torch.no_grad()
     def _copy_buffers(self, which: Iterable[int]) -> None:
-        # Always, not where a version has changed: batch norm's own kernels write without changing
-        # it.
+        # Always: batch norm's own kernels write without changing a buffer's version.
         for k in which:
             module, name = self._buffers[0][k]
             value = module._buffers[name]
@@ -389,47 +376,61 @@ class DPStep(Step):
                     other._buffers[name] = value.clone().to(device.torch)
 
     def models(self) -> list[nn.Module]:
-        """Every replica, the first one first."""
+        """Give every replica, the first one first."""
         return self._replicas
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Those of each replica; what metrics need comes to the first device, and nothing is
-        gathered.
-        """
+        """Give outputs, targets and loss of each replica, on the first device."""
         first = self._devices[0].torch
-        return [
-            (to_device(o, first), to_device(t, first), loss)
-            for o, t, loss in super().results(batch)
-        ]
+        found = []
+        for outputs, targets, loss in super().results(batch):
+            found.append((to_device(outputs, first), to_device(targets, first), loss))
+        return found
 
     def _of_each(
         self, function: Callable[[nn.Module, Part], T], batch: Batch
     ) -> list[tuple[Part, T]]:
         parts = [share[0] for share in self._scatter(batch)]
 
-        def compute(i: int) -> T:
+        def compute(i: int) -> tuple[Part, T]:
             with stream(self._streams[i] if self._streams else None):
-                return function(self._replicas[i], parts[i])
+                return parts[i], function(self._replicas[i], parts[i])
 
-        work = [
-            functools.partial(compute, i) if part.size else None for i, part in enumerate(parts)
-        ]
-        return [
-            (part, cast(T, one))
-            for part, one in zip(parts, self._team.run(work), strict=True)
-            if part.size
-        ]
+        work: list[Callable[[], tuple[Part, T]] | None] = [None] * len(parts)
+        for i, part in enumerate(parts):
+            if part.size:
+                work[i] = functools.partial(compute, i)
+        return [result for result in self._team.run(work) if result is not None]
 
     def _outputs(self, part: Part) -> tuple[Any, Loss]:
-        """Outputs gathered on the first device, and the losses of all replicas together."""
+        """Gather outputs on the first device, and add up the losses of all replicas."""
         results = self.results(Batch([part], part.size, 0, 0, None))
-        outputs = (
-            gather([r[0] for r in results], self._devices[0]) if len(results) > 1 else results[0][0]
-        )
-        return outputs, added([r[2] for r in results], self._summed)
+        outputs = [result[0] for result in results]
+        loss = added([result[2] for result in results], self._summed)
+        if len(outputs) == 1:
+            return outputs[0], loss
+        return gather(outputs, self._devices[0]), loss
 
     def _summed(self, values: list[Number]) -> Number:
+        """Sum numbers on the first device."""
         first = self._devices[0].torch
-        return summed(
-            [v.to(first, non_blocking=True) if isinstance(v, torch.Tensor) else v for v in values]
-        )
+        moved = []
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                value = value.to(first, non_blocking=True)
+            moved.append(value)
+        return summed(moved)
+
+
+def _even_shares(part: Part, number: int) -> list[Part]:
+    """Cut a micro-batch into so many shares, which may be empty."""
+    refuse_uncut(part.inputs, part.targets, part.size)
+    shares = []
+    start = 0
+    for size in share_sizes(part.size, number):
+        inputs = targets = None
+        if size:
+            inputs, targets = cut((part.inputs, part.targets), start, size, part.size)
+        shares.append(Part(inputs, targets, size, part.of))
+        start += size
+    return shares
