@@ -340,8 +340,8 @@ class Calls(StepState, ABC):
 
     @abstractmethod
     def gradients(self, batch: Batch) -> Loss:
-        """Leave in every ``parameter.grad`` the gradient of total / ``divisor`` over the global
-        batch.
+        """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n
+        samples; where nothing is cut, of total / count.
 
         A gradient that no device computed is None.
 

@@ -73,7 +73,7 @@ class BatchSums:
         Raises:
             StrategyError: the loss, or its gradients, are no sums over samples, and differences
                 aren't accepted.
-            LossError: so is the loss for the model's outputs.
+            LossError: likewise, and the loss is no sum for the outputs of the whole either.
         """
         step = self._step
         if summed is None:
@@ -189,7 +189,7 @@ class BatchSums:
         else:
             whole, *parts = pieces
             cut_in = " and ".join(str(part.size) for part in parts)
-            keeps = "single or mp keep" if step.replicas > 1 else "no micro-batches keep"
+            keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
             error = StrategyError(
                 f"results depend on where a batch is cut: {when}, of {whole.size} samples as one "
                 f"and in parts of {cut_in}, {verdict.difference}; {verdict.where}",
