@@ -774,9 +774,8 @@ class Regularized(Stack):
 
 
 def regularized(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
-    return (
-        nn.functional.cross_entropy(outputs[0].flatten(0, 1), targets.flatten()) + 0.01 * outputs[1]
-    )
+    losses = nn.functional.cross_entropy(outputs[0], targets, reduction="none")
+    return losses.mean() + 0.01 * outputs[1]
 
 
 class Hoarding(Stack):
