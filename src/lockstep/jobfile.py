@@ -192,7 +192,11 @@ def loaded(path: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    if path.is_dir():
+    try:
+        is_folder = path.is_dir()
+    except OSError as error:  # the name is too long, say
+        raise JobError(f"{path}: {error.strerror}") from error
+    if is_folder:
         is_run = (path / "config.json").is_file()
         what = "the folder of a run: --resume it, or evaluate it" if is_run else "a folder"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")

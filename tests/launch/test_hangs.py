@@ -91,12 +91,12 @@ def ended(
 def test_the_rank_that_has_not_arrived_is_named_with_its_line(
     own: Path, monkeypatch, capfd
 ) -> None:
-    said = ended(own, monkeypatch, capfd, "forward 1 4")
+    said = ended(own, monkeypatch, capfd, "forward 1 5")
     first = next(line for line in said.splitlines() if "stands still" in line)
-    says = r"the training stands still: rank 1 has not arrived at all_reduce \d+ \(.*\): it is in forward of step 4 "
+    says = r"the training stands still: rank 1 has not arrived at all_reduce \d+ \(.*\): it is in forward of step 5 "
     assert re.match(says + r"\(own.py, line \d+, in stands_still\) for \d+ s", first), said
     assert re.search(
-        r"rank 0: step 4, reduce, waits for all_reduce \d+ \(float32 of \d+\), for \d+ s", said
+        r"rank 0: step 5, reduce, waits for all_reduce \d+ \(float32 of \d+\), for \d+ s", said
     )
     assert re.search(
         r"lockstep: no progress for \d+ s, which is --timeout: rank 1 has not arrived", said

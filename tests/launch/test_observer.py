@@ -47,9 +47,7 @@ def test_an_observer_is_told_of_an_update_until_it_leaves() -> None:
     parts = {
         "forward and loss": inside,
         "backward": [],
-        "weight": [],
         "gradients": None,
-        "clip": [],
         "optimizer": [],
     }
     expected: list[str] = []

@@ -67,8 +67,9 @@ def chunked(
 def by_dp(
     model: nn.Sequential, optimizer: torch.optim.Optimizer
 ) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    # (The sum check of the first update computes on the first device.)
     return lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices="2xcpu"
+        model, nn.CrossEntropyLoss(), optimizer, strategy="dp", devices="2xcpu", check_every=0
     )
 
 

@@ -237,7 +237,6 @@ def test_a_trace_of_each_rank_names_the_phases(
             "load",
             "forward and loss",
             "backward",
-            "weight",
             "clip",
             "optimizer",
             "step 3",

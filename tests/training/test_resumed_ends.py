@@ -23,7 +23,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, JobError, LockstepError, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
-from lockstep.strategies.steps import step_state
+from lockstep.strategies.steps import saved_state
 from lockstep.training.audit import added_up
 from lockstep.training.callbacks.callback import TrainingContext
 from lockstep.training.resume import newest_of
@@ -195,7 +195,7 @@ def test_who_died_after_the_last_checkpoint_is_evaluated_once(tmp_path: Path, mo
     job = a_job(eval_every="2epochs")
     whole = train(job, folder=tmp_path / "whole", quiet=True)
     with monkeypatch.context() as dies:
-        dies.setattr(step_state, "save_weights", lambda *args, **how: 1 / 0)
+        dies.setattr(saved_state, "save_weights", lambda *args, **how: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(job, folder=tmp_path / "runs", quiet=True)
     (run,) = (tmp_path / "runs").iterdir()
@@ -237,7 +237,7 @@ def test_auto_takes_a_finished_run_that_was_being_continued(tmp_path: Path, monk
     more = JobFile(file, settings={"epochs": 5})
     assert newest_of(runs, JobFile(file), "own") is None
     monkeypatch.setattr(
-        step_state, "save_weights", lambda *args, **how: 1 / 0
+        saved_state, "save_weights", lambda *args, **how: 1 / 0
     )  # dies after its last step
     with pytest.raises(ZeroDivisionError):
         train(more, resume=run.folder, quiet=True)
@@ -269,7 +269,7 @@ def test_what_a_function_has_stopped_stays_stopped(
 
     job = a_job(epochs=4, on_event=[stops])
     with monkeypatch.context() as dies:
-        dies.setattr(step_state, "save_weights", lambda *args, **how: 1 / 0)
+        dies.setattr(saved_state, "save_weights", lambda *args, **how: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(job, folder=tmp_path, quiet=True)
     (run,) = tmp_path.iterdir()

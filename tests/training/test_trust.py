@@ -221,9 +221,9 @@ def test_settings_that_a_resumed_run_does_not_follow_are_said(own: Path, capsys)
     assert main(["train", "--resume", "run", "--epochs", "3", "--trust-job"]) == 0
     assert notes(capsys) == [
         "note: own.py has changed since the run was begun",
-        "note: batch_size: the run goes on with 8, the job file says 4 now: a run keeps it",
         "note: accumulate: the run goes on with 1, the job file says 2 now: --accumulate 2 takes "
         "that",
+        "note: batch_size: the run goes on with 8, the job file says 4 now: a run keeps it",
     ], "epochs and clip_norm were given by hand"
     settings = config(own)["settings"]
     assert (

@@ -399,7 +399,7 @@ def _refuse_held_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     for held in tree_leaves(vars(optimizer)):
         if isinstance(held, torch.optim.Optimizer):
-            raise InputError(
+            raise JobError(
                 f"optimizer: {kind} holds another optimizer ({type(held).__name__}), whose state "
                 f"would not be saved: give {kind} the methods state_dict() and load_state_dict(), "
                 "which call those of the other"

@@ -205,7 +205,8 @@ class ShardedStep(RankStep):
         )
 
     def _begin_update(self, batch: Batch) -> None:
-        """Refuse a loss of other shards, then begin as every step does."""
+        """Refuse a loss of other shards, and shards that were replaced; then begin the update."""
+        self._shards.refuse_assigned()
         refuse_other_shards(self.loss.loss, self._shards.cut)
         super()._begin_update(batch)
 

@@ -106,6 +106,7 @@ class Shards:
             for name, p in self.cut.items()
         }
 
+        self._storages = {name: p.untyped_storage()._cdata for name, p in self.cut.items()}
         self._before = {name: weakref.ref(before[name]) for name in self.cut}
         self._names_before = {id(before[name]): name for name in self.cut}
         self._shown: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]] = {}
@@ -153,6 +154,20 @@ class Shards:
                 )
 
     # ---- the whole and its parts -----------------------------------------------------------------
+
+    def refuse_assigned(self) -> None:
+        """Refuse what was assigned to ``parameter.data``, which PyTorch loses.
+
+        Raises:
+            StrategyError: something was.
+        """
+        for name, p in self.cut.items():
+            if p.untyped_storage()._cdata != self._storages[name]:
+                raise StrategyError(
+                    f'fsdp: something was assigned to the data of "{name}", of which each rank '
+                    "has a shard: write it in place, under torch.no_grad(): "
+                    "parameter.copy_(value)"
+                )
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's part of an optimizer's state of a whole parameter."""
