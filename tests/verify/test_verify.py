@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
-from lockstep.errors import InputError
+from lockstep.errors import InputError, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
@@ -892,11 +892,15 @@ class Clamping(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training(way: str) -> None:
-    found = verified(dataclasses.replace(MLP, model=Clamping), way)
+def test_weights_that_the_model_clamps_in_forward_are_refused_as_in_training() -> None:
+    found = verified(dataclasses.replace(MLP, model=Clamping), "dp")
     assert names(found) == {"state"}
     assert found.refused is not None and 'writes its parameter "weight"' in found.refused
+
+
+def test_weights_that_every_rank_clamps_alike_are_those_of_one_device() -> None:
+    found = verified(dataclasses.replace(MLP, model=Clamping), "ddp")
+    assert found, found
 
 
 class OneOfItsKind(nn.Linear):
@@ -924,21 +928,22 @@ def refusing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Taught(nn.Module):
-    """A frozen copy follows what it sees, once training goes on; the loss doesn't follow it.
+    """A frozen copy follows what it sees in one update; the loss doesn't follow it.
 
     Args:
+        at: the update. The sum check of a training looks at 1, 2 and 4, not at 3.
         ranks: where it does; None is everywhere.
     """
 
-    def __init__(self, ranks: set[int] | None = None) -> None:
+    def __init__(self, at: int = 3, ranks: set[int] | None = None) -> None:
         super().__init__()
         self.student, self.teacher = nn.Linear(6, 3), nn.Linear(6, 3).requires_grad_(False)
-        self.ranks, self.updates = ranks, 0
+        self.at, self.ranks, self.updates = at, ranks, 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         here = dist.get_rank() if dist.is_initialized() else 0
         self.updates += self.training and torch.is_grad_enabled()
-        if self.updates > 1 and (self.ranks is None or here in self.ranks):
+        if self.updates == self.at and (self.ranks is None or here in self.ranks):
             self.teacher.weight.data.lerp_(x.mean(dim=0).expand(3, -1), 0.1)
         return self.student(x)
 
@@ -948,8 +953,17 @@ def test_a_frozen_parameter_that_follows_the_batch_is_named(way: str, wanted: st
     found = verified(dataclasses.replace(MLP, model=Taught), way)
     assert names(found) == {wanted}
     assert '"teacher.weight"' in found.causes[0].text
-    assert found.first is not None and found.first.number == 2
+    assert found.first is not None and found.first.number == 3
     assert any(name == "teacher.weight" for _, name, _ in found.beyond)
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_frozen_parameter_that_follows_a_checked_batch_is_refused_as_in_training(
+    way: str,
+) -> None:
+    found = verified(dataclasses.replace(MLP, model=lambda: Taught(at=2)), way)
+    assert names(found) == {"state"}
+    assert found.refused is not None and 'writes its parameter "teacher.weight"' in found.refused
 
 
 def test_ranks_that_part_are_not_said_to_part_in_evaluation() -> None:
@@ -966,9 +980,11 @@ class NoisyElsewhere(nn.Linear):
         return super().forward(x + 0.01 * float(np.random.standard_normal()))
 
 
-def test_what_training_says_of_the_model_before_its_first_step_is_said() -> None:
+def test_what_training_says_of_the_model_is_said() -> None:
     found = verified(dataclasses.replace(MLP, model=NoisyElsewhere), "ddp")
-    assert any("numpy's random" in note for note in found.notes), found.notes
+    assert names(found) == {"drawing"}
+    assert "numpy's random" in found.causes[0].text
+    assert any("draws random numbers in forward" in note for note in found.notes), found.notes
 
 
 # ---- the loss and the data -----------------------------------------------------------------------
@@ -978,11 +994,16 @@ def pairs(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
 
 
-@pytest.mark.parametrize("way", ["dp", "ddp", "pp"])
-def test_a_loss_over_pairs_is_named_where_the_strategy_refuses_it(way: str) -> None:
+@pytest.mark.parametrize(
+    ("way", "wanted"), [("dp", {"loss"}), ("ddp", {"loss"}), ("pp", {"cut", "loss"})]
+)
+def test_a_loss_over_pairs_is_named_with_what_training_says_of_it(
+    way: str, wanted: set[str]
+) -> None:
     found = verified(MLP.replace(loss=pairs), way)
-    assert names(found) == {"loss"}
-    assert found.refused is not None and "total, count" in found.causes[0].fix
+    assert names(found) == wanted
+    assert "total, count" in found.causes[-1].fix
+    assert "pairs is not a mean over samples" in found.notes[0]
 
 
 class Squeezing(nn.Linear):
@@ -1020,13 +1041,11 @@ def one_item(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor
     return nn.functional.cross_entropy(outputs, targets), 1
 
 
-def test_a_loss_whose_count_is_wrong_is_named_before_the_first_uneven_batch() -> None:
+def test_a_loss_whose_count_is_wrong_is_named_with_what_training_says_of_it() -> None:
     found = verified(MLP.replace(loss=one_item), "dp")
     assert names(found) == {"loss"}
-    assert (
-        found.refused is not None
-        and "one_item: the total is not a sum over samples" in found.refused
-    )
+    assert found.first is not None and found.first.number == 3, "the first uneven batch"
+    assert "one_item: the total is not a sum over samples" in found.notes[0]
 
 
 class Experts(nn.Module):
@@ -1078,17 +1097,14 @@ def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", ["dp", "ddp"])
-def test_an_auxiliary_loss_over_the_batch_is_named(way: str, capsys: Any, tmp_path: Path) -> None:
+def test_an_auxiliary_loss_over_the_batch_is_named(way: str, tmp_path: Path) -> None:
     found = verified(BALANCED, way)
     assert names(found) == {"auxiliary loss"}
     assert found.causes[0].text.startswith(
         'the loss reads the model\'s output "balance", which is no sum over samples'
     )
-    lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
-    assert (
-        'note: the loss reads the model\'s output "balance", which is no sum or mean'
-        in capsys.readouterr().out
-    )
+    with pytest.raises(StrategyError, match="total of the loss is"):
+        lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
 
 
 # ---- the batch's cutting alone -------------------------------------------------------------------
@@ -1250,7 +1266,8 @@ class LosingStep(DPStep):
 
 
 class ClippingStep(DPStep):
-    def clip(self) -> None:
+    def _clip(self, clip_norm: float) -> None:
+        del clip_norm
         for p in self._parameters:
             if p.grad is not None:
                 p.grad.clamp_(-0.01, 0.01)
@@ -1351,9 +1368,8 @@ def test_a_model_that_fails_with_few_samples_is_named() -> None:
 
 
 def test_clipping_of_its_own_is_named() -> None:
-    assert names(verified(dataclasses.replace(MLP, optimizer=sgd), Faulty(step=ClippingStep))) == {
-        "update"
-    }
+    job = dataclasses.replace(MLP, optimizer=sgd, clip_norm=1.0)
+    assert names(verified(job, Faulty(step=ClippingStep))) == {"update"}
 
 
 def test_a_strategy_that_says_itself_that_it_is_not_exact_is_taken_at_its_word() -> None:
