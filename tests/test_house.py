@@ -189,7 +189,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 272_070
+TOTAL = 270_293
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -200,18 +200,18 @@ TOKENS = {
     "export": 4_822,
     "launch": 25_021,
     "map": 5_927,
-    "model": 18_731,
+    "model": 18_940,
     "parallel": 14_723,
     "pipelining": 22_590,
     "prediction": 4_090,
     "profiling": 4_460,
     "report": 5_191,
-    "strategies": 50_583,
+    "strategies": 50_528,
     "tensors": 8_927,
     "threads": 7_883,
-    "top": 8_287,
-    "training": 29_076,
-    "verify": 16_602,
+    "top": 8_126,
+    "training": 28_295,
+    "verify": 15_613,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
@@ -225,18 +225,18 @@ DENSITY = {
     "export": 6.7,
     "launch": 5.01,
     "map": 5.34,
-    "model": 5.3,
+    "model": 5.23,
     "parallel": 5.41,
     "pipelining": 5.67,
-    "prediction": 5.34,
+    "prediction": 5.14,
     "profiling": 5.98,
     "report": 6.24,
-    "strategies": 5.77,
+    "strategies": 5.6,
     "tensors": 4.98,
     "threads": 5.0,
-    "top": 4.66,
-    "training": 5.43,
-    "verify": 5.98,
+    "top": 4.6,
+    "training": 5.19,
+    "verify": 5.23,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
 
@@ -259,15 +259,15 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 4_090
+    assert bars.lines_of_the_reading_path() <= 3_951
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
-    assert bars.public_methods_of_a_step() <= 31
+    assert bars.public_methods_of_a_step() <= 29
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:
-    assert bars.complex_functions() <= 5
+    assert bars.complex_functions() <= 3
 
 
 @pytest.mark.parametrize("strategy", CALLS)
