@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from lockstep import train
@@ -62,6 +64,8 @@ def test_a_strategy_on_cards_ends_where_one_device_does(
         strategy = named("ddp=2xmp=2")
     if way == "pp":
         job = job.replace(sync_batchnorm=False)
+    if isinstance(strategy, PP) and kind == "complex parameters":  # it has one layer
+        strategy = replace(strategy, device_map={"turn": 0, "out": 1})
     parts = strategy.num_microbatches(job)
     if (kind, parts) not in reference:
         reference[kind, parts] = train(

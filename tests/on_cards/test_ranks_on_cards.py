@@ -57,7 +57,6 @@ def masks_of_two_stages(world: World) -> list[str]:
     model = nn.Sequential(Noisy(6, 6), Noisy(6, 4))
     way = lockstep.strategies.named("ddp=2xmp=2", device_map={"0": 0, "1": 1})
     step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd, strategy=way)
-    step.last_look = 0
     for _ in range(3):
         step(torch.randn(2, 6), torch.zeros(2, dtype=torch.long))
     return [str(values.tolist()) for values in drawn]
@@ -98,7 +97,7 @@ def test_an_update_under_bf16_keeps_no_narrow_copy_of_all_weights() -> None:
     assert narrow <= 1.05 * wide
 
 
-def last_look_with_little_room(world: World, room: int) -> tuple[float, list[str]]:
+def last_check_with_little_room(world: World, room: int) -> tuple[float, list[str]]:
     fsdp.free_memory = lambda device: room  # type: ignore[assignment]
     said: list[str] = []
     world.tell = lambda event: said.append(str(event))
@@ -112,16 +111,14 @@ def last_look_with_little_room(world: World, room: int) -> tuple[float, list[str
     )
     step = FSDP().prepare(job, world)
     step(torch.randn(2, 6), torch.zeros(2, dtype=torch.long))
-    return step.last_look, said
+    return step.sums.last, said
 
 
 def test_a_model_that_a_card_has_no_room_for_is_not_put_together_on_it() -> None:
-    (look, said), (others, _) = lockstep.launch(last_look_with_little_room, "card:0,1", (223,))
-    assert look == others == 0
-    assert any(
-        "card:0 has 223 B free, and the whole model takes 112 B: what forward does is not" in s
-        for s in said
-    )
-    assert [
-        look for look, _ in lockstep.launch(last_look_with_little_room, "card:0,1", (224,))
-    ] == [math.inf] * 2
+    """With its gradients, and one more copy."""
+    (last, said), (others, _) = lockstep.launch(last_check_with_little_room, "card:0,1", (335,))
+    assert last == others == 0
+    text = "card:0 has 335 B free, and the whole model takes 112 B: whether parts of a batch add up"
+    assert any(text in line for line in said)
+    every = lockstep.launch(last_check_with_little_room, "card:0,1", (336,))
+    assert [last for last, _ in every] == [math.inf] * 2
