@@ -24,7 +24,7 @@ from lockstep.strategies.fsdp import FSDP
 from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
-from lockstep.training.evaluation import evaluate
+from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.logs import Pace
 
 from harness import same_bits  # isort: skip
@@ -172,7 +172,7 @@ def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(
         step = strategy.prepare(job, world)
         loader = eval_loaders(job, world, {"": dataset})[""]
         before = counts(*WAITING)
-        evaluate(step, loader, {"accuracy": accuracy}, world, 0)
+        evaluate_sets(step, {"": loader}, {"accuracy": accuracy}, world, 0)
         after = counts(*WAITING)
         return sum(after[name] - before[name] for name in WAITING)
 

@@ -42,9 +42,12 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def full_precision() -> Iterator[None]:
-    """Compute without autocast, and without compiled code."""
-    with torch.autocast("cpu", enabled=False), torch.compiler.set_stance("force_eager"):
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Compute without autocast, also a caller's, and without compiled code."""
+    with contextlib.ExitStack() as stack:
+        for device_type in {"cpu", *(p.device.type for p in model.parameters())}:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
 
 

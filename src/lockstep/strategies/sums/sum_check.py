@@ -201,7 +201,8 @@ class _Computing:
     def _computing(self, piece: Piece) -> Iterator[None]:
         self._draws.replay(piece.start, piece.start + piece.size)
         grad = torch.set_grad_enabled(self._summed.trains)
-        with grad, known_in_evaluation_mode(self.model), self._draws, full_precision():
+        known = known_in_evaluation_mode(self.model)
+        with grad, known, self._draws, full_precision(self.model):
             yield
 
 
