@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from lockstep import train
 from lockstep.callbacks import EMA, SWA
 from lockstep.checkpoint.weights import load_weights
+from lockstep.errors import StrategyError
 from lockstep.strategies import MP, named
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP
@@ -18,7 +21,7 @@ from lockstep.strategies.strategy import Strategy
 from lockstep.training.run import Run
 
 from harness import differences  # isort: skip
-from zoo import ZOO
+from zoo import ZOO, mlp
 
 WAYS: dict[str, tuple[Strategy, str]] = {
     "single": (Single(), "card:1"),
@@ -99,3 +102,19 @@ def test_averages_on_cards_are_those_of_one_device_and_go_on_to_the_bit(way: str
         for name, weight in expected.items():
             assert (weight - found[name]).abs().max() < 1e-10
             assert found[name].equal(resumed[name])
+
+
+class Centered(nn.Sequential):
+    """Outputs depend on the other samples."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("way", ["dp", "pp", "ddp flat", "fsdp"])
+def test_samples_that_act_on_one_another_are_found_on_cards(way: str, tmp_path) -> None:
+    strategy, devices = WAYS[way]
+    job = ZOO["mlp"].replace(model=lambda: Centered(*mlp()), eval_data=None, metrics={})
+    with pytest.raises(StrategyError, match="results depend on where a batch is cut: in update 1,"):
+        train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)

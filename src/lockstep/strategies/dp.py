@@ -27,6 +27,7 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import refuse_uncut
 from lockstep.errors import StrategyError
+from lockstep.launch.devices import Device
 from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
@@ -237,6 +238,10 @@ class DPStep(Step):
                 )
             self._streams = []  # compiled code can't draw from them
         super()._compile_models()
+
+    def placed(self, part: Part, device: Device | None = None) -> Part:
+        """Give the part on a replica's device; None is that of the first replica."""
+        return super().placed(part, device or self._devices[0])
 
     @phase("communicating", "scatter")
     def _scatter(self, batch: Batch) -> list[list[Part]]:
