@@ -178,7 +178,7 @@ def stepping(
     card: Card, job: lockstep.Job, strategy: Strategy, world: World, count: int
 ) -> tuple[Any, Callable[[], float]]:
     step = strategy.prepare(job, world)
-    step.last_look = 1
+    step.sums.last = 1
     loader = strategy.training_loader(job, world, job.train_data)
     batches = itertools.chain.from_iterable(loader.epoch(epoch) for epoch in itertools.count())
 
@@ -356,17 +356,17 @@ def two_stages(card: Card, sizes: Sizes) -> Turns:
 
 
 def looking(card: Card, sizes: Sizes) -> Turns:
-    """An update of ResNet-50 under ``dp`` on one card that looks at what the model does, as 2,
+    """An update of ResNet-50 under ``dp`` on one card that is held to the sum check, as 2,
     4, 8 and so on do.
     """
     step, turn = stepping(card, resnet_job(card, sizes, 1), DP(), World(devices=card.twice), 1)
 
     def look() -> float:
-        step.last_look, step._updates = math.inf, (1 << 20) - 1
+        step.sums.last, step._updates = math.inf, (1 << 20) - 1
         try:
             return turn()
         finally:
-            step.last_look = 1
+            step.sums.last = 1
 
     return {"dp": turn, "dp, with a look": look}
 
