@@ -312,3 +312,40 @@ def test_a_dataset_that_draws_from_its_own_generator_goes_on_as_without_a_check(
     (one, _), (other, _) = ends
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert ends[0][1] == ends[1][1]
+
+
+class Propagating(nn.Module):
+    """A graph's adjacency is a sparse buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(self.adjacency, self.body(inputs).T).T
+
+
+class Observing(nn.Module):
+    """A buffer is resized by the first forward, as observers of quantisation do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.zeros(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.scale.shape != (3,):
+            self.scale.resize_(3).fill_(2.0)
+        return self.body(inputs) * self.scale.clone()
+
+
+@pytest.mark.parametrize("model", [Propagating, Observing])
+def test_sparse_and_resized_buffers_are_put_back(model: Any, tmp_path: Path) -> None:
+    job = ZOO["mlp"].replace(model=model, epochs=1, eval_data=None, metrics={})
+    ends = [
+        train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True).model()
+        for way, devices in (("single", "1xcpu"), ("dp", "2xcpu"))
+    ]
+    one, other = (torch.cat([p.flatten() for p in end.parameters()]) for end in ends)
+    assert (one - other).abs().max() < 1e-10

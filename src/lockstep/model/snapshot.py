@@ -126,11 +126,14 @@ def same(one: Any, other: Any) -> bool:
     """Whether two tensors, or numbers, are equal; NaN is NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other or (one != one and other != other))
-    if one.shape != other.shape:
+    if one.shape != other.shape or one.layout != other.layout:
         return False
+    if one.layout is not torch.strided:  # PyTorch compares no sparse tensors
+        one = one.to_dense()
+        other = other.to_dense()
     if torch.equal(one, other):
         return True
-    if not one.is_floating_point() or one.layout is not torch.strided:
+    if not one.is_floating_point():
         return False
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
@@ -194,8 +197,12 @@ def _copied_with_restore(one: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 
 def _restore_tensor(one: Tensor, copied: Tensor) -> None:
-    if not same(one, copied):
+    if same(one, copied):
+        return
+    if one.shape == copied.shape:
         one.detach().copy_(copied)
+    else:  # forward has resized it
+        one.data = copied.clone()
 
 
 def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:

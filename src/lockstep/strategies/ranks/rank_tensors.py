@@ -25,6 +25,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
 from lockstep.model.losses.loss import Number
 from lockstep.model.modes import NORMS
+from lockstep.model.snapshot import same
 
 
 class FlatGradients:
@@ -250,4 +251,4 @@ def _form(buffer: torch.Tensor | None) -> tuple[tuple[int, ...], str, bool] | No
 
 
 def _same(buffer: torch.Tensor | None, before: torch.Tensor) -> bool:
-    return buffer is not None and buffer.shape == before.shape and torch.equal(buffer, before)
+    return buffer is not None and same(buffer, before)

@@ -243,12 +243,10 @@ class BatchSums:
         for name in verdict.kept:
             yield _of_kept(name, in_turn=in_turn)
         modules = self._step.model.modules()
-        if verdict.draws and of_replicas and not any(map(draws_dropout, modules)):
-            yield Caveat(
-                "drawing",
-                "the model draws random numbers in forward, which differ from single-device "
-                "training; they are reproducible",
-            )
+        if verdict.draws and not any(map(draws_dropout, modules)):
+            where = "single-device training" if of_replicas else "those of whole batches"
+            text = f"the model draws random numbers in forward, which differ from {where}"
+            yield Caveat("drawing", f"{text}; they are reproducible")
 
 
 def _normalizes_by_batch(module: nn.Module) -> bool:
