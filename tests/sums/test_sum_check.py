@@ -342,7 +342,7 @@ class Observing(nn.Module):
 
 @pytest.mark.parametrize("model", [Propagating, Observing])
 def test_sparse_and_resized_buffers_are_put_back(model: Any, tmp_path: Path) -> None:
-    job = ZOO["mlp"].replace(model=model, epochs=1, eval_data=None, metrics={})
+    job = ZOO["mlp"].replace(model=model, epochs=1, eval_data=None, metrics={}, precision="fp64")
     one, other = (
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True).history[-1]
         for way, devices in (("single", "1xcpu"), ("dp", "2xcpu"))
