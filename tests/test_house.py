@@ -240,7 +240,7 @@ DENSITY = {
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
 
-CALLS = {"single": (260, 132), "dp": (4_750, 178), "pp": (4_300, 160)}
+CALLS = {"single": (200, 75), "dp": (4_950, 160), "pp": (4_700, 160)}
 """Python calls of the first update, and of one that isn't checked, beyond those of the bare
 step, at most.
 """
