@@ -511,7 +511,7 @@ def test_an_evaluation_over_cards_does_not_keep_what_was_moved(way: Any) -> None
     kept = []
     with step.evaluating():
         for _ in range(20):
-            step.judged(step.model, step.placed(Part(*batch(job, 0, 8), 8, 8)))
+            step.evaluator.judged(step.model, step.placed(Part(*batch(job, 0, 8), 8, 8)))
             kept.append(len(transfer.current()._copies))
     assert max(kept) == kept[0] <= 2
 

@@ -263,7 +263,10 @@ def _batches(job: Job, world: World, data: Any, sizes: list[int]) -> list[Batch]
 
 def _outputs(step: Step, batches: list[Batch], seed: int) -> list[Any]:
     with step.evaluating():
-        return [found[0][1] for _, found in step.over(batches, step.predictions, seed)]
+        return [
+            found[0][1]
+            for _, found in step.evaluator.over(batches, step.evaluator.predictions, seed)
+        ]
 
 
 def _written(

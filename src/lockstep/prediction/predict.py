@@ -299,7 +299,9 @@ class _Prediction:
             with self.step.evaluating():
                 without_rows = self._names_without_rows()
                 # Under the seed, for models that draw random numbers in evaluation too.
-                batches = self.step.over(self.loader.epoch(0), self._outputs, self.job.seed)
+                batches = self.step.evaluator.over(
+                    self.loader.epoch(0), self._outputs, self.job.seed
+                )
                 for batch, shares in batches:
                     if batch.index == 0:
                         self._begin(shares, without_rows)
@@ -330,7 +332,9 @@ class _Prediction:
 
         with contextlib.suppress(Exception):  # the model can't take them
             loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
-            batches = self.step.over(loader.epoch(0), self.step.predictions, job.seed)
+            batches = self.step.evaluator.over(
+                loader.epoch(0), self.step.evaluator.predictions, job.seed
+            )
             for _, shares in batches:
                 for size, outputs in shares:
                     form = form_of(outputs, size)
@@ -380,7 +384,7 @@ class _Prediction:
         self.step.world.step = batch.index + 1  # where it is, for what fails
 
         try:
-            return self.step.predictions(batch)
+            return self.step.evaluator.predictions(batch)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from error
         except LockstepError:

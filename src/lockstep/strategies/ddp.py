@@ -109,7 +109,7 @@ class DDPStep(RankStep):
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
             if part.size:
-                self._begin_part(number)
+                self.draws.begin_part(number)
                 is_last = number == len(batch.parts) - 1
                 losses.append(self._add_part(part, batch.size, overlapped, is_last=is_last))
 

@@ -47,6 +47,7 @@ from lockstep.strategies.replicas import (
     replica_of,
     shared_by_threads,
 )
+from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
 from lockstep.strategies.strategy import Strategy
@@ -99,10 +100,50 @@ class DP(Strategy):
         return DPStep(model, build_optimizer(job, model), job, world, exchange)
 
 
+class ReplicaEvaluator(Evaluator):
+    """Evaluates a model with a replica on each device, each with a share of the batch."""
+
+    _step: DPStep
+
+    def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
+        """Give outputs, targets and loss of each replica, on the first device."""
+        first = self._step.world.device.torch
+        found = []
+        for outputs, targets, loss in super().results(batch):
+            found.append((to_device(outputs, first), to_device(targets, first), loss))
+        return found
+
+    def of_each(
+        self, function: Callable[[nn.Module, Part], T], batch: Batch
+    ) -> list[tuple[Part, T]]:
+        """Call a function for each replica that has samples of a batch, in its thread."""
+        parts = [share[0] for share in self._step._scatter(batch)]
+
+        def compute(i: int) -> tuple[Part, T]:
+            with stream(self._step._streams[i] if self._step._streams else None):
+                return parts[i], function(self._step._replicas[i], parts[i])
+
+        work: list[Callable[[], tuple[Part, T]] | None] = [None] * len(parts)
+        for i, part in enumerate(parts):
+            if part.size:
+                work[i] = functools.partial(compute, i)
+        return [result for result in self._step._team.run(work) if result is not None]
+
+    def gathered(self, part: Part) -> tuple[Any, Loss]:
+        """Gather outputs on the first device, and add up the losses of all replicas."""
+        results = self.results(Batch([part], part.size, 0, 0, None))
+        outputs = [result[0] for result in results]
+        loss = added([result[2] for result in results], self._step._summed)
+        if len(outputs) == 1:
+            return outputs[0], loss
+        return gather(outputs, self._step._devices[0]), loss
+
+
 class DPStep(Step):
     """All replicas, their threads, and the one optimizer over the first replica's parameters."""
 
     timed = "replica"
+    _evaluator_kind = ReplicaEvaluator
 
     def __init__(
         self,
@@ -273,8 +314,9 @@ class DPStep(Step):
                     continue
                 if self._exchange is not None:
                     self._exchange.enter(i, j)
-                if j and self._stream is not None:
-                    self._seed_replica(i, mixed(*self._stream[:2], i, j))
+                numbers = self.draws.stream
+                if j and numbers is not None:
+                    self._seed_replica(i, mixed(*numbers[:2], i, j))
                 loss = self._forward_loss(self._replicas[i], part, where)
                 if i and self.is_checked:
                     refuse_other_parameters(loss.total, self.model)
@@ -383,38 +425,6 @@ class DPStep(Step):
     def models(self) -> list[nn.Module]:
         """Give every replica, the first one first."""
         return self._replicas
-
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Give outputs, targets and loss of each replica, on the first device."""
-        first = self._devices[0].torch
-        found = []
-        for outputs, targets, loss in super().results(batch):
-            found.append((to_device(outputs, first), to_device(targets, first), loss))
-        return found
-
-    def _of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
-    ) -> list[tuple[Part, T]]:
-        parts = [share[0] for share in self._scatter(batch)]
-
-        def compute(i: int) -> tuple[Part, T]:
-            with stream(self._streams[i] if self._streams else None):
-                return parts[i], function(self._replicas[i], parts[i])
-
-        work: list[Callable[[], tuple[Part, T]] | None] = [None] * len(parts)
-        for i, part in enumerate(parts):
-            if part.size:
-                work[i] = functools.partial(compute, i)
-        return [result for result in self._team.run(work) if result is not None]
-
-    def _outputs(self, part: Part) -> tuple[Any, Loss]:
-        """Gather outputs on the first device, and add up the losses of all replicas."""
-        results = self.results(Batch([part], part.size, 0, 0, None))
-        outputs = [result[0] for result in results]
-        loss = added([result[2] for result in results], self._summed)
-        if len(outputs) == 1:
-            return outputs[0], loss
-        return gather(outputs, self._devices[0]), loss
 
     def _summed(self, values: list[Number]) -> Number:
         """Sum numbers on the first device."""

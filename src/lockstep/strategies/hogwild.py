@@ -53,6 +53,7 @@ from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_tensors import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
+from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, added
 from lockstep.strategies.strategy import Strategy
@@ -188,10 +189,22 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+class HogwildEvaluator(Evaluator):
+    """Evaluates weights that nobody writes meanwhile."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate in this context; nobody writes weights before all ranks have done."""
+        with super().evaluating():
+            yield
+        self._step.world.barrier()
+
+
 class HogwildStep(SingleStep):
     """One rank: its own model object and optimizer, on weights that are everybody's."""
 
     alike = False
+    _evaluator_kind = HogwildEvaluator
 
     def __init__(
         self,
@@ -298,13 +311,6 @@ class HogwildStep(SingleStep):
                     "callbacks on all)"
                 )
         take_first(self.world, buffers_of(self.model))
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluate in this context; nobody writes weights before all ranks have done."""
-        with super().evaluating():
-            yield
-        self.world.barrier()
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """Give the state with copies of the weights, and the mean of the ranks' optimizer states."""

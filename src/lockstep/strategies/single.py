@@ -57,7 +57,7 @@ class SingleStep(Step):
         for number, part in enumerate(batch.parts):
             if not part.size:
                 continue
-            self._begin_part(number)
+            self.draws.begin_part(number)
             part = self.placed(part)
             loss = self._forward_loss(self.model, part)
             divisor = self._divisor(loss.count, batch.size)

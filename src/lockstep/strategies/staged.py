@@ -19,9 +19,9 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.pipelining.runner import Runner, Work
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
+from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added, summed
-from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import Streams, stream
 
 T = TypeVar("T")
@@ -32,12 +32,40 @@ estimate.
 """
 
 
+class StagedEvaluator(Evaluator):
+    """Evaluates a model over several devices; what meets on different devices is moved."""
+
+    _step: StagedStep
+
+    def over(
+        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
+    ) -> Iterator[tuple[Batch, T]]:
+        """Compute whole batches one after the other: cut they might give other numbers.
+
+        Overlapped they would mix what a model keeps in attributes, and what metrics read there.
+        """
+
+        def in_turn(batch: Batch) -> T:
+            return self._step.runner.evaluate(lambda: compute(batch))
+
+        return super().over(batches, in_turn, seed)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate with what meets on different devices moved."""
+        with super().evaluating(), self._step.staged.moving():
+            yield
+
+
 class StagedStep(Step):
     """One model over several devices, and the one optimizer over its parameters.
 
     Attributes:
+        staged: the model, with its layers on several devices.
         runner: computes the micro-batches.
     """
+
+    _evaluator_kind = StagedEvaluator
 
     def __init__(
         self,
@@ -49,7 +77,7 @@ class StagedStep(Step):
         runner: Runner,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self._staged = staged
+        self.staged = staged
         self.runner = runner
         elements = sum(p.numel() for p in self._parameters)
         self._is_small = world.device.is_slot and elements <= _FEW
@@ -66,11 +94,11 @@ class StagedStep(Step):
             return added([])
 
         def begin(i: int) -> None:
-            self._begin_part(parts[i][0])
+            self.draws.begin_part(parts[i][0])
 
         def forward(i: int) -> Loss:
             number, part = parts[i]
-            with self._drawing(number, streams), self._staged.moving():
+            with self._drawing(number, streams), self.staged.moving():
                 return self._forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
@@ -86,7 +114,7 @@ class StagedStep(Step):
         Targets, and so counts, are not where the loss is. One number is moved from each device, at
         the end: a copy between accelerators holds the queues of both.
         """
-        if not self._staged.moves:
+        if not self.staged.moves:
             return summed(list(values))
         by_place: dict[torch.device | None, list[Number]] = {}
         for value in values:
@@ -109,20 +137,15 @@ class StagedStep(Step):
     def _drawing(self, number: int, streams: Streams) -> AbstractContextManager[Any]:
         """Draw from a micro-batch's own random stream in this context, if it needs one.
 
-        In a job's training the stream has the seed that ``_begin_part`` gives.
+        In a job's training the stream has the seed that ``begin_part`` gives.
         """
         if not self.runner.streamed:
             return nullcontext()
-        if self._stream is None:
+        numbers = self.draws.stream
+        if numbers is None:
             return stream(lambda: streams.generator(number))
-        key = mixed(*self._stream, number) if number else mixed(*self._stream)
+        key = mixed(*numbers, number) if number else mixed(*numbers)
         return stream(lambda: torch.Generator().manual_seed(key))
-
-    def _seed_all(self, key: int) -> None:
-        super()._seed_all(key)
-        for device in self.world.devices[1:]:
-            if not device.is_slot:
-                seed_on(device.torch, key)
 
     def _move_parameters(self, size: int, count: Number) -> None:
         # A second thread waited for 6 to 12 ms behind the first, until the system moved it to the
@@ -131,26 +154,7 @@ class StagedStep(Step):
         with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
             super()._move_parameters(size, count)
 
-    def over(
-        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
-    ) -> Iterator[tuple[Batch, T]]:
-        """Compute whole batches one after the other: cut they might give other numbers.
-
-        Overlapped they would mix what a model keeps in attributes, and what metrics read there.
-        """
-
-        def in_turn(batch: Batch) -> T:
-            return self.runner.evaluate(lambda: compute(batch))
-
-        return super().over(batches, in_turn, seed)
-
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts; what meets on different devices is moved."""
-        with self._staged.moving():
+        with self.staged.moving():
             super()._check_sums(batch)
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluate with what meets on different devices moved."""
-        with super().evaluating(), self._staged.moving():
-            yield

@@ -63,7 +63,7 @@ def try_out(
     keeps_parameters = size <= _LARGEST and step.together and not step.layout.keeps_shards
     snapshots = []
     for model in step.models():
-        kept = Snapshot(model, beside, step.accelerators, parameters=keeps_parameters)
+        kept = Snapshot(model, beside, step.draws.accelerators, parameters=keeps_parameters)
         snapshots.append(kept)
 
     try:
@@ -149,7 +149,7 @@ def _summed(
     sums = Sums()
 
     with step.evaluating(), kept_states():
-        for batch, results in step.over(checked(), step.results, seed):
+        for batch, results in step.evaluator.over(checked(), step.evaluator.results, seed):
             world.beat()
             for outputs, targets, loss in results:
                 sums.add(Result(*loss, batch.size, loss.parts))

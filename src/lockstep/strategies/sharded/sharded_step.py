@@ -35,6 +35,8 @@ from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP
 from lockstep.strategies.sharded.without_a_trace import without_a_trace
+from lockstep.strategies.steps.evaluator import Evaluator
+from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.update_result import Result, added
 from lockstep.tensors.pytree import to_device
 from lockstep.threads.replica_collectives import RankExchange
@@ -42,10 +44,77 @@ from lockstep.threads.replica_collectives import RankExchange
 T = TypeVar("T")
 
 
+class ShardedEvaluator(Evaluator):
+    """Evaluates shards; a rank without samples computes one of another rank."""
+
+    _step: ShardedStep
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Evaluate in this context, and free what is in no block afterwards.
+
+        Training frees it in backward.
+        """
+        with super().evaluating():
+            try:
+                yield
+            finally:
+                if not self._step.layout.are_gathered:
+                    self._step._shards.reshard()
+
+    def of_each(
+        self, function: Callable[[nn.Module, Part], T], batch: Batch
+    ) -> list[tuple[Part, T]]:
+        """Call a function for this rank's samples; without any, compute others for the gathers."""
+        self._step._watch.begin()
+        part, is_stand_in = self._step._or_first_sample(batch.parts[0])
+        try:
+            if not is_stand_in:
+                return super().of_each(function, batch)
+            with self._step._standing_in():
+                self.predicted(self._step.model, self._step.placed(part))
+        except RuntimeError as error:
+            _explain_shards(error)
+            raise
+        return []
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
+        """Outputs, total and count of this rank's share; every rank calls this."""
+        if isinstance(inputs, Batch):
+            inputs, targets = inputs
+        with self.evaluating():
+            batch = batch_of(inputs, targets, 1, self._step.world, self._step._refuse_gaps)
+            if batch.parts[0].of:
+                for _, (outputs, (total, count)) in self.of_each(self.judged, batch):
+                    return outputs, total, count
+            return None, 0.0, 0
+
+
+class ShardedAccumulation(ManualAccumulation):
+    """The parts of an update, whose gradients a loop of a person's own may have changed."""
+
+    _step: ShardedStep
+
+    def are_thrown_away(self) -> bool:
+        """Whether every gradient was written since, and is 0 or gone, on all ranks alike."""
+        self._step._shards.take_gradients()
+        has = any(was is not None and was.numel() for was, _ in self.left)
+        votes = over_ranks(self._step.world, has, super().are_thrown_away())
+        return any(has for has, _ in votes) and all(yes or not has for has, yes in votes)
+
+    def take(self) -> tuple[Batch, Loss]:
+        """Give the size and the loss of all parts; the shards take their gradients."""
+        if self.losses:
+            self._step._shards.take_gradients()
+        return super().take()
+
+
 class ShardedStep(RankStep):
     """One rank's local batch, and its shard of the model."""
 
     of_own_loop = (OF_OWN_LOOP,)
+    _evaluator_kind = ShardedEvaluator
+    _accumulation_kind = ShardedAccumulation
 
     sync_each_microbatch = True
 
@@ -109,7 +178,7 @@ class ShardedStep(RankStep):
                     model.set_requires_gradient_sync(number == len(parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
-            self._begin_part(number)
+            self.draws.begin_part(number)
             part, is_stand_in = self._or_first_sample(part)
             if is_stand_in:
                 self._compute_in_vain(part)
@@ -160,17 +229,6 @@ class ShardedStep(RankStep):
         result = super().backward(inputs, targets)
         self._shards.show_gradients()
         return result
-
-    def _are_thrown_away(self) -> bool:
-        self._shards.take_gradients()
-        has = any(was is not None and was.numel() for was, _ in self._left)
-        votes = over_ranks(self.world, has, super()._are_thrown_away())
-        return any(has for has, _ in votes) and all(yes or not has for has, yes in votes)
-
-    def _given_parts(self) -> tuple[Batch, Loss]:
-        if self._losses:
-            self._shards.take_gradients()
-        return super()._given_parts()
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
@@ -224,47 +282,6 @@ class ShardedStep(RankStep):
         """Add the gradient of ``total / divisor``; other backwards are refused."""
         with self._watch.during("backward"):
             super()._add_gradient(total, divisor)
-
-    # ---- evaluation ------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Evaluate in this context, and free what is in no block afterwards.
-
-        Training frees it in backward.
-        """
-        with super().evaluating():
-            try:
-                yield
-            finally:
-                if not self.layout.are_gathered:
-                    self._shards.reshard()
-
-    def _of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
-    ) -> list[tuple[Part, T]]:
-        self._watch.begin()
-        part, is_stand_in = self._or_first_sample(batch.parts[0])
-        try:
-            if not is_stand_in:
-                return super()._of_each(function, batch)
-            with self._standing_in():
-                self._predicted(self.model, self.placed(part))
-        except RuntimeError as error:
-            _explain_shards(error)
-            raise
-        return []
-
-    def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this rank's share; every rank calls this."""
-        if isinstance(inputs, Batch):
-            inputs, targets = inputs
-        with self.evaluating():
-            batch = batch_of(inputs, targets, 1, self.world, self._refuse_gaps)
-            if batch.parts[0].of:
-                for _, (outputs, (total, count)) in self._of_each(self.judged, batch):
-                    return outputs, total, count
-            return None, 0.0, 0
 
     # ---- the whole model -------------------------------------------------------------------------
 

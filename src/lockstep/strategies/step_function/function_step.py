@@ -39,10 +39,9 @@ from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_tensors import FlatGradients
-from lockstep.strategies.steps.calls import EXPLAINED
 from lockstep.strategies.steps.skipped_updates import no_items
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_checks import refuse_counted
+from lockstep.strategies.steps.update_checks import EXPLAINED, refuse_counted
 from lockstep.strategies.steps.update_result import Result, added, backward_factor
 from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
 from lockstep.tensors.pytree import clones, to_device
@@ -187,7 +186,7 @@ class FunctionStep(Step):
         """Run the function on this process's share, and meet the other ranks at the end."""
         self._has_samples = bool(batch.parts[0].size)
         part = self._lent(batch.parts[0])
-        self._begin_part(0)
+        self.draws.begin_part(0)
         self.call_function(self.model, self.placed(part), batch.size)
         self._agree(_END)
 

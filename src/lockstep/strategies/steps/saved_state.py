@@ -12,8 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lockstep.checkpoint.folder import CheckpointFolder
+from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import is_extra_state, save_weights, sum_in_place_of, with_own
-from lockstep.errors import InputError, RunError, counted
+from lockstep.checkpoint.writer import Writer
+from lockstep.errors import InputError, RunError, SaveError, counted
 from lockstep.launch.events import Caveat
 from lockstep.model.module_state import (
     are_alike,
@@ -27,7 +30,7 @@ from lockstep.tensors.digest import digest
 from lockstep.tensors.row_shard import RowShard
 
 if TYPE_CHECKING:
-    from lockstep.strategies.steps.step_state import StepState
+    from lockstep.strategies.steps.step import Step
 
 
 class SavedState:
@@ -40,7 +43,7 @@ class SavedState:
         left_out: names of parameters that are left out, with the texts that states have instead.
     """
 
-    def __init__(self, step: StepState) -> None:
+    def __init__(self, step: Step) -> None:
         self._step = step
         self.left_out: dict[str, str] = {}
         # Of the parameters that are left out.
@@ -92,9 +95,24 @@ class SavedState:
         step = self._step
         step.share_buffers()
         self._check_left_out()
-        with step.evaluated_weights():
+        with step.modes.evaluating():
             weights = self.weights_for_file(whole=not step.layout.keeps_shards)
             save_weights(path, weights, joined=step.layout.joined, writes=step.world.is_first)
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint to a folder; see `Step.save`."""
+        step = self._step
+        writer = Writer(folder, step.world, 1, alike=step.alike)
+        error: SaveError | None = None
+        try:
+            state = step.state_dict(whole=not (step.layout.keeps_shards and writer.is_shared))
+            writer.save(step.number, {**state, "step": step.number}, {"step": step.number})
+            writer.finish()
+        except SaveError as raised:
+            error = raised
+        for one in step.world.gather_objects(error):
+            if one is not None:
+                raise one
 
     def _extra_states(self) -> list[dict[str, Any]]:
         """Gather the extra state of every replica, in the order of ranks; [] if there is none."""
@@ -169,6 +187,18 @@ class SavedState:
             )
 
     # ---- the state that is taken over ------------------------------------------------------------
+
+    def load(self, folder: Path) -> None:
+        """Take over the checkpoint in a folder; see `Step.load`."""
+        step = self._step
+        if not CheckpointFolder(folder).steps() and (folder / "state.pt").is_file():
+            state = load_earlier(folder / "state.pt")
+        else:
+            state = load_newest(
+                folder, step.world, lambda note: step.tell_once([note]), step.layout.split
+            )
+        step.load_state_dict(state)
+        step.world.step = state["step"]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over the state that ``state_dict`` gave, under any strategy and number of devices.

@@ -15,50 +15,112 @@ Where nothing is cut, backward runs on total / count, as that of the mean would.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.launch.events import Caveat
+from lockstep.data.own_batches import own_stream
+from lockstep.errors import LossError, StrategyError
+from lockstep.launch.devices import Device
+from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import not_checkpointable
 from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
+from lockstep.model.layer_error import layer_error
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.loss import Loss, Number, Totalled
+from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
+from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
 from lockstep.strategies.steps import update_checks
-from lockstep.strategies.steps.calls import EXPLAINED, Calls
+from lockstep.strategies.steps.draws import Draws
+from lockstep.strategies.steps.evaluator import Evaluator
+from lockstep.strategies.steps.given_batches import GivenBatches
+from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
+from lockstep.strategies.steps.optimizer_modes import OptimizerModes
+from lockstep.strategies.steps.parameter_layout import ParameterLayout
+from lockstep.strategies.steps.saved_state import SavedState
 from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates
+from lockstep.strategies.steps.update_checks import EXPLAINED
 from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
 from lockstep.strategies.sums.batch_sums import BatchSums
+from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 
-_OPTIMIZER = -1
-"""The number, instead of a micro-batch's, for the random stream of an optimizer that draws."""
+_NOT_OPTIMIZED = (
+    "the optimizer wasn't given it: build it trainable, and freeze it later "
+    "(on_start of a callback)"
+)
 
 
-class Step(Calls):
-    """One model in training under one strategy.
+def no_loss(outputs: Any, targets: Any) -> Any:
+    """Stands for the loss of a job that has none.
+
+    Raises:
+        LossError: always.
+    """
+    raise LossError("the job has no loss(outputs, targets): its step function computes several")
+
+
+class Step:
+    """One model in training under one strategy, on this process's devices.
 
     ``step(inputs, targets)`` is one update; its arguments are this process's share of the global
     batch (all of it where one process drives all devices).
 
     Attributes:
+        model: the model under its one-device names.
+        optimizer: the one optimizer of this process.
+        world: this process's place among the ranks.
+        loss: gives total and count.
+        layout: what each rank has of the parameters.
+        modes: puts the optimizer in its mode for training or evaluation.
+        draws: the random streams.
+        evaluator: computes outputs and losses without an update.
+        accumulation: the parts that an own loop gives to ``backward``.
+        saved: gives and takes the state of model and optimizer.
+        sums: checks that batches are the sums of their parts.
+        skips: counts the updates that were skipped.
+        scaler: of the gradients of fp16; None for other formats.
+        replicas: how many copies of the model there are over all ranks, each with its local batch.
+        together: whether the ranks meet in each update.
         stopping: whether the ranks agreed, in the last update, to save and stop the training.
         last_step: the last update of the training, where that is known.
-        sums: checks that batches are the sums of their parts.
-        caveats: gives where results differ from those of one device, by the settings of the model
-            and the job.
         grad_norm: the norm of all gradients in the last update, before clipping, where it is
             computed; on an accelerator a tensor.
-        skips: counts the updates that were skipped.
+        caveats: gives where results differ from those of one device, by the settings of the model
+            and the job.
+        caveats_in_parts: gives where they differ if a batch is given in parts, or is cut in
+            micro-batches.
     """
+
+    timed: Literal["rank", "replica", "device"] = "rank"
+    """What a profile times: the process, its replicas on threads, or the devices of its stages."""
+
+    alike = True
+    """Whether ``state_dict`` is the same on every rank; otherwise rank 0's is saved."""
+
+    own_loop = False
+    """Whether a person's own loop calls this step, perhaps on some of the ranks only."""
+
+    of_own_loop: tuple[Caveat, ...] = ()
+    """What the author of an own loop has to know of the model between updates."""
+
+    has_own_callbacks = False
+    """Whether callbacks of a person's own see the model between updates."""
+
+    _evaluator_kind: type[Evaluator] = Evaluator
+    _accumulation_kind: type[ManualAccumulation] = ManualAccumulation
 
     _reduces = False
     """Whether PyTorch's reducer sums gradients over the ranks while the next backward runs."""
@@ -66,27 +128,126 @@ class Step(Calls):
     _waits_in_backward = False
     """Whether replicas exchange something in backward, so that each has to run backward."""
 
-    timed: Literal["rank", "replica", "device"] = "rank"
-    """What a profile times: the process, its replicas on threads, or the devices of its stages."""
+    _shares_parameters = False
+    """Whether the replicas of this process have the same parameters."""
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, job: Recipe, world: World
     ) -> None:
-        super().__init__(model, optimizer, job, world)
+        self.model = model
+        self.optimizer = optimizer
+        self.world = world
+        self.observers = world.observers
+        self.together = world.layout.together
+        self.replicas = world.layout.local_batches
+        self.stopping = False
+        self.last_step: int | None = None
+        self.grad_norm: Number | None = None
+        self.caveats: Callable[[], list[Caveat]] = list
+        self.caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
+
+        self._seed = job.seed
+        self._accumulate = job.accumulate
         self._clip_norm = job.clip_norm
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
-        self._by_count = not self.cuts_batch and self.scaler is None
-        self.stopping = False
-        self.last_step: int | None = None
+        self._synchronises = job.sync_batchnorm
+        self._accepts_differences = job.accept_differences
+        self._channels_last = job.channels_last
+        self._precision = Precision(job.precision, world)
+        self.scaler = self._precision.scaler
+        dtype = self._precision.whole
+        self.loss = Totalled(no_loss if job.loss is None else job.loss, dtype)
+        self._on_accelerator = not world.device.is_slot
+        self._converts = self._on_accelerator or dtype is not None or self._channels_last
+
+        self.layout = ParameterLayout(model, optimizer)
+        self.modes = OptimizerModes(self)
+        self.draws = Draws(world)
+        self.evaluator = self._evaluator_kind(self)
+        self.accumulation = self._accumulation_kind(self)
+        self.saved = SavedState(self)
         self.sums = BatchSums(self, job)
-        self.grad_norm: Number | None = None
-        # Set in an update that is timed.
-        self._began: float | None = None
         self.skips = SkippedUpdates(job, world)
+        self._given = GivenBatches(self, job)
         fused = self.scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
         self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
-        self.caveats: Callable[[], list[Caveat]] = list
+
+        # Each global batch is cut, among replicas or in micro-batches.
+        self._cuts_each_batch = self.replicas * self._accumulate > 1
+        self._by_count = not self.cuts_batch and self.scaler is None
+        self.loss_check = self._new_loss_check()
+        self._updates = 0
+        # Set in an update that is timed.
+        self._began: float | None = None
+        # The update for which parameters were last frozen or thawed.
+        self._followed = 1
+        self._noted: set[Caveat | str] = set()
+        self._part_names: tuple[str, ...] | None = None
+
+        self._optimized = self._in_optimizer()
+        held = set(self._optimized)
+        self._held: dict[str, nn.Parameter] = {}
+        self._frozen: dict[str, nn.Parameter] = {}
+        for name, p in model.named_parameters():
+            if id(p) in held:
+                self._held[name] = p
+            elif not p.requires_grad:
+                self._frozen[name] = p
+        # A step function may train frozen parameters within an update.
+        self._trains_frozen = job.step is not None
+        self._find_trained()
+
+    # ---- what a person's own loop calls ----------------------------------------------------------
+
+    def __call__(self, inputs: Any, targets: Any = None) -> Result:
+        """Make one update on this process's share of a global batch.
+
+        Args:
+            inputs: what the model takes (a tuple as ``model(*inputs)``, a dict as
+                ``model(**inputs)``), or a ``Batch`` of ``lockstep.batches``, which also has the
+                size of the global batch.
+            targets: what the loss takes beside the outputs.
+        """
+        self.accumulation.refuse_waiting("step(...)")
+        self._look_at_flags()
+        self.world.announce(self.world.step + 1)
+        batch = self._given.batch_of(inputs, targets)
+        parts = len(batch.parts)
+        with own_stream(self.world, self._seed), self.draws.own_streams_of_parts(parts):
+            return self.update(batch)
+
+    def backward(self, inputs: Any, targets: Any = None) -> Result:
+        """Run forward and backward of a part of a batch; ``update()`` follows the last part.
+
+        All calls since the last update equal one of the step on all their samples together. Until
+        the update ``parameter.grad`` is the gradient of total / samples over the parts so far,
+        summed over the devices.
+
+        Args:
+            inputs, targets: as the step itself takes them.
+
+        Returns:
+            The loss of this part.
+
+        Raises:
+            InputError: the ranks call it unequally often.
+            LossError: the loss isn't additive over samples, so that parts of a batch can't be added
+                up.
+        """
+        if not self.accumulation.is_used:
+            self.accumulation.is_used = True
+            self._follow_cuts()
+        self._look_at_flags()
+        number = self.accumulation.begin_part()
+        if number == 0:
+            self.world.announce(self.world.step + 1)
+        batch = self._given.batch_of(inputs, targets)
+        parts = len(batch.parts)
+        seed = mixed(self._seed, number) if number else self._seed
+        with own_stream(self.world, seed), self.draws.own_streams_of_parts(parts, number):
+            loss = self.accumulation.add(batch)
+        return self._result_of(loss, batch.size)
 
     # ---- one update ------------------------------------------------------------------------------
 
@@ -105,7 +266,9 @@ class Step(Calls):
         """
         loss = None
         if batch is None:
-            batch, loss = self._given_parts()
+            self._look_at_flags()
+            batch, loss = self.accumulation.take()
+            self.modes.train()  # an evaluation may have come since the last part
         else:
             self._look_at_flags()
             self._begin_update(batch)
@@ -126,7 +289,7 @@ class Step(Calls):
         self.world.step += 1
         self._updates += 1
         self.loss.follow()
-        self._train_weights()
+        self.modes.train()
         if self._updates == 1:
             self.saved.begin_training()
         if self._cuts_each_batch:
@@ -137,101 +300,16 @@ class Step(Calls):
         if self.loss_check.is_timed(self._updates):
             self._began = self._time()
 
-    def _check_sums(self, batch: Batch) -> None:
-        """Check that a batch is the sum of its parts, in updates that are checked.
+    def gradients(self, batch: Batch) -> Loss:
+        """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n
+        samples; where nothing is cut, of total / count.
 
-        Raises:
-            StrategyError: it isn't.
+        A gradient that no device computed is None.
+
+        Returns:
+            The total, the count and the parts of the global batch.
         """
-        if self.sums.is_due(self._updates):
-            self.sums.check(batch)
-            reset_peak_memory(self.world)
-
-    @property
-    def _may_synchronise(self) -> bool:
-        """Whether ``sync_batchnorm`` could be set, and isn't."""
-        return self.replicas > 1 and self.together and not self._synchronises
-
-    def _explain(self, error: Exception, batch: Batch) -> None:
-        """Raise an error that explains ``error``, where its cause is known."""
-        if self._compile:
-            compiler_error = not_compilable(error)
-            if compiler_error is not None:
-                raise compiler_error from None
-        if self._checkpoints:
-            checkpoint_error = not_checkpointable(error)
-            if checkpoint_error is not None:
-                raise checkpoint_error from error
-        known = update_checks.explained(
-            error,
-            batch,
-            self.world,
-            accumulate=self._accumulate,
-            may_synchronise=self._may_synchronise,
-        )
-        if known is not None:
-            raise known from error
-
-    def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
-        """Log what is due at the end of an update, and make the result."""
-        interval_note = None
-        if self._began is not None:
-            seconds = self._time() - self._began
-            replicas = len(self.models())
-            interval_note = self.loss_check.interval.timed(self._updates, seconds, replicas)
-        self.loss_check.agree(self.world, self._updates, interval_note)
-        self.tell_of_loss()
-        if self.is_checked and self.world.is_first:
-            self.tell_once(self.caveats())
-        if self.world.size == 1:
-            self.stopping = self.world.asked_to_stop()
-        self._began = None  # an evaluation may come now
-        result = self._result_of(loss, size)
-        result._skipped = skipped
-        if not self._on_accelerator:
-            return result
-
-        host_has_read = skipped or self.skips.nonfinite
-        if not host_has_read:
-            self._on_devices.note_result(result, self.world.step)
-        if self.world.step % 50 == 0:
-            self.check()
-            self.stopping = self.stopping or self._on_devices.asked_to_stop()
-        return result
-
-    def _result_of(self, loss: Loss, size: int) -> Result:
-        """Make the result of an update on ``size`` samples."""
-        parts: dict[str, tuple[Number, Number]]
-        parts = dict.fromkeys(self._names_of_parts(loss), (0.0, 0))
-        parts.update(loss.parts)
-        return Result(*loss, size, parts)
-
-    def prepare(self, batch: Batch) -> None:
-        """Compile the model before the first update; a strategy that shards the model compiles
-        later.
-        """
-        part = batch.parts[0]
-        if batch.shares is not None:
-            part = batch.shares[0][0]
-        if self._compile and part.size:
-            refuse_written_buffers(self.model, self.placed(part).inputs)
-        self._compile_models()
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether what may change is compared in this update: in updates 1, 2, 4, 8, ..., in the
-        last, and where parameters were frozen or thawed.
-        """
-        return (
-            is_power_of_two(self._updates)
-            or self._updates == self._followed
-            or self.world.step == self.last_step
-        )
-
-    def _compile_models(self) -> None:
-        """Compile the models in place, so that modules keep their names."""
-        if self._compile:
-            compile_models(self.models(), self._compile)
+        raise NotImplementedError
 
     def _is_skipped(self, loss: Loss) -> bool:
         """Decide whether to skip this update, and count and log it then."""
@@ -290,21 +368,6 @@ class Step(Calls):
             self._clip(self._clip_norm)
         self._optimize()
 
-    @phase("computing", "optimizer")
-    def _optimize(self) -> None:
-        # Parameters may be trained anew, or a person may have taken their state away.
-        begin_momentum(self.optimizer)
-        if self._stream is not None and may_draw(self.optimizer):
-            # The optimizer draws the same on all ranks, however batches are cut.
-            stream = self._stream[:2] if self.together else self._stream
-            self._seed_all(mixed(*stream, _OPTIMIZER))
-        if self.scaler is None:
-            self.optimizer.step()
-            return
-        # Where gradients overflowed, every rank leaves the step out and halves the scale.
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
         """Make gradients of total / size those of total / count."""
@@ -324,6 +387,73 @@ class Step(Calls):
         """Keep the norm of all gradients together at ``clip_norm`` or less."""
         self.grad_norm = clip_gradients(self._parameters, clip_norm)
 
+    @phase("computing", "optimizer")
+    def _optimize(self) -> None:
+        # Parameters may be trained anew, or a person may have taken their state away.
+        begin_momentum(self.optimizer)
+        if may_draw(self.optimizer):
+            # The optimizer draws the same on all ranks, however batches are cut.
+            self.draws.begin_optimizer(alike=self.together)
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        # Where gradients overflowed, every rank leaves the step out and halves the scale.
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
+        """Log what is due at the end of an update, and make the result."""
+        interval_note = None
+        if self._began is not None:
+            seconds = self._time() - self._began
+            replicas = len(self.models())
+            interval_note = self.loss_check.interval.timed(self._updates, seconds, replicas)
+        self.loss_check.agree(self.world, self._updates, interval_note)
+        self.tell_of_loss()
+        if self.is_checked and self.world.is_first:
+            self.tell_once(self.caveats())
+        if self.world.size == 1:
+            self.stopping = self.world.asked_to_stop()
+        self._began = None  # an evaluation may come now
+        result = self._result_of(loss, size)
+        result._skipped = skipped
+        if not self._on_accelerator:
+            return result
+
+        host_has_read = skipped or self.skips.nonfinite
+        if not host_has_read:
+            self._on_devices.note_result(result, self.world.step)
+        if self.world.step % 50 == 0:
+            self.check()
+            self.stopping = self.stopping or self._on_devices.asked_to_stop()
+        return result
+
+    def _result_of(self, loss: Loss, size: int) -> Result:
+        """Make the result of an update on ``size`` samples."""
+        parts: dict[str, tuple[Number, Number]]
+        parts = dict.fromkeys(self._names_of_parts(loss), (0.0, 0))
+        parts.update(loss.parts)
+        return Result(*loss, size, parts)
+
+    # ---- forward and backward of one micro-batch -------------------------------------------------
+
+    def placed(self, part: Part, device: Device | None = None) -> Part:
+        """Give the part in the job's number format and layout, on a device.
+
+        Args:
+            part: of a batch.
+            device: None puts inputs on this process's first device, and targets on its last one.
+        """
+        if not self._converts:
+            return part
+        first = device or self.world.devices[0]
+        last = device or self.world.devices[-1]
+        inputs = to_device(
+            part.inputs, first.torch, self._precision.whole, channels_last=self._channels_last
+        )
+        targets = to_device(part.targets, last.torch, self._precision.whole)
+        return Part(inputs, targets, part.size, part.of, part.samples)
+
     @phase("computing", "forward and loss")
     def _forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
         """Compute total and count of one micro-batch's share.
@@ -334,9 +464,7 @@ class Step(Calls):
             where: names the replica in messages.
         """
         checks = self.loss_check.wants(self._updates)
-        with self._precision.autocast():
-            outputs = self.forward(model, part)
-            loss = self._loss_of(outputs, part, step=self.world.step, checks=checks)
+        outputs, loss = self._outputs_and_loss(model, part, checks=checks, number=self.world.step)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self._waits and not math.isfinite(loss.total.item()):
@@ -346,6 +474,58 @@ class Step(Calls):
             if self._waits_in_backward:
                 loss = update_checks.with_graph(loss, outputs)
         return loss
+
+    def _outputs_and_loss(
+        self, model: nn.Module, part: Part, *, checks: bool, number: int
+    ) -> tuple[Any, Loss]:
+        """Compute outputs, total, count and parts of the loss, and check that it is additive.
+
+        A loss that writes to its arguments isn't checked.
+
+        Args:
+            model: this process's, or a replica of it.
+            part: on the model's device.
+            checks: whether to check the loss.
+            number: of the update, for messages; 0 in an evaluation.
+        """
+        targets = part.targets
+        with self._precision.autocast():
+            outputs = self.forward(model, part)
+            if checks:
+                given = copied_nest((outputs, targets))  # the loss may change lists
+                before = versions(given)
+            try:
+                loss = self.loss(outputs, targets, part.size)
+            except Exception as error:
+                explain_squeezing(error, outputs, targets, part.size)
+                raise
+            if checks and versions(given) == before:
+                self._check_loss(*given, part.size, loss, number)
+        return outputs, loss
+
+    def forward(self, model: nn.Module, part: Part) -> Any:
+        """Compute the outputs of ``model`` for a part.
+
+        Raises:
+            JobError: one of PyTorch's layers can't take what it is given.
+        """
+        try:
+            return call(model, part.inputs)
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            why = layer_error(model, error)
+            if why is None:
+                raise
+            raise why from error
+
+    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
+        """Check that the loss of a local batch is additive; several threads may call this."""
+        is_timed = self._began is not None
+        began = self._time() if is_timed else 0.0
+        wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
+        if wrong is not None:
+            self._on_devices.note_loss(wrong, step)
+        if is_timed:
+            self.loss_check.interval.spent(self._time() - began)
 
     def _not_finite(
         self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str
@@ -391,15 +571,115 @@ class Step(Calls):
         """Whether the host may wait for values of this update: on accelerators only in the first."""
         return not self._on_accelerator or self._updates == 1
 
-    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
-        """Check that the loss of a local batch is additive; several threads may call this."""
-        is_timed = self._began is not None
-        began = self._time() if is_timed else 0.0
-        wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
-        if wrong is not None:
-            self._on_devices.note_loss(wrong, step)
-        if is_timed:
-            self.loss_check.interval.spent(self._time() - began)
+    # ---- what is checked -------------------------------------------------------------------------
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether what may change is compared in this update: in updates 1, 2, 4, 8, ..., in the
+        last, and where parameters were frozen or thawed.
+        """
+        return (
+            is_power_of_two(self._updates)
+            or self._updates == self._followed
+            or self.world.step == self.last_step
+        )
+
+    def _check_sums(self, batch: Batch) -> None:
+        """Check that a batch is the sum of its parts, in updates that are checked.
+
+        Raises:
+            StrategyError: it isn't.
+        """
+        if self.sums.is_due(self._updates):
+            self.sums.check(batch)
+            reset_peak_memory(self.world)
+
+    def _look_at_parts(self, batch: Batch) -> None:
+        """Log what differs where a batch is given in parts, as the second one comes."""
+        if self.world.is_first:
+            self.tell_once(self.caveats_in_parts())
+        self._check_sums(batch)
+
+    @property
+    def cuts_batch(self) -> bool:
+        """Whether a loss sees less than the global batch, so that it must be additive over
+        samples.
+        """
+        return self.accumulation.is_used or self._cuts_each_batch
+
+    def _follow_cuts(self, microbatches: int | None = None) -> None:
+        """Follow a loop that cuts batches otherwise than the step was made for.
+
+        Args:
+            microbatches: how many its loader makes of a batch.
+        """
+        if microbatches is not None:
+            self._cuts_each_batch = self.replicas * microbatches > 1
+            if self.world.is_first:
+                self.tell_once(self.caveats_in_parts(microbatches))
+        self._by_count = self._by_count and not self.cuts_batch
+        self.loss_check = self._new_loss_check()
+
+    def _new_loss_check(self) -> LossCheck:
+        return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
+
+    def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
+        """Give the names of the parts that the loss of any rank had in the first update.
+
+        Raises:
+            LossError: ``loss`` has another part, which the other ranks don't have.
+        """
+        if not self.together:
+            return tuple(loss.parts)
+        if self._part_names is None:
+            names = list(loss.parts)
+            if not self.loss.is_known:  # PyTorch's losses have no parts, on any rank
+                names = list(itertools.chain(*self.world.gather_objects(names)))
+            self._part_names = tuple(dict.fromkeys(names))
+        new = sorted(set(loss.parts).difference(self._part_names))
+        if new:
+            raise LossError(
+                f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no '
+                "batch had it before",
+                fix="give each part from the first update on, as (0.0, 0) where a batch has "
+                "nothing of it",
+            )
+        return self._part_names
+
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise an error that explains ``error``, where its cause is known."""
+        if self._compile:
+            compiler_error = not_compilable(error)
+            if compiler_error is not None:
+                raise compiler_error from None
+        if self._checkpoints:
+            checkpoint_error = not_checkpointable(error)
+            if checkpoint_error is not None:
+                raise checkpoint_error from error
+        known = update_checks.explained(
+            error,
+            batch,
+            self.world,
+            accumulate=self._accumulate,
+            may_synchronise=self._may_synchronise,
+        )
+        if known is not None:
+            raise known from error
+
+    @property
+    def _may_synchronise(self) -> bool:
+        """Whether ``sync_batchnorm`` could be set, and isn't."""
+        return self.replicas > 1 and self.together and not self._synchronises
+
+    def check(self) -> None:
+        """Raise what accelerators have found wrong in the steps since the last check.
+
+        Raises:
+            NonFiniteLoss: the loss was not finite.
+            RunError: it counted no item.
+            LossError: it is not additive over samples.
+        """
+        self._on_devices.check(self.world, self.loss_check)
 
     def _agree_to_stop(self, asked: Number) -> None:
         """Note how many ranks were asked to stop.
@@ -412,15 +692,188 @@ class Step(Calls):
         else:
             self.stopping = asked > 0
 
-    def check(self) -> None:
-        """Raise what accelerators have found wrong in the steps since the last check.
+    # ---- what is trained -------------------------------------------------------------------------
+
+    def _find_trained(self) -> None:
+        """Find the parameters that are trained: those of the optimizer that aren't frozen."""
+        self._flags = [p.requires_grad for p in self._held.values()]
+        self._names = []
+        for name, p in self._held.items():
+            if p.requires_grad or self._trains_frozen:
+                self._names.append(name)
+        self._parameters = [self._held[name] for name in self._names]
+
+    def _in_optimizer(self) -> list[int]:
+        """List the ids of the optimizer's parameters."""
+        return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _look_at_flags(self) -> None:
+        """Follow parameters that were frozen or thawed.
 
         Raises:
-            NonFiniteLoss: the loss was not finite.
-            RunError: it counted no item.
-            LossError: it is not additive over samples.
+            StrategyError: the optimizer was given other parameters.
         """
-        self._on_devices.check(self.world, self.loss_check)
+        if self._in_optimizer() != self._optimized:
+            how = "give it all from the beginning, and freeze and train them with requires_grad_()"
+            if self.own_loop:
+                how = "call lockstep.parallelize again, with the model as it is now"
+            raise StrategyError(
+                f"the optimizer has other parameters than when the step was made: {how}"
+            )
+        flags = [p.requires_grad for p in self._held.values()]
+        if flags != self._flags:
+            changed = zip(self._held, flags, self._flags, strict=True)
+            self._follow_flags(next(name for name, now, before in changed if now != before))
+        for name, p in self._frozen.items():
+            if p.requires_grad and self.world.is_first:
+                self.tell_once(
+                    [f'"{name}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
+                )
+                break
+
+    def _follow_flags(self, name: str) -> None:
+        """Follow a person who has frozen or thawed parameters of the optimizer.
+
+        Args:
+            name: of the first of them.
+        """
+        self.accumulation.refuse_waiting(
+            f'parameter "{name}" was frozen, or is trained from now on'
+        )
+        for p in self._parameters:
+            p.grad = None
+        self._find_trained()
+        self._followed = self._updates + 1
+
+    def prepare(self, batch: Batch) -> None:
+        """Compile the model before the first update; a strategy that shards the model compiles
+        later.
+        """
+        part = batch.parts[0]
+        if batch.shares is not None:
+            part = batch.shares[0][0]
+        if self._compile and part.size:
+            refuse_written_buffers(self.model, self.placed(part).inputs)
+        self._compile_models()
+
+    def _compile_models(self) -> None:
+        """Compile the models in place, so that modules keep their names."""
+        if self._compile:
+            compile_models(self.models(), self._compile)
+
+    # ---- evaluation and saved state; all of these are called on every rank -----------------------
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Put the model in evaluation mode, without gradients, in this context."""
+        return self.evaluator.evaluating()
+
+    def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
+        """Compute this process's share without an update.
+
+        Args:
+            inputs, targets: as the step itself takes them; None where this process has no share.
+
+        Returns:
+            Outputs, total and count; None, 0 and 0 where this process has no share.
+
+        Raises:
+            InputError: the loss or the model can't take them.
+        """
+        return self.evaluator.evaluate(inputs, targets)
+
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Give a context with whole parameters in model and optimizer, which every rank enters."""
+        return self.layout.whole()
+
+    def save(self, folder: str | Path) -> None:
+        """Write a checkpoint of weights and the optimizer's state, under one-device names.
+
+        ``load`` takes it up under any strategy and number of devices. A crash leaves what was there
+        before.
+
+        Raises:
+            SaveError: the checkpoint can't be written.
+            InputError: some ranks don't call this.
+        """
+        self.meet("step.save(...)")
+        self.saved.save(Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Take over the checkpoint that ``save`` wrote.
+
+        Raises:
+            FolderError: there is no checkpoint, or it can't be read.
+            InputError: the checkpoint is of another model, or some ranks don't call this.
+        """
+        self.meet("step.load(...)")
+        self.saved.load(Path(folder))
+
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """Give ``{"model": ..., "optimizer": ...}`` under the names of the one-device model.
+
+        The optimizer's state is by parameter name too, so it does not depend on the order of
+        groups.
+
+        Args:
+            whole: False gives this rank's rows (`RowShard`) of tensors that ranks share out.
+
+        Raises:
+            InputError: some ranks don't call this, or gradients wait for an update; they would be
+                lost.
+        """
+        self.accumulation.refuse_waiting("step.state_dict()")
+        if self.own_loop:
+            self.meet("step.state_dict()")
+            self.after_events()
+        self.share_buffers()
+        return self.saved.state_dict(whole=whole)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave, under any strategy and number of devices.
+
+        Raises:
+            InputError: the names or shapes are another model's.
+        """
+        self.saved.load_state_dict(state)
+        if self.own_loop:
+            self.saved.note_what_is_not_kept()
+
+    def meet(self, what: str) -> None:
+        """In a loop of a person's own, make sure that every rank calls ``what``.
+
+        Raises:
+            InputError: a rank doesn't.
+        """
+        if self.own_loop:
+            self.world.meet(what, together=self.together)
+
+    # ---- what strategies give --------------------------------------------------------------------
+
+    def models(self) -> list[nn.Module]:
+        """List the replicas of this process."""
+        return [self.model]
+
+    def _follow_modes(self) -> None:
+        """Give replicas that share the first one's parameters the mode of the first.
+
+        Their own ``train`` would write these parameters again.
+        """
+
+    def share_buffers(self) -> None:
+        """Give every replica the first one's buffers (running statistics), before an evaluation
+        or a save.
+        """
+
+    def after_events(self) -> None:
+        """Follow what a person's functions, which run on rank 0 only, may have changed."""
+
+    def _refuse_gaps(self, here: list[bool]) -> None:
+        """Refuse that a rank has no sample and a later one has, in strategies that can't take it.
+
+        Args:
+            here: whether each rank has a sample.
+        """
+        del here
 
     def bytes_communicated(self) -> int | None:
         """Give the bytes that a device sends to the others in an update; None if unknown."""
@@ -429,6 +882,40 @@ class Step(Calls):
     def over_ranks(self, loss: Loss) -> Loss:
         """Sum the loss of this rank's results of an epoch over all ranks."""
         return loss
+
+    def seed(self, seed: int, number: int | None = None) -> None:
+        """Begin a random stream of this step and rank, which can be repeated.
+
+        Args:
+            seed: of the job.
+            number: of a batch, instead of the step.
+        """
+        self.draws.begin(seed, self.world.step if number is None else number)
+
+    @property
+    def number(self) -> int:
+        """The number of the update, from 1."""
+        return self.world.step
+
+    def _time(self) -> float:
+        """Read a clock in seconds, once the accelerators have done what they were given."""
+        for device in self.draws.accelerators:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    def tell_once(self, notes: Iterable[Caveat | str]) -> None:
+        """Log each note that was not logged before."""
+        for note in notes:
+            if note not in self._noted:
+                self._noted.add(note)
+                self.world.tell(Line.note(note))
+
+    def tell_of_loss(self) -> None:
+        """Log what the check of the loss has noted on this rank."""
+        notes = self.loss_check.notes
+        if notes:
+            self.tell_once(notes)
+            notes.clear()
 
 
 def _scale(grads: list[torch.Tensor], factor: Number, device: torch.device) -> None:

@@ -25,6 +25,9 @@ from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, 
 from lockstep.strategies.steps.update_result import Result, read
 from lockstep.tensors.pytree import tensors
 
+EXPLAINED = (MemoryError, RuntimeError, ValueError)
+"""Errors in an update that may be explained (``torch.OutOfMemoryError`` is a RuntimeError)."""
+
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 

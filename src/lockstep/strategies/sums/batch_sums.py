@@ -109,7 +109,7 @@ class BatchSums:
         """Compare, and refuse a difference; None where there are too few samples."""
         step = self._step
         in_turn = self._is_in_turn(batch)
-        sums = SumCheck(summed, in_turn=in_turn, accelerators=step.accelerators)
+        sums = SumCheck(summed, in_turn=in_turn, accelerators=step.draws.accelerators)
         with step.layout.read():
             fewer = () if batch.collate is None else (self._samples_of_a_part(batch),)
             for most in (None, *fewer):

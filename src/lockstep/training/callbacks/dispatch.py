@@ -114,7 +114,7 @@ class Callbacks:
 
         with contextlib.ExitStack() as stack:
             if self._by_name and not within_epoch:
-                stack.enter_context(self._step.evaluated_weights())
+                stack.enter_context(self._step.modes.evaluating())
             if self._agreement is not None:
                 stack.enter_context(self._agreement.checked(within_epoch=within_epoch))
             if self.are_own:
@@ -191,7 +191,7 @@ class Callbacks:
     def evaluating(self) -> Iterator[None]:
         """Put the weights in place that are evaluated; those of later callbacks win."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._step.evaluated_weights())
+            stack.enter_context(self._step.modes.evaluating())
             for callback in self._by_name.values():
                 weights = callback.evaluating(self.training)
                 stack.enter_context(_EnteredWithin(self, callback, weights))

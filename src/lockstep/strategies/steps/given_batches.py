@@ -1,0 +1,97 @@
+"""GivenBatches: what a loop of a person's own gives to a step, as batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.data import Batch
+from lockstep.data.own_batches import batch_of
+from lockstep.errors import InputError
+from lockstep.launch.events import Caveat
+from lockstep.model.hooks import PARAMETER_HOOKS, is_hooked
+from lockstep.recipe import Recipe
+
+if TYPE_CHECKING:
+    from lockstep.strategies.steps.step import Step
+
+
+class GivenBatches:
+    """Makes batches of the arguments of ``step(...)`` and ``step.backward(...)``.
+
+    Args:
+        step: the step.
+        job: what is trained.
+    """
+
+    def __init__(self, step: Step, job: Recipe) -> None:
+        self._step = step
+        self._accumulate = job.accumulate
+        self._synchronises = job.sync_batchnorm
+        # In how many micro-batches the last batch was cut.
+        self._microbatches = job.accumulate
+
+    def batch_of(self, inputs: Any, targets: Any) -> Batch:
+        """Make a batch of this rank's samples; one of ``lockstep.batches`` is taken as it is.
+
+        Raises:
+            InputError: the samples can't be cut, or the loader cuts them otherwise than the step.
+        """
+        step = self._step
+        self._look_at_hooks()
+        if isinstance(inputs, Batch):
+            if len(inputs.parts) > 1 or self._accumulate == 1:
+                self._look_at_microbatches(inputs)
+                return inputs
+            inputs, targets = inputs
+        if self._accumulate > 1 and step.world.size > 1:
+            step.tell_once(self._of_own_microbatches())
+        return batch_of(inputs, targets, self._accumulate, step.world, step._refuse_gaps)
+
+    def _look_at_hooks(self) -> None:
+        """Log what hooks on parameters do where batches are cut; a loop may register them at any
+        time.
+        """
+        step = self._step
+        if not step.world.is_first or not step.cuts_batch:
+            return
+        if step.replicas > 1 and step.world.size == 1:
+            return  # replicas on threads have no hooks, which is refused
+        if any(map(is_hooked, step._held.values())):
+            step.tell_once([PARAMETER_HOOKS])
+
+    def _look_at_microbatches(self, batch: Batch) -> None:
+        """Check that the loader cuts batches as the step does; small batches have fewer parts.
+
+        Raises:
+            InputError: the loader cuts them in another number of micro-batches.
+        """
+        number = len(batch.parts)
+        if number == min(self._microbatches, batch.size):
+            return
+        if self._accumulate > 1:
+            raise InputError(
+                f"accumulate: this batch has {number} micro-batches, and the step was made with "
+                f"{self._accumulate}: give lockstep.batches and lockstep.parallelize the same "
+                "number"
+            )
+        self._microbatches = number
+        self._step._follow_cuts(number)
+
+    def _of_own_microbatches(self) -> Iterator[Caveat]:
+        """Note what differs where each rank cuts its local batch, instead of the loader the global
+        batch, into micro-batches.
+        """
+        step = self._step
+        if not step.world.is_first or not self._synchronises:
+            return
+        if any(isinstance(module, _BatchNorm) for module in step.model.modules()):
+            yield Caveat(
+                "batchnorm",
+                "each rank cuts its share into micro-batches, over which BatchNorm normalizes: "
+                f"they aren't those of single with accumulate={self._accumulate}",
+                f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as "
+                "single does",
+            )

@@ -1,0 +1,200 @@
+"""ManualAccumulation: ``step.backward(...)``, as often as a loop of a person's own calls it, and
+``step.update()``.
+
+Each call of ``backward`` is a part of one global batch, whose size nobody knows before the update.
+So after every call ``parameter.grad`` is the gradient of total / samples over the parts so far, and
+the update weights it as it does that of any batch::
+
+    part 1    n1 samples    g1                                   gradient of total1 / n1
+    part 2    n2 samples    (n1 g1 + n2 g2) / (n1 + n2)
+    update                  times (n1 + n2) / (count1 + count2), clip, optimizer
+
+Devices sum their gradients in each call; ``accumulate=`` of a step does it once an update.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.data import Batch, Part
+from lockstep.data.shares import over_ranks
+from lockstep.errors import InputError
+from lockstep.model.losses.loss import Loss
+from lockstep.strategies.steps.update_checks import EXPLAINED
+from lockstep.strategies.steps.update_result import added
+
+if TYPE_CHECKING:
+    from lockstep.strategies.steps.step import Step
+
+_UPDATE = -1
+"""What a rank sends that calls ``update()``; others send the number of parts they have given."""
+
+
+class ManualAccumulation:
+    """The parts that a loop has given since the last update.
+
+    Args:
+        step: the step.
+
+    Attributes:
+        is_used: whether ``backward`` was ever called: from then on each batch is a part of one.
+        losses: of the parts.
+        samples: of the parts together.
+        left: the gradients that ``backward`` has left, with their versions.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self.is_used = False
+        self.losses: list[Loss] = []
+        self.samples = 0
+        self.left: list[tuple[torch.Tensor | None, int]] = []
+        self._has_begun = False
+
+    def begin_part(self) -> int:
+        """Count one more part, before its gradients.
+
+        Returns:
+            Its number, from 0.
+
+        Raises:
+            InputError: the ranks call ``backward`` unequally often.
+        """
+        self._forget_thrown_away()
+        self.left = []
+        number = len(self.losses)
+        self._agree(number)
+        return number
+
+    def add(self, batch: Batch) -> Loss:
+        """Compute the gradients of one more part, and add them to those of the others.
+
+        Args:
+            batch: the part.
+        """
+        step = self._step
+        before = self.samples
+        # New tensors: a strategy may write the next gradients in place.
+        sums: list[torch.Tensor | None] = []
+        if self.losses:
+            sums = [None if p.grad is None else p.grad * before for p in step._parameters]
+        if not self._has_begun:
+            step._begin_update(batch)
+            self._has_begun = True
+        elif len(self.losses) == 1:
+            step._look_at_parts(batch)
+        try:
+            loss = step.gradients(batch)
+            step._names_of_parts(loss)  # the ranks agree on them
+        except EXPLAINED as error:
+            step._explain(error, batch)
+            raise
+        self.losses.append(loss)
+        self.samples += batch.size
+        if sums:
+            for p, grad in zip(step._parameters, sums, strict=True):
+                p.grad = _joined(grad, p.grad, batch.size, self.samples)
+        for p in step._parameters:
+            self.left.append((p.grad, -1 if p.grad is None else p.grad._version))
+        return loss
+
+    def take(self) -> tuple[Batch, Loss]:
+        """Give the size and the loss of all parts since the last update, and forget the parts.
+
+        Raises:
+            InputError: there is no part.
+        """
+        if not self.losses:
+            raise InputError(
+                "step.update(): there are no gradients yet: call step.backward(inputs, targets) "
+                "before, or step(inputs, targets), which does both"
+            )
+        self._agree(_UPDATE)
+        loss = added(self.losses)
+        size = self.samples
+        self._forget()
+        self._has_begun = False
+        return Batch([Part(None, None, size, size)], size, 0, 0), loss
+
+    def refuse_waiting(self, what: str) -> None:
+        """Refuse what would lose gradients that wait for the update.
+
+        Raises:
+            InputError: there are such gradients.
+        """
+        self._forget_thrown_away()
+        if self.losses:
+            raise InputError(
+                f"{what}: gradients of {self.samples} samples, by step.backward(...), wait "
+                "for step.update(): call that first"
+            )
+
+    def _forget(self) -> None:
+        self.losses = []
+        self.samples = 0
+        self.left = []
+
+    def _forget_thrown_away(self) -> None:
+        """Forget the parts whose gradients a loop has thrown away (``optimizer.zero_grad()``),
+        as PyTorch does.
+        """
+        if self.losses and self.are_thrown_away():
+            self._forget()
+
+    def are_thrown_away(self) -> bool:
+        """Whether every gradient that ``backward`` has left was written since, and is 0 or gone."""
+        grads = []
+        for p, (was, version) in zip(self._step._parameters, self.left, strict=False):
+            if was is None or not was.numel():
+                continue
+            if p.grad is was and was._version == version:
+                return False
+            grads.append(p.grad)
+        return bool(grads) and not any(grad is not None and bool(grad.any()) for grad in grads)
+
+    def _agree(self, number: int) -> None:
+        """Make sure that every rank makes the same call now.
+
+        Args:
+            number: of the part, or ``_UPDATE``.
+
+        Raises:
+            InputError: the ranks make different calls.
+        """
+        numbers = [theirs for (theirs,) in over_ranks(self._step.world, number)]
+        if len(set(numbers)) == 1:
+            return
+        calls = []
+        for rank, theirs in enumerate(numbers):
+            call = "update()"
+            if theirs != _UPDATE:
+                call = f"backward(...) for the {_nth(theirs)} time"
+            calls.append(f"rank {rank} calls step.{call}")
+        raise InputError(
+            "every rank has to give step.update() as many parts: after step "
+            f"{self._step.world.step} {' and '.join(calls)}"
+        )
+
+
+def _joined(
+    sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int
+) -> torch.Tensor | None:
+    """Give the gradient of total / ``whole`` over the parts so far and one more.
+
+    Args:
+        sums: the sum of gradients of the parts so far.
+        grad: the gradient of total / ``size`` of the new part.
+        size: the samples of the new part.
+        whole: the samples of all of them.
+    """
+    if sums is None:
+        return None if grad is None else grad * (size / whole)
+    if grad is not None:
+        sums = sums.add(grad, alpha=size)
+    return sums / whole
+
+
+def _nth(number: int) -> str:
+    return ("first", "second", "third")[number] if number < 3 else f"{number + 1}th"
