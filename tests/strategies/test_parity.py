@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -413,58 +412,6 @@ def test_replicas_that_synchronise_different_batch_norms_are_refused(way, tmp_pa
         StrategyError, match="replicas have come to different batch norms at the same time"
     ):
         train(job, strategy=way, devices="2xcpu", folder=tmp_path, quiet=True)
-
-
-class Branching(nn.Module):
-    """Samples of a positive first number come to a layer of another width, or to one more."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way = way
-        self.wide, self.last = nn.BatchNorm1d(16), nn.BatchNorm1d(3)
-        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        branches = bool(x[0, 0] > 0)
-        x = self.up(x)
-        if branches or self.way == "left out":
-            x = self.wide(x)
-        x = self.down(x)
-        if branches == (self.way == "left out"):
-            x = self.last(x)
-        return x
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("strategy", "way", "says"),
-    [
-        (
-            "ddp",
-            "other channels",
-            r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)',
-        ),
-        (
-            "fsdp",
-            "other channels",
-            r'\(replica 0 to batch norm "wide", replica 1 to batch norm "last"\)',
-        ),
-        ("ddp", "left out", r'\(replica 0 to batch norm "last", replica 1 to the end of forward\)'),
-    ],
-)
-def test_ranks_that_come_to_batch_norms_of_other_sizes_are_refused(
-    strategy, way, says, tmp_path
-) -> None:
-    """Gloo ended the process that was sent more than it expected."""
-    inputs, targets = ZOO["mlp"].train_data.tensors
-    inputs = inputs.clone()
-    inputs[:, 0] = torch.where(torch.arange(len(inputs)) % 8 < 4, 1.0, -1.0)
-    job = ZOO["mlp"].replace(shuffle=False, sync_batchnorm=True, eval_data=None)
-    job = dataclasses.replace(
-        job, model=functools.partial(Branching, way), train_data=TensorDataset(inputs, targets)
-    )
-    with pytest.raises(StrategyError, match=says):
-        train(job, strategy=strategy, devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 class RarelySparse(nn.Module):

@@ -20,7 +20,6 @@ from torch import nn
 from lockstep.errors import InputError
 from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
-from lockstep.threads.parametrization_cache import cache_apart
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -102,7 +101,6 @@ def replicas_of(
                     key: None if part is None else known[id(part)] for key, part in parts.items()
                 }
             inside.update((key, _of_replica(value, known)) for key, value in attributes)
-            cache_apart(replica, module)
         replicas.append(known[id(network)])
     return replicas
 

@@ -33,7 +33,6 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
 from lockstep.threads.replica_collectives import RankExchange
-from lockstep.threads.sync_batchnorm import end_forward
 
 _SMALL_GRADIENTS = 2 << 20
 """Bytes of gradients up to which ``reduce="auto"`` sums them flat (see benchmarks/)."""
@@ -141,8 +140,6 @@ class DDPStep(RankStep):
                 loss = self._forward_loss(self.model, part)
             else:
                 loss = overlapped.forward(part, is_last=is_last)
-            if self._exchange is not None and self.is_checked:
-                end_forward(self._exchange)
             made = loss.detached()
             self._add_gradient(loss.total, self._divisor(loss.count, size))
         return made

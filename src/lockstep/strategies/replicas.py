@@ -18,7 +18,6 @@ from lockstep.model.hooks import hooked_parameters
 from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.placing import moved_in_buckets, place_module
 from lockstep.tensors.pytree import graph_nodes
-from lockstep.threads.parametrization_cache import cache_apart
 
 
 def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
@@ -39,8 +38,6 @@ def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
             "it afresh"
         ) from error
-    for module in made.modules():
-        cache_apart(module)
     if any(id(p) not in mine for p in made.parameters()):
         raise StrategyError(
             "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "

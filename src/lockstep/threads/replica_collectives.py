@@ -41,14 +41,7 @@ class ThreadExchange:
     Args:
         parties: how many replicas there are.
         observers: are called for each exchange.
-
-    Attributes:
-        layers, channels: names of the batch norms that exchange, by their numbers, and the most
-            channels of one.
     """
-
-    layers: tuple[str, ...] = ()
-    channels = 0
 
     def __init__(self, parties: int, observers: list[Observer] | None = None) -> None:
         self.size = parties
@@ -191,16 +184,10 @@ class RankExchange:
 
     Attributes:
         parties: how many ranks take part in the present micro-batch.
-        layers, channels: as those of ``ThreadExchange``.
-        on_cpu: whether tensors are.
     """
-
-    layers: tuple[str, ...] = ()
-    channels = 0
 
     def __init__(self, world: World) -> None:
         self.parties = world.size
-        self.on_cpu = world.device.is_slot
         self.observers = world.observers
         self._world = world
         self._groups: dict[int, dist.ProcessGroup] = {}

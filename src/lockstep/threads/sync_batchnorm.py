@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, StrategyError
-from lockstep.threads.replica_collectives import Exchange, RankExchange, Session
+from lockstep.threads.replica_collectives import Exchange, Session
 
 _KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -53,70 +53,53 @@ def synchronise(module: nn.Module, exchange: Exchange) -> int:
         InputError: a lazy batch norm that hasn't seen data yet.
         StrategyError: a batch norm of another class, or with a forward of its own.
     """
-    found: dict[str, _BatchNorm] = {}
+    norms: list[_BatchNorm] = []
     for name, part in module.named_modules():
-        replaced = vars(part).get("forward")
-        is_own = replaced is None or getattr(replaced, "__module__", None) == __name__
-        if type(part) in _KINDS and is_own:
-            found[name] = cast(_BatchNorm, part)
-        elif isinstance(part, nn.modules.lazy.LazyModuleMixin) and isinstance(
-            part, nn.modules.batchnorm._NormBase
-        ):
-            raise InputError(
-                f"{name or 'the model'} is lazy and has seen no data yet: run the model once before"
-            )
-        elif isinstance(part, _BatchNorm):
-            what = f"is a {type(part).__name__}" if is_own else "has had its forward replaced"
-            raise StrategyError(
-                f"{name or 'the model'} {what}, and only PyTorch's own BatchNorm1d, 2d and 3d can "
-                "be synchronised: "
-                "use one of those, or leave sync_batchnorm off"
-            )
-    norms = list(found.values())
-    for number, part in enumerate(norms):
-        part.forward = types.MethodType(_over_all(exchange, number), part)  # type: ignore[method-assign]
-    exchange.layers = tuple(found)
-    exchange.channels = max((norm.num_features for norm in norms), default=0)
+        if isinstance(part, _BatchNorm):
+            _refuse_unknown(name or "the model", part)
+            norms.append(part)
+
+    for number, norm in enumerate(norms):
+        forward = _over_all(exchange, number)
+        norm.forward = types.MethodType(forward, norm)  # type: ignore[method-assign]
     return len(norms)
 
 
-def end_forward(exchange: RankExchange) -> None:
-    """Check that no rank comes to one more batch norm in the forward that this one has ended.
+def _refuse_unknown(name: str, norm: _BatchNorm) -> None:
+    """Refuse a batch norm that computes something else than PyTorch's."""
+    if isinstance(norm, nn.modules.lazy.LazyModuleMixin):
+        raise InputError(f"{name} is lazy and has seen no data yet: run the model once before")
 
-    Raises:
-        StrategyError: one does.
-    """
-    if exchange.parties > 1 and exchange.layers and exchange.on_cpu:
-        _gathered(exchange, exchange, torch.zeros(1, dtype=torch.float64), len(exchange.layers))
-
-
-def _gathered(
-    exchange: Exchange, session: Session, mine: torch.Tensor, number: int
-) -> torch.Tensor:
-    """What everybody has of batch norm ``number``: ``(parties, len(mine))``.
-
-    On CPUs each sends that number too, and as much for a small layer as for the largest: gloo ends
-    a process that is sent more than it expects.
-
-    Raises:
-        StrategyError: another one has come to another batch norm.
-    """
-    if mine.device.type != "cpu":  # which would be waited for
-        return session.gather(mine)
-    empty = max(0, 2 * exchange.channels + 1 - len(mine))
-    found = session.gather(
-        torch.cat([mine.new_tensor([number]), mine, mine.new_zeros(empty)]),
-    )
-    numbers = found[:, 0].tolist()
-    if set(numbers) != {number}:
-        names = [*(f'batch norm "{name}"' for name in exchange.layers), "the end of forward"]
-        where = [f"replica {party} to {names[int(at)]}" for party, at in enumerate(numbers)]
+    problem = None
+    if type(norm) not in _KINDS:
+        problem = f"is a {type(norm).__name__}"
+    forward = vars(norm).get("forward")
+    if forward is not None and forward.__module__ != __name__:
+        problem = "has had its forward replaced"
+    if problem is not None:
         raise StrategyError(
-            "sync_batchnorm: replicas have come to different batch norms at the same time "
-            f"({', '.join(where)}), since forward takes branches by its samples: let each forward "
-            "call all of them, or leave sync_batchnorm off"
+            f"{name} {problem}, and only PyTorch's own BatchNorm1d, 2d and 3d can be synchronised: "
+            "use one of those, or leave sync_batchnorm off"
         )
-    return found[:, 1 : 1 + len(mine)]
+
+
+def _gathered(session: Session, mine: torch.Tensor, number: int) -> torch.Tensor:
+    """Return what all parties have of batch norm ``number``: ``(parties, len(mine))``.
+
+    Raises:
+        StrategyError: another party has come to another batch norm of this size.
+    """
+    if mine.device.type != "cpu":  # comparing numbers would wait for the device
+        return session.gather(mine)
+
+    found = session.gather(torch.cat([mine, mine.new_tensor([number])]))
+    if (found[:, -1] != number).any():
+        raise StrategyError(
+            "sync_batchnorm: replicas have come to different batch norms at the same time, since "
+            "forward takes branches by its samples: let each forward call all of them, or leave "
+            "sync_batchnorm off"
+        )
+    return found[:, :-1]
 
 
 def _over_all(
@@ -142,7 +125,6 @@ def _over_all(
             self.running_var if tracks else None,
             momentum or 0.0,
             self.eps,
-            exchange,
             session,
             number,
         )
@@ -170,7 +152,6 @@ class _Normalise(torch.autograd.Function):
         running_var: torch.Tensor | None,
         momentum: float,
         eps: float,
-        exchange: Exchange,
         session: Session,
         number: int,
     ) -> torch.Tensor:
@@ -188,7 +169,7 @@ class _Normalise(torch.autograd.Function):
         mine = torch.cat(
             [mean.to(wide), var.to(wide) * count, mean.new_tensor([count], dtype=wide)]
         )
-        found = _gathered(exchange, session, mine, number)
+        found = _gathered(session, mine, number)
         # Those of the whole.
         channels = len(mean)
         means, squares, counts = torch.split(found, [channels, channels, 1], dim=1)
@@ -243,7 +224,7 @@ class _Normalise(torch.autograd.Function):
             grad_input if wants_input else None,
             grad_weight.to(weight.dtype) if wants_weight else None,
             grad_bias.to(ctx.bias_dtype) if wants_bias else None,
-            *(None,) * 7,
+            *(None,) * 6,
         )
 
 

@@ -28,7 +28,6 @@ from lockstep.model.losses.torch_losses import Count
 from lockstep.parallel.loss.inplace_gradient import Adding
 from lockstep.parallel.loss.token_loss import Criterion
 from lockstep.tensors import pytree
-from lockstep.threads.parametrization_cache import uncached
 
 
 @dataclass
@@ -71,8 +70,6 @@ class Share:
         count: Count = 0
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(learns))
-            if learns:
-                stack.enter_context(uncached())
             if weights:
                 stack.enter_context(Adding(weights))
             for outputs, targets in self._chunks(leaves):
