@@ -23,7 +23,7 @@ from lockstep.errors import StrategyError
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.loss import Loss
 from lockstep.model.optimizer import build_optimizer, is_of_pytorch
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
@@ -155,29 +155,22 @@ class DDPStep(RankStep):
         if self._overlapped is not None:
             self._overlapped.drop()
 
-    def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
-        """Add the gradient of ``total / divisor`` to every ``parameter.grad``.
-
-        Raises:
-            StrategyError: PyTorch's reducer can't follow reentrant activation checkpointing, or an
-                embedding that this rank doesn't use.
-        """
-        try:
-            super()._add_gradient(total, divisor)
-        except RuntimeError as error:
-            if "Expected sparse gradient to be defined" in str(error):
-                raise StrategyError(
-                    "ddp: an embedding with sparse gradients was not used by this rank's local "
-                    "batch, and PyTorch's reducer can't sum gradients then",
-                    fix="take DDP(reduce='flat')",
-                ) from error
-            if "mark a variable ready only once" in str(error):
-                raise StrategyError(
-                    "ddp: a checkpoint of activations in the model is reentrant, and gradients "
-                    "can't be summed while such a backward runs: call torch.utils.checkpoint with "
-                    "use_reentrant=False, or take DDP(reduce='flat')"
-                ) from error
-            raise
+    def _explain(self, error: Exception, batch: Batch) -> None:
+        """Raise an error that explains ``error``, where its cause is known, or is the reducer."""
+        text = str(error)
+        if "Expected sparse gradient to be defined" in text:
+            raise StrategyError(
+                "ddp: an embedding with sparse gradients was not used by this rank's local "
+                "batch, and PyTorch's reducer can't sum gradients then",
+                fix="take DDP(reduce='flat')",
+            ) from error
+        if "mark a variable ready only once" in text:
+            raise StrategyError(
+                "ddp: a checkpoint of activations in the model is reentrant, and gradients "
+                "can't be summed while such a backward runs: call torch.utils.checkpoint with "
+                "use_reentrant=False, or take DDP(reduce='flat')"
+            ) from error
+        super()._explain(error, batch)
 
     def bytes_communicated(self) -> int:
         """The gradients; how often they are sent depends on the backend."""

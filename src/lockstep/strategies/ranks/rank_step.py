@@ -56,11 +56,11 @@ class RankStep(Step):
     @phase("communicating", "reduce")
     def _sum_over_ranks(self, loss: Loss, reducer: Reducer) -> Loss:
         """Sum gradients, total, count and parts, and how many ranks were asked to stop."""
-        names = self._names_of_parts(loss)
+        names = self.part_names.of(loss)
         parts = {name: loss.parts.get(name, (0.0, 0)) for name in names}
         numbers = flattened([Loss(*loss, parts)])
         asked, *sums = reducer.sum(self._parameters, [self.world.asked_to_stop(), *numbers])
-        self._agree_to_stop(asked)
+        self.checks.agree_to_stop(asked)
         return nested(iter(sums), names)
 
     def _end_parts(self, batch: Batch) -> None:

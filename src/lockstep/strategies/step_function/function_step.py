@@ -148,6 +148,7 @@ class FunctionStep(Step):
         self._function = job.step
         self._by_name = optimizer
         self._order = list(optimizer.by_name)
+        self.part_names.known = tuple(self._order)
         self._of_part: dict[str, list[int]] = {}  # filled by ``named``
         self._sums: dict[tuple[int, ...], FlatGradients] = {}
         self._losses_of: dict[str, list[Loss]] = {}
@@ -340,7 +341,7 @@ class FunctionStep(Step):
                 device=world.exchange_device,
             )
             asked, total, count = world.all_reduce(here).tolist()
-        self._agree_to_stop(asked)
+        self.checks.agree_to_stop(asked)
         return Loss(total, count)
 
     def _follow_flags(self, name: str) -> None:
@@ -364,10 +365,6 @@ class FunctionStep(Step):
 
     def prepare(self, batch: Batch) -> None:
         """Compile nothing: the function is a person's Python code."""
-
-    def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
-        """Give the names of the optimizers."""
-        return tuple(self._order)
 
     def gradients(self, batch: Batch) -> Loss:
         """Refuse to compute gradients: there are several losses.

@@ -26,6 +26,7 @@ class Draws:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._data_rank = world.data.rank
         self.observers = world.observers
         self.stream: tuple[int, ...] | None = None
         found = [device.torch for device in world.devices if device.type not in ("cpu", "meta")]
@@ -38,7 +39,7 @@ class Draws:
             seed: of the job.
             number: of the update, or of a batch.
         """
-        self.stream = (seed, number, self._world.data.rank)
+        self.stream = (seed, number, self._data_rank)
         self._seed(mixed(*self.stream))
 
     @observed(lambda observer, draws, number: observer.microbatch(number))

@@ -84,10 +84,12 @@ class ManualAccumulation:
             step._begin_update(batch)
             self._has_begun = True
         elif len(self.losses) == 1:
-            step._look_at_parts(batch)
+            if step.world.is_first:
+                step.tell_once(step.caveats_in_parts())
+            step._check_sums(batch)
         try:
             loss = step.gradients(batch)
-            step._names_of_parts(loss)  # the ranks agree on them
+            step.part_names.of(loss)  # the ranks agree on them
         except EXPLAINED as error:
             step._explain(error, batch)
             raise

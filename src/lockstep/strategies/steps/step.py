@@ -15,7 +15,6 @@ Where nothing is cut, backward runs on total / count, as that of the mean would.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -34,8 +33,7 @@ from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
-from lockstep.model.activation_checkpointing import not_checkpointable
-from lockstep.model.compile import compile_models, not_compilable, refuse_written_buffers
+from lockstep.model.compile import compile_models, refuse_written_buffers
 from lockstep.model.layer_error import layer_error
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
@@ -43,7 +41,6 @@ from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
 from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
-from lockstep.strategies.steps import update_checks
 from lockstep.strategies.steps.draws import Draws
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.given_batches import GivenBatches
@@ -51,9 +48,14 @@ from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.strategies.steps.saved_state import SavedState
-from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates
-from lockstep.strategies.steps.update_checks import EXPLAINED
-from lockstep.strategies.steps.update_result import Result, backward_factor, quotient
+from lockstep.strategies.steps.skipped_updates import SkippedUpdates
+from lockstep.strategies.steps.update_checks import (
+    EXPLAINED,
+    UpdateChecks,
+    refuse_counted,
+    with_graph,
+)
+from lockstep.strategies.steps.update_result import PartNames, Result, backward_factor, quotient
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 
@@ -91,11 +93,15 @@ class Step:
         saved: gives and takes the state of model and optimizer.
         sums: checks that batches are the sums of their parts.
         skips: counts the updates that were skipped.
+        checks: finds what went wrong in updates.
+        part_names: has the names of the parts of the loss.
         scaler: of the gradients of fp16; None for other formats.
         replicas: how many copies of the model there are over all ranks, each with its local batch.
         together: whether the ranks meet in each update.
         stopping: whether the ranks agreed, in the last update, to save and stop the training.
         last_step: the last update of the training, where that is known.
+        is_checked: whether what may change is compared in this update: in updates 1, 2, 4, 8, ...,
+            in the last, and where parameters were frozen or thawed.
         grad_norm: the norm of all gradients in the last update, before clipping, where it is
             computed; on an accelerator a tensor.
         caveats: gives where results differ from those of one device, by the settings of the model
@@ -142,6 +148,7 @@ class Step:
         self.replicas = world.layout.local_batches
         self.stopping = False
         self.last_step: int | None = None
+        self.is_checked = True
         self.grad_norm: Number | None = None
         self.caveats: Callable[[], list[Caveat]] = list
         self.caveats_in_parts: Callable[..., list[Caveat]] = lambda *microbatches: []
@@ -170,8 +177,7 @@ class Step:
         self.sums = BatchSums(self, job)
         self.skips = SkippedUpdates(job, world)
         self._given = GivenBatches(self, job)
-        fused = self.scaler is None and getattr(optimizer, "_step_supports_amp_scaling", False)
-        self._on_devices = update_checks.DeviceChecks(self.skips, optimizer_skips=fused)
+        self.checks = UpdateChecks(self)
 
         # Each global batch is cut, among replicas or in micro-batches.
         self._cuts_each_batch = self.replicas * self._accumulate > 1
@@ -183,7 +189,7 @@ class Step:
         # The update for which parameters were last frozen or thawed.
         self._followed = 1
         self._noted: set[Caveat | str] = set()
-        self._part_names: tuple[str, ...] | None = None
+        self.part_names = PartNames(world, self.loss)
 
         self._optimized = self._in_optimizer()
         held = set(self._optimized)
@@ -275,8 +281,8 @@ class Step:
         try:
             if loss is None:
                 loss = self.gradients(batch)
-                self._names_of_parts(loss)  # the ranks agree on them
-            skipped = self._is_skipped(loss)
+                self.part_names.of(loss)  # the ranks agree on them
+            skipped = self.checks.skips(loss)
             if not skipped:
                 self._move_parameters(batch.size, loss.count)
         except EXPLAINED as error:
@@ -288,6 +294,11 @@ class Step:
         """Count the update, and check that its batch is the sum of its parts, where that is due."""
         self.world.step += 1
         self._updates += 1
+        self.is_checked = (
+            is_power_of_two(self._updates)
+            or self._updates == self._followed
+            or self.world.step == self.last_step
+        )
         self.loss.follow()
         self.modes.train()
         if self._updates == 1:
@@ -310,40 +321,6 @@ class Step:
             The total, the count and the parts of the global batch.
         """
         raise NotImplementedError
-
-    def _is_skipped(self, loss: Loss) -> bool:
-        """Decide whether to skip this update, and count and log it then."""
-        if self._on_accelerator and not self.skips.nonfinite:
-            on_device = isinstance(loss.count, torch.Tensor)
-            if self._on_devices.optimizer_skips:
-                # The optimizer reads the count on the device, so that the host needn't wait.
-                found = (loss.count == 0).float() if on_device else None
-                self.optimizer.found_inf = found  # type: ignore[attr-defined]
-            if on_device:
-                return False
-        why = self._why_skipped(loss)
-        if why is None:
-            self.skips.in_a_row = 0
-            return False
-        self.skips.add(why, self.world.step)
-        # Otherwise PyTorch's schedulers warn that they were called before the optimizer.
-        self.optimizer._opt_called = True  # type: ignore[attr-defined]
-        return True
-
-    def _why_skipped(self, loss: Loss) -> str | None:
-        """Give the reason to skip this update, on all ranks alike; this waits for an
-        accelerator.
-        """
-        if float(loss.count) == 0:
-            return NO_ITEMS
-        if not self.skips.nonfinite:
-            return None
-        if not math.isfinite(float(loss.total)):
-            return "the loss became NaN or infinite"
-        # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
-        if self.scaler is None and not self._gradients_are_finite():
-            return "a gradient became NaN or infinite"
-        return None
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the gradients of this process are finite; this waits for an accelerator."""
@@ -389,8 +366,8 @@ class Step:
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
-        # Parameters may be trained anew, or a person may have taken their state away.
-        begin_momentum(self.optimizer)
+        if self.is_checked:  # parameters may be trained for the first time
+            begin_momentum(self.optimizer)
         if may_draw(self.optimizer):
             # The optimizer draws the same on all ranks, however batches are cut.
             self.draws.begin_optimizer(alike=self.together)
@@ -417,21 +394,13 @@ class Step:
         self._began = None  # an evaluation may come now
         result = self._result_of(loss, size)
         result._skipped = skipped
-        if not self._on_accelerator:
-            return result
-
-        host_has_read = skipped or self.skips.nonfinite
-        if not host_has_read:
-            self._on_devices.note_result(result, self.world.step)
-        if self.world.step % 50 == 0:
-            self.check()
-            self.stopping = self.stopping or self._on_devices.asked_to_stop()
+        self.checks.end(result)
         return result
 
     def _result_of(self, loss: Loss, size: int) -> Result:
         """Make the result of an update on ``size`` samples."""
         parts: dict[str, tuple[Number, Number]]
-        parts = dict.fromkeys(self._names_of_parts(loss), (0.0, 0))
+        parts = dict.fromkeys(self.part_names.of(loss), (0.0, 0))
         parts.update(loss.parts)
         return Result(*loss, size, parts)
 
@@ -467,12 +436,13 @@ class Step:
         outputs, loss = self._outputs_and_loss(model, part, checks=checks, number=self.world.step)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
-        if self._waits and not math.isfinite(loss.total.item()):
-            loss = self._not_finite(loss, model, part, outputs, where)
+        if self._waits:
+            is_first = self._updates == self.skips.in_a_row + 1
+            loss = self.checks.finite(loss, model, part, outputs, where, first=is_first)
         if not loss.total.requires_grad and self._parameters:
-            update_checks.refuse_counted(loss)
+            refuse_counted(loss)
             if self._waits_in_backward:
-                loss = update_checks.with_graph(loss, outputs)
+                loss = with_graph(loss, outputs)
         return loss
 
     def _outputs_and_loss(
@@ -523,28 +493,9 @@ class Step:
         began = self._time() if is_timed else 0.0
         wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
         if wrong is not None:
-            self._on_devices.note_loss(wrong, step)
+            self.checks.note_loss(wrong, step)
         if is_timed:
             self.loss_check.interval.spent(self._time() - began)
-
-    def _not_finite(
-        self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str
-    ) -> Loss:
-        """Refuse a loss that isn't finite, unless the update will be skipped.
-
-        The loss of no item is 0, also where the total is NaN times 0.
-
-        Raises:
-            NonFiniteLoss: with what was not finite first.
-        """
-        if loss.count == 0:
-            return Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
-        if self.skips.takes_nonfinite:
-            return loss
-        is_first = self._updates == self.skips.in_a_row + 1
-        raise update_checks.not_finite_loss(
-            loss.total, model, part, outputs, self.world, where, first=is_first
-        )
 
     def _divisor(self, count: Number, size: int) -> Number:
         """Give what a part's total is divided by for backward: the count, or the batch's size."""
@@ -573,17 +524,6 @@ class Step:
 
     # ---- what is checked -------------------------------------------------------------------------
 
-    @property
-    def is_checked(self) -> bool:
-        """Whether what may change is compared in this update: in updates 1, 2, 4, 8, ..., in the
-        last, and where parameters were frozen or thawed.
-        """
-        return (
-            is_power_of_two(self._updates)
-            or self._updates == self._followed
-            or self.world.step == self.last_step
-        )
-
     def _check_sums(self, batch: Batch) -> None:
         """Check that a batch is the sum of its parts, in updates that are checked.
 
@@ -593,12 +533,6 @@ class Step:
         if self.sums.is_due(self._updates):
             self.sums.check(batch)
             reset_peak_memory(self.world)
-
-    def _look_at_parts(self, batch: Batch) -> None:
-        """Log what differs where a batch is given in parts, as the second one comes."""
-        if self.world.is_first:
-            self.tell_once(self.caveats_in_parts())
-        self._check_sums(batch)
 
     @property
     def cuts_batch(self) -> bool:
@@ -623,46 +557,9 @@ class Step:
     def _new_loss_check(self) -> LossCheck:
         return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
 
-    def _names_of_parts(self, loss: Loss) -> tuple[str, ...]:
-        """Give the names of the parts that the loss of any rank had in the first update.
-
-        Raises:
-            LossError: ``loss`` has another part, which the other ranks don't have.
-        """
-        if not self.together:
-            return tuple(loss.parts)
-        if self._part_names is None:
-            names = list(loss.parts)
-            if not self.loss.is_known:  # PyTorch's losses have no parts, on any rank
-                names = list(itertools.chain(*self.world.gather_objects(names)))
-            self._part_names = tuple(dict.fromkeys(names))
-        new = sorted(set(loss.parts).difference(self._part_names))
-        if new:
-            raise LossError(
-                f'{self.loss.name}: part "{new[0]}" is new in step {self.world.step}, and no '
-                "batch had it before",
-                fix="give each part from the first update on, as (0.0, 0) where a batch has "
-                "nothing of it",
-            )
-        return self._part_names
-
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known."""
-        if self._compile:
-            compiler_error = not_compilable(error)
-            if compiler_error is not None:
-                raise compiler_error from None
-        if self._checkpoints:
-            checkpoint_error = not_checkpointable(error)
-            if checkpoint_error is not None:
-                raise checkpoint_error from error
-        known = update_checks.explained(
-            error,
-            batch,
-            self.world,
-            accumulate=self._accumulate,
-            may_synchronise=self._may_synchronise,
-        )
+        known = self.checks.explained(error, batch)
         if known is not None:
             raise known from error
 
@@ -679,18 +576,7 @@ class Step:
             RunError: it counted no item.
             LossError: it is not additive over samples.
         """
-        self._on_devices.check(self.world, self.loss_check)
-
-    def _agree_to_stop(self, asked: Number) -> None:
-        """Note how many ranks were asked to stop.
-
-        Args:
-            asked: the same number on all ranks; on an accelerator it is read now and then.
-        """
-        if isinstance(asked, torch.Tensor):
-            self._on_devices.note_asked(asked)
-        else:
-            self.stopping = asked > 0
+        self.checks.check()
 
     # ---- what is trained -------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ noted on the accelerator.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,14 +16,17 @@ from torch import nn
 from lockstep.data import Batch, Part
 from lockstep.errors import LockstepError, LossError, NonFiniteLoss, OutOfMemory, RunError
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.world import World
+from lockstep.model.activation_checkpointing import not_checkpointable
+from lockstep.model.compile import not_compilable
 from lockstep.model.layer_error import is_of_one_sample
-from lockstep.model.losses.loss import Loss
-from lockstep.model.losses.loss_check import LossCheck
+from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.nonfinite import why_not_finite
-from lockstep.strategies.steps.skipped_updates import NO_ITEMS, SkippedUpdates, not_finite
+from lockstep.strategies.steps.skipped_updates import NO_ITEMS, not_finite
 from lockstep.strategies.steps.update_result import Result, read
 from lockstep.tensors.pytree import tensors
+
+if TYPE_CHECKING:
+    from lockstep.strategies.steps.step import Step
 
 EXPLAINED = (MemoryError, RuntimeError, ValueError)
 """Errors in an update that may be explained (``torch.OutOfMemoryError`` is a RuntimeError)."""
@@ -31,24 +34,127 @@ EXPLAINED = (MemoryError, RuntimeError, ValueError)
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
 
-class DeviceChecks:
-    """Keeps the results of updates on accelerators, until it is asked for the first wrong one.
+class UpdateChecks:
+    """Finds what went wrong in the updates of a step, and decides which of them are skipped.
 
     Args:
-        skips: counts the skipped updates.
-        optimizer_skips: whether the optimizer itself skips a batch that counts nothing.
+        step: the step.
     """
 
-    def __init__(self, skips: SkippedUpdates, *, optimizer_skips: bool) -> None:
-        self._skips = skips
-        self.optimizer_skips = optimizer_skips
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        has_scaler = step.scaler is not None
+        is_fused = getattr(step.optimizer, "_step_supports_amp_scaling", False)
+        self._optimizer_skips = is_fused and not has_scaler
+        # What accelerators have found since the last check.
         self._results: list[tuple[int, Result]] = []
         self._first: dict[torch.device, torch.Tensor] = {}
         self._asked: list[torch.Tensor] = []
 
-    def note_result(self, result: Result, step: int) -> None:
-        """Remember an update."""
-        self._results.append((step, result))
+    # ---- in an update ----------------------------------------------------------------------------
+
+    def finite(
+        self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str, *, first: bool
+    ) -> Loss:
+        """Refuse a loss that isn't finite, unless the update will be skipped.
+
+        The loss of no item is 0, also where the total is NaN times 0.
+
+        Args:
+            loss: of the local batch.
+            model: made the outputs.
+            part: the local batch.
+            outputs: of the model.
+            where: the replica that computed the loss; "" in a process that has one.
+            first: whether this is the first update of this process.
+
+        Raises:
+            NonFiniteLoss: with what was not finite first.
+        """
+        if math.isfinite(loss.total.item()):
+            return loss
+        if loss.count == 0:
+            return Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
+        if self._step.skips.takes_nonfinite:
+            return loss
+        world = self._step.world
+        place = where or f"rank {world.rank} ({world.device})"
+        why = why_not_finite(model, part, outputs, first=first)
+        raise NonFiniteLoss(
+            f"the loss became {loss.total.item()} at step {world.step} on {place}: {why}"
+        )
+
+    def skips(self, loss: Loss) -> bool:
+        """Decide whether to skip an update, and count and log it then."""
+        step = self._step
+        if step._on_accelerator and not step.skips.nonfinite:
+            on_device = isinstance(loss.count, torch.Tensor)
+            if self._optimizer_skips:
+                # The optimizer reads the count on the device, so that the host needn't wait.
+                found = (loss.count == 0).float() if on_device else None
+                step.optimizer.found_inf = found  # type: ignore[attr-defined]
+            if on_device:
+                return False
+        why = self._why_skipped(loss)
+        if why is None:
+            step.skips.in_a_row = 0
+            return False
+        step.skips.add(why, step.world.step)
+        # Otherwise PyTorch's schedulers warn that they were called before the optimizer.
+        step.optimizer._opt_called = True  # type: ignore[attr-defined]
+        return True
+
+    def _why_skipped(self, loss: Loss) -> str | None:
+        """Give the reason to skip an update, on all ranks alike; this waits for an accelerator."""
+        step = self._step
+        if float(loss.count) == 0:
+            return NO_ITEMS
+        if not step.skips.nonfinite:
+            return None
+        if not math.isfinite(float(loss.total)):
+            return "the loss became NaN or infinite"
+        # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
+        if step.scaler is None and not step._gradients_are_finite():
+            return "a gradient became NaN or infinite"
+        return None
+
+    def explained(self, error: Exception, batch: Batch) -> LockstepError | None:
+        """Explain an error in an update; None for one of the model's own.
+
+        Args:
+            error: was raised.
+            batch: of the update.
+        """
+        step = self._step
+        world = step.world
+        if step._compile:
+            compiler_error = not_compilable(error)
+            if compiler_error is not None:
+                return compiler_error
+        if step._checkpoints:
+            checkpoint_error = not_checkpointable(error)
+            if checkpoint_error is not None:
+                return checkpoint_error
+        if is_out_of_memory(error):
+            share = max(part.size for part in batch.parts)
+            return OutOfMemory(
+                f"out of memory on {world.device} at step {world.step} with a share of {share} "
+                f"samples: use a smaller batch_size, or accumulate={2 * step._accumulate}"
+            )
+        if not is_of_one_sample(error):
+            return None
+        sizes = [part.of for part in batch.parts]
+        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {sum(sizes)}"
+        # It would see more samples only where a micro-batch has more than this one.
+        if step._may_synchronise and max(sizes) > 1:
+            return RunError(
+                f"{what}: sync_batchnorm=True lets it see those of all replicas; or choose another "
+                "batch_size"
+            )
+        fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
+        return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")
+
+    # ---- what accelerators find, which the host reads later --------------------------------------
 
     def note_loss(self, wrong: torch.Tensor, step: int) -> None:
         """Note on the device the first step whose loss isn't additive; threads may call this.
@@ -62,17 +168,33 @@ class DeviceChecks:
             first = torch.zeros((), dtype=torch.int64, device=wrong.device)
         self._first[wrong.device] = torch.where((first == 0) & wrong, step, first)
 
-    def note_asked(self, ranks: torch.Tensor) -> None:
-        """Remember how many ranks were asked to stop in an update."""
-        self._asked.append(ranks)
+    def agree_to_stop(self, asked: Number) -> None:
+        """Note how many ranks were asked to stop.
 
-    def asked_to_stop(self) -> bool:
-        """Whether any rank was asked since the last call; this waits for the accelerators."""
-        asked = self._asked
-        self._asked = []
-        return bool(asked) and bool(torch.stack(asked).any())
+        Args:
+            asked: the same number on all ranks; on an accelerator it is read now and then.
+        """
+        if isinstance(asked, torch.Tensor):
+            self._asked.append(asked)
+        else:
+            self._step.stopping = asked > 0
 
-    def check(self, world: World, loss_check: LossCheck) -> None:
+    def end(self, result: Result) -> None:
+        """Remember an update on an accelerator, and check the last fifty now and then."""
+        step = self._step
+        if not step._on_accelerator:
+            return
+        host_has_read = result._skipped or step.skips.nonfinite
+        if not host_has_read:
+            self._results.append((step.world.step, result))
+        if step.world.step % 50 == 0:
+            self.check()
+            asked = self._asked
+            self._asked = []
+            if asked and bool(torch.stack(asked).any()):
+                step.stopping = True
+
+    def check(self) -> None:
         """Raise what was wrong first; this waits for the accelerators.
 
         Raises:
@@ -87,14 +209,14 @@ class DeviceChecks:
                 found.append((step, _NOT_ADDITIVE))
         step, what = min(found, default=(0, ""))
         if what == _NOT_FINITE:
-            raise not_finite("the loss became NaN or infinite", step, world)
+            raise not_finite("the loss became NaN or infinite", step, self._step.world)
         if what == _NO_ITEMS:
             raise RunError(
                 f"step {step}: the loss counted 0 items in the batch: are all targets ignored? "
                 'Use nonfinite="skip" or a fused optimizer to skip such updates on an accelerator'
             )
         if what == _NOT_ADDITIVE:
-            raise loss_check.found_later(step)
+            raise self._step.loss_check.found_later(step)
 
     def _found_on_host(self) -> list[tuple[int, str]]:
         """Read the results, and count the updates that the optimizer has skipped.
@@ -105,16 +227,17 @@ class DeviceChecks:
         steps = [step for step, _ in self._results]
         losses = read([result for _, result in self._results])
         self._results.clear()
+        skips = self._step.skips
         found = []
         for step, (total, count) in zip(steps, losses, strict=True):
-            if count == 0 and self.optimizer_skips:
-                self._skips.add(NO_ITEMS, step)
+            if count == 0 and self._optimizer_skips:
+                skips.add(NO_ITEMS, step)
                 continue
             if count == 0:
                 found.append((step, _NO_ITEMS))
             elif not math.isfinite(total):
                 found.append((step, _NOT_FINITE))
-            self._skips.in_a_row = 0
+            skips.in_a_row = 0
         return found
 
 
@@ -157,61 +280,3 @@ def with_graph(loss: Loss, outputs: Any) -> Loss:
     everything = torch.ones((), dtype=torch.bool, device=output.device)
     zero = output.masked_fill(everything, 0).sum()  # NaN times zero would be NaN
     return Loss(loss.total + zero.to(loss.total), loss.count, loss.parts)
-
-
-def not_finite_loss(
-    total: torch.Tensor,
-    model: nn.Module,
-    part: Part,
-    outputs: Any,
-    world: World,
-    where: str,
-    *,
-    first: bool,
-) -> NonFiniteLoss:
-    """Make the error of a loss that isn't finite, with what was not finite first.
-
-    Args:
-        total: of the loss.
-        model: made the outputs.
-        part: the local batch.
-        outputs: of the model.
-        world: the ranks.
-        where: the replica that computed the loss; "" in a process that has one.
-        first: whether nothing was updated yet in this process.
-    """
-    place = where or f"rank {world.rank} ({world.device})"
-    why = why_not_finite(model, part, outputs, first=first)
-    return NonFiniteLoss(f"the loss became {total.item()} at step {world.step} on {place}: {why}")
-
-
-def explained(
-    error: BaseException, batch: Batch, world: World, *, accumulate: int, may_synchronise: bool
-) -> LockstepError | None:
-    """Explain an error in an update; None for one of the model's own.
-
-    Args:
-        error: was raised.
-        batch: of the update.
-        world: the ranks.
-        accumulate: the number of micro-batches.
-        may_synchronise: whether ``sync_batchnorm`` could be set.
-    """
-    if is_out_of_memory(error):
-        share = max(part.size for part in batch.parts)
-        return OutOfMemory(
-            f"out of memory on {world.device} at step {world.step} with a share of {share} "
-            f"samples: use a smaller batch_size, or accumulate={2 * accumulate}"
-        )
-    if not is_of_one_sample(error):
-        return None
-    sizes = [part.of for part in batch.parts]
-    what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {sum(sizes)}"
-    # It would see more samples only where a micro-batch has more than this one.
-    if may_synchronise and max(sizes) > 1:
-        return RunError(
-            f"{what}: sync_batchnorm=True lets it see those of all replicas; or choose another "
-            "batch_size"
-        )
-    fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
-    return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")
