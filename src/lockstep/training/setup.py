@@ -162,7 +162,7 @@ class Setup:
 
         self.notes = list(dict.fromkeys(self.notes))  # planning builds the model too
         if not job.save_frozen:
-            step.saved.leave_out_frozen()
+            step.saved.frozen.leave_out()
         return strategy, step
 
     @property

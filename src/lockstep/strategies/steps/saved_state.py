@@ -14,9 +14,9 @@ import torch
 
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.reading import load_earlier, load_newest
-from lockstep.checkpoint.weights import is_extra_state, save_weights, sum_in_place_of, with_own
+from lockstep.checkpoint.weights import is_extra_state, save_weights, with_own
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import InputError, RunError, SaveError, counted
+from lockstep.errors import InputError, SaveError, counted
 from lockstep.launch.events import Caveat
 from lockstep.model.module_state import (
     are_alike,
@@ -26,8 +26,7 @@ from lockstep.model.module_state import (
     set_extra_state,
     set_flags,
 )
-from lockstep.tensors.digest import digest
-from lockstep.tensors.row_shard import RowShard
+from lockstep.strategies.steps.left_out_parameters import LeftOutParameters
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step
@@ -40,14 +39,12 @@ class SavedState:
         step: the step.
 
     Attributes:
-        left_out: names of parameters that are left out, with the texts that states have instead.
+        frozen: the frozen parameters that states leave out.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self.left_out: dict[str, str] = {}
-        # Of the parameters that are left out.
-        self._digests: dict[str, Any] = {}
+        self.frozen = LeftOutParameters(step)
         self._built_attributes: dict[str, str] | None = None
         self._saved_attributes: Mapping[str, str] = {}
         self._begins_anew: Caveat | None = None
@@ -68,7 +65,7 @@ class SavedState:
             whole: False gives this rank's rows (`RowShard`) of tensors that ranks share out.
         """
         step = self._step
-        self._check_left_out()
+        self.frozen.check()
         extra = self._extra_states()
         weights = self._weights(extra, whole=whole)
         state: dict[str, Any] = {"model": weights}
@@ -94,7 +91,7 @@ class SavedState:
         """Write the model's state dict to a file of the first rank."""
         step = self._step
         step.share_buffers()
-        self._check_left_out()
+        self.frozen.check()
         with step.modes.evaluating():
             weights = self.weights_for_file(whole=not step.layout.keeps_shards)
             save_weights(path, weights, joined=step.layout.joined, writes=step.world.is_first)
@@ -128,7 +125,7 @@ class SavedState:
             extra: of every replica.
             whole: as in ``state_dict``.
         """
-        weights = {**self._step.layout.weights(whole=whole), **self.left_out}
+        weights = self._step.layout.weights(whole=whole) | self.frozen.sums
         if not extra:
             return weights
         weights = {name: value for name, value in weights.items() if not is_extra_state(name)}
@@ -144,47 +141,6 @@ class SavedState:
             return dict(self._saved_attributes)
         now = plain_attributes_of(self._step.model)
         return {name: text for name, text in now.items() if built.get(name) != text}
-
-    # ---- frozen parameters, which the job builds again -------------------------------------------
-
-    def leave_out_frozen(self) -> None:
-        """Leave parameters that are frozen now out of all states."""
-        named = self._step.model.named_parameters(remove_duplicate=False)
-        frozen = [name for name, p in named if not p.requires_grad]
-        self.left_out = {}
-        self._digests = {}
-        if not frozen:
-            return
-        own = self._step.layout.weights(whole=False)
-        for name in frozen:
-            self.left_out[name] = self._sum_of(name, own[name])
-            self._digests[name] = _digest(own[name])
-
-    def _sum_of(self, name: str, part: torch.Tensor | RowShard) -> str:
-        if isinstance(part, RowShard):
-            part = self._step.layout.joined(name, part.local)
-        return sum_in_place_of(part)
-
-    def _check_left_out(self) -> None:
-        """Refuse to save where parameters that are left out have changed.
-
-        Raises:
-            RunError: a parameter has changed, and would be lost.
-        """
-        if not self.left_out:
-            return
-        own = self._step.layout.weights(whole=False)
-        for name in self.left_out:
-            if _digest(own[name]) != self._digests[name]:
-                change = "has other values"
-            elif self._step.model.get_parameter(name).requires_grad:
-                change = "is trained"
-            else:
-                continue
-            raise RunError(
-                f'save_frozen: "{name}" was frozen when the training began, so that it is not '
-                f"saved, and {change} now: leave save_frozen out"
-            )
 
     # ---- the state that is taken over ------------------------------------------------------------
 
@@ -212,7 +168,7 @@ class SavedState:
         weights = {**own, **state["model"], **extra[0]}
         if any(isinstance(value, str) for value in weights.values()):
             mine = step.layout.weights(whole=False)
-            weights = with_own(weights, mine, "the checkpoint", self._sum_of)
+            weights = with_own(weights, mine, "the checkpoint", self.frozen.sum_of)
         try:
             step.layout.take_weights(weights)
         except RuntimeError as error:
@@ -278,8 +234,3 @@ class SavedState:
                 notes.append(note_on_attributes(lost))
         if step.world.is_first:
             step.tell_once(notes)
-
-
-def _digest(part: torch.Tensor | RowShard) -> Any:
-    local = part.local if isinstance(part, RowShard) else part
-    return digest(local)

@@ -271,12 +271,11 @@ class Step:
             OutOfMemory: with the share that was too large.
         """
         loss = None
+        self._look_at_flags()
         if batch is None:
-            self._look_at_flags()
             batch, loss = self.accumulation.take()
             self.modes.train()  # an evaluation may have come since the last part
         else:
-            self._look_at_flags()
             self._begin_update(batch)
         try:
             if loss is None:

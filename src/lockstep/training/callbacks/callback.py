@@ -77,7 +77,7 @@ class TrainingContext:
     @property
     def left_out(self) -> Mapping[str, str]:
         """Return the parameters that are in no file (``save_frozen=False``), by name."""
-        return self._step.saved.left_out
+        return self._step.saved.frozen.sums
 
     def stop(self, why: str = "") -> None:
         """End the training at this step, as if it were its last one: it is evaluated and saved.
