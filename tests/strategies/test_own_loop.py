@@ -584,19 +584,9 @@ def test_a_list_of_a_tensor_for_each_sample_is_refused_where_batches_are_cut(
         )
         with pytest.raises(
             InputError,
-            match="inputs: a list of 21 items, whose tensors have unequal numbers of rows, cannot",
+            match=r"inputs\S*: a tensor of shape .* cannot be cut into",
         ):
             step(given, target)
-
-
-def test_a_list_of_a_tensor_for_each_sample_is_refused_on_ranks() -> None:
-    def ranks(world: Any) -> str:
-        step = lockstep.parallelize(Each(), summed_over_each, plain_sgd, strategy="ddp")
-        with pytest.raises(InputError, match="inputs: a list of 9 items, whose tensors have"):
-            step((points(9)[0],), labels(9, 3))
-        return "refused"
-
-    assert lockstep.launch(ranks, devices="2xcpu") == ["refused", "refused"]
 
 
 def test_one_device_takes_a_list_of_a_tensor_for_each_sample() -> None:

@@ -4,17 +4,15 @@
     computing stream            | step 0         | step 1         | ...
 
 A copy from pageable memory would wait for all that the device was given, so what isn't pinned yet
-is. The micro-batches of a batch are copied together.
+is.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import Tensor
 
 from lockstep.data.shares import Batch, Part
 from lockstep.tensors.pytree import each, may_pin, tensors, to_device
@@ -31,18 +29,18 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
     # Without pinned memory a copy waits for the device, so nothing is copied ahead.
     if not may_pin(places[0]):
         for batch in batches:
-            for place, field, parts in _fields(batch, places):
-                _move(field, parts, place)
+            for place, part, field in _fields(batch, places):
+                _move(part, field, place)
             yield batch
         return
 
     streams = {place: torch.Stream(place) for place in places}
     before: Batch | None = None
-    copied: dict[torch.device, Any] = {}  # the events after the copies of the last batch
+    copied: dict[torch.device, torch.Event] = {}  # after the copies of the last batch
     for batch in batches:
-        for place, field, parts in _fields(batch, places):
+        for place, part, field in _fields(batch, places):
             with streams[place]:
-                _move(field, parts, place)
+                _move(part, field, place)
 
         copied_before = copied
         copied = {place: stream.record_event() for place, stream in streams.items()}
@@ -56,75 +54,36 @@ def copied_ahead(batches: Iterator[Batch], places: Sequence[torch.device]) -> It
 
 def _fields(
     batch: Batch, places: Sequence[torch.device]
-) -> Iterator[tuple[torch.device, str, list[Part]]]:
-    """Yield where each field of the parts goes, those of all micro-batches together."""
-    for i, share in enumerate(batch.shares or [batch.parts]):
-        parts = [part for part in share if part.size]
-        yield places[i], "inputs", parts
-        yield places[i if batch.shares else -1], "targets", parts
+) -> Iterator[tuple[torch.device, Part, str]]:
+    """Yield each field of the parts that aren't empty, with the device that it goes to."""
+    for i, share in enumerate(_shares(batch)):
+        last = i if batch.shares else -1
+        for part in share:
+            if part.size:
+                yield places[i], part, "inputs"
+                yield places[last], part, "targets"
 
 
-def _move(field: str, parts: list[Part], place: torch.device) -> None:
-    """Move a field of all micro-batches to a device.
+def _shares(batch: Batch) -> list[list[Part]]:
+    return batch.shares or [batch.parts]
 
-    Args:
-        field: ``inputs`` or ``targets``.
-        parts: the micro-batches that aren't empty.
-        place: the device.
-    """
-    nests = [getattr(part, field) for part in parts]
-    held = [list(tensors(nest)) for nest in nests]
+
+def _move(part: Part, field: str, place: torch.device) -> None:
+    """Move the inputs or targets of a part to a device."""
     move = functools.partial(to_device, device=place)
-    if len(parts) < 2 or not _are_rows(held):
-        for part, nest in zip(parts, nests, strict=True):
-            setattr(part, field, each(move, nest))
-        return
-
-    together = [_rows_moved(rows, place) for rows in zip(*held, strict=True)]
-    for part, nest, own in zip(parts, nests, zip(*together, strict=True), strict=True):
-        setattr(part, field, _with_tensors(nest, own))
+    setattr(part, field, each(move, getattr(part, field)))
 
 
-def _with_tensors(nest: Any, new: Iterable[Tensor]) -> Any:
-    """Return the same nest with other tensors in the place of its own."""
-    ahead = iter(new)
-    return each(lambda _: next(ahead), nest)
-
-
-def _are_rows(held: list[list[Tensor]]) -> bool:
-    """Whether the tensors of all micro-batches can be put together, row by row.
-
-    Args:
-        held: the tensors of each micro-batch.
-    """
-    kinds = [[(tensor.shape[1:], tensor.dtype) for tensor in own] for own in held]
-    in_rows = all(tensor.is_cpu and tensor.dim() for own in held for tensor in own)
-    return in_rows and bool(kinds[0]) and all(kind == kinds[0] for kind in kinds)
-
-
-def _rows_moved(rows: Sequence[Tensor], place: torch.device) -> Sequence[Tensor]:
-    """Make one copy for all micro-batches.
-
-    Args:
-        rows: a tensor of each micro-batch.
-        place: the device.
-    """
-    sizes = [len(those) for those in rows]
-    shape = (sum(sizes), *rows[0].shape[1:])
-    whole = torch.empty(shape, dtype=rows[0].dtype, pin_memory=may_pin(place))
-    torch.cat(list(rows), out=whole)
-    return torch.split(whole.to(place, non_blocking=True), sizes)
-
-
-def _received(batch: Batch, copied: dict[torch.device, Any]) -> Batch:
+def _received(batch: Batch, copied: dict[torch.device, torch.Event]) -> Batch:
     """Let the computing streams wait for the copies, and keep their memory from being given away
     before it is used.
     """
     computing = {place: torch.accelerator.current_stream(place) for place in copied}
     for place, event in copied.items():
         computing[place].wait_event(event)
-    for part in (part for share in batch.shares or [batch.parts] for part in share):
-        for tensor in tensors((part.inputs, part.targets)):
+    for share in _shares(batch):
+        nests = [(part.inputs, part.targets) for part in share]
+        for tensor in tensors(nests):
             if tensor.device in computing:
                 tensor.record_stream(computing[tensor.device])
 

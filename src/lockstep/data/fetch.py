@@ -21,14 +21,12 @@ from torch.utils.data import Subset, TensorDataset
 from torch.utils.data._utils.collate import collate as put_together
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from lockstep.data.dataset_state import has_state
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import parts, to_device
 from lockstep.tensors.seeding import kept_generators, kept_states, same, seed_all, states
-
-_LOOKED_AT = 3
-"""Samples that are fetched twice, to see whether they come out the same."""
 
 Collate = Callable[[list[Any]], Any]
 """Makes ``(inputs, targets)`` of a list of samples."""
@@ -41,7 +39,7 @@ class Fetcher:
     """Gives ``(inputs, targets)`` for indices of a map-style dataset.
 
     ``draws_random = False`` on the dataset says that it draws no random numbers, which saves
-    looking.
+    seeding.
 
     Args:
         dataset: map-style, or a ``Subset`` of one.
@@ -71,21 +69,15 @@ class Fetcher:
         self._name = name
         self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
         self._whole = callable(getattr(self.dataset, "__getitems__", None))
-        self._note: str | None = None
+        self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
 
         # Tensors draw nothing, but what puts samples together may.
-        self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
-        self._looked = not self._draws
-        if type(self.dataset) is TensorDataset:
-            self._looked = True
-            if collate is None:
-                self._draws = False
-                self.tensors = _pair_of_tensors(self.dataset, name)
+        if type(self.dataset) is TensorDataset and collate is None:
+            self._draws = False
+            self.tensors = _pair_of_tensors(self.dataset, name)
 
-    def __call__(
-        self, epoch: int, shares: Sequence[Sequence[int]]
-    ) -> tuple[list[Pair], str | None]:
-        """Return inputs and targets of each share, and a note on the dataset, if there is one.
+    def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
+        """Return inputs and targets of each share.
 
         The three random states are as before afterwards.
 
@@ -98,7 +90,7 @@ class Fetcher:
             JobError: samples aren't pairs, or can't be put together.
         """
         with kept_states() if self._draws else nullcontext():
-            return [self._pair(epoch, share) for share in shares], self._note
+            return [self._pair(epoch, share) for share in shares]
 
     def with_parts(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
         """Return inputs and targets of some samples, and of parts of them.
@@ -116,20 +108,17 @@ class Fetcher:
         """
         if self.tensors is not None:
             return [self.indexed(torch.as_tensor(share)) for share in shares]
+
         whole = shares[0]
-        indices = whole
-        if self._lookup is not None:
-            indices = self._lookup[torch.as_tensor(whole)].tolist()
-        state = self.dataset.state_dict() if hasattr(self.dataset, "load_state_dict") else None
+        state = self.dataset.state_dict() if has_state(self.dataset) else None
         pairs = []
         with kept_states(), kept_generators(self.dataset):
-            samples = dict(zip(whole, self._samples(epoch, indices, whole), strict=True))
+            samples = self._samples(epoch, self._indices(whole), whole)
+            by_index = dict(zip(whole, samples, strict=True))
             for share in shares:
-                if self._collate is not None:
-                    seed_all(absorbed(absorbed(self._stream, epoch), share[0]) >> 1)
-                pairs.append(
-                    together([_copy(samples[i]) for i in share], self._collate, self._name)
-                )
+                copies = [_copy(by_index[i]) for i in share]
+                pairs.append(self._together(copies, epoch, share[0]))
+
         if state is not None:
             self.dataset.load_state_dict(state)
         return pairs
@@ -138,15 +127,21 @@ class Fetcher:
         """Return inputs and targets of one share."""
         if self.tensors is not None:
             return self.indexed(torch.as_tensor(share))
-        indices = share
-        if self._lookup is not None:
-            indices = self._lookup[torch.as_tensor(share)].tolist()
-
+        indices = self._indices(share)
         samples = self._samples(epoch, indices, share)
-        if not self._looked:
-            self._look(epoch, indices[:_LOOKED_AT], share[:_LOOKED_AT], samples)
+        return self._together(samples, epoch, indices[0])
+
+    def _indices(self, share: Sequence[int]) -> Sequence[int]:
+        """Return the indices of samples in the dataset under any ``Subset``."""
+        if self._lookup is None:
+            return share
+        found: list[int] = self._lookup[torch.as_tensor(share)].tolist()
+        return found
+
+    def _together(self, samples: list[Any], epoch: int, first: int) -> Pair:
+        """Put samples together; what draws in it is seeded by the index of the first."""
         if self._collate is not None and self._draws:
-            state = absorbed(absorbed(self._stream, epoch), indices[0])
+            state = absorbed(absorbed(self._stream, epoch), first)
             seed_all(absorbed(state, COLLATE) >> 1)
         return together(samples, self._collate, self._name)
 
@@ -166,27 +161,6 @@ class Fetcher:
         at = share if self._lookup is None else self._lookup[share]
         return _rows(self.tensors[0], at, pin), _rows(self.tensors[1], at, pin)
 
-    def _look(
-        self, epoch: int, indices: Sequence[int], share: Sequence[int], samples: list[Any]
-    ) -> None:
-        """Fetch some samples again, which are the same unless they depend on more than their
-        seed.
-        """
-        self._looked = True
-        has_state = hasattr(self.dataset, "load_state_dict")
-        state = self.dataset.state_dict() if has_state else None
-        again = self._samples(epoch, indices, share)
-        if state is not None:
-            self.dataset.load_state_dict(state)
-        for index, one, other in zip(share, samples, again, strict=False):
-            if number_of(one) != number_of(other):
-                self._note = (
-                    f"{self._name}: sample {index} came out otherwise when it was fetched again "
-                    "under one seed: it draws from a generator of its own; take torch's, random's "
-                    "or numpy.random's, which are seeded"
-                )
-                return
-
     def _samples(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
         """Return the samples of some indices.
 
@@ -195,8 +169,11 @@ class Fetcher:
             indices: in the dataset under any ``Subset``.
             share: the same samples in the dataset that was given, for messages.
         """
-        samples = self._at_once(indices, share) if self._whole else None
-        return samples or self._one_by_one(epoch, indices, share)
+        if self._whole:
+            samples = self._at_once(indices, share)
+            if samples is not None:
+                return samples
+        return self._one_by_one(epoch, indices, share)
 
     def _at_once(self, indices: Sequence[int], share: Sequence[int]) -> list[Any] | None:
         """Return the samples by one call, or None where they draw random numbers, which one seed
@@ -206,9 +183,12 @@ class Fetcher:
         try:
             samples = list(self.dataset.__getitems__(list(indices)))
         except Exception as error:
-            shown = ", ".join(map(str, share[:3])) + (", ..." if len(share) > 3 else "")
-            message = f"{self._name}: fetching samples {shown} raised {told(error)}"
-            raise SampleError(message) from error
+            shown = ", ".join(map(str, share[:3]))
+            if len(share) > 3:
+                shown += ", ..."
+            raise SampleError(
+                f"{self._name}: fetching samples {shown} raised {told(error)}"
+            ) from error
 
         if before is not None and not same(before, states()):
             self._whole = False
@@ -225,14 +205,12 @@ class Fetcher:
     def _one_by_one(self, epoch: int, indices: Sequence[int], share: Sequence[int]) -> list[Any]:
         """Return the samples by a call for each, under random numbers of its own."""
         state = absorbed(self._stream, epoch)
-        draws = self._draws
-        dataset = self.dataset
         samples = []
         for index, number in zip(indices, share, strict=True):
-            if draws:
+            if self._draws:
                 seed_all(absorbed(state, index) >> 1)
             try:
-                samples.append(dataset[index])
+                samples.append(self.dataset[index])
             except Exception as error:
                 raise SampleError(f"{self._name}: sample {number} raised {told(error)}") from error
 

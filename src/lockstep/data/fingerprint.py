@@ -106,8 +106,8 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
     index = before["sample"]
     numbers = []
     for _ in range(2):
-        pairs, _note = Fetcher(dataset, seed=seed)(before["epoch"], [[index]])
-        numbers.append(number_of(pairs[0]))
+        (pair,) = Fetcher(dataset, seed=seed)(before["epoch"], [[index]])
+        numbers.append(number_of(pair))
 
     # A sample that is other each time tells nothing.
     if before["number"] in numbers or numbers[0] != numbers[1]:

@@ -18,7 +18,6 @@ from lockstep.data.order import Ascending, Placed, by_person, permutation
 from lockstep.data.shares import Batch, Cutting, Order, over_ranks
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
-from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.tensors.pytree import may_pin
 
@@ -229,8 +228,6 @@ class Loader(AnyLoader):
             raise JobError(f"{self._name}: it is empty")
 
         self._held: tuple[int, Order] | None = None  # the last epoch asked for
-        self._looked = False  # whether the person's order was asked for twice
-        self._said = False  # whether the fetcher's note was logged
         self.samples: int = len(self.orders(0))
         return Fetcher(
             self._dataset,
@@ -300,9 +297,7 @@ class Loader(AnyLoader):
         for row in rows:
             pairs: list[Pair] = []
             for _ in self._asked(row):
-                found, note = next(answers)
-                pairs += found
-                self._log(note)
+                pairs += next(answers)
             yield row, pairs
 
     def _indexed(self, row: tuple[Tensor, ...]) -> list[Pair]:
@@ -316,21 +311,11 @@ class Loader(AnyLoader):
             if full:
                 yield full
 
-    def _log(self, note: str | None) -> None:
-        """Log the fetcher's note on the dataset, once."""
-        if note is None or self._said:
-            return
-
-        self._said = True
-        world = _world.current()
-        if world is not None and not self._cutting.rank:
-            world.tell(Line.note(note))
-
     def orders(self, epoch: int) -> Order:
         """Return the order of an epoch; the last one asked for is kept.
 
         Raises:
-            JobError: the person's can't be, or doesn't depend on the epoch alone.
+            JobError: the person's can't be.
         """
         if self._held is None or self._held[0] != epoch:
             self._held = None  # a long one goes before the next comes
@@ -343,20 +328,7 @@ class Loader(AnyLoader):
                 return permutation(self._length, self._seed, epoch)
             return Ascending(self._length)
 
-        order = by_person(self._by_person, self._length, self._seed, epoch)
-        if self._looked:
-            return order
-
-        self._looked = True
-        again = by_person(self._by_person, self._length, self._seed, epoch)
-        if not torch.equal(order, again):  # a generator of its own has moved
-            raise JobError(
-                f"order: for epoch {epoch} it gave other indices when it was called again: it "
-                "draws from a generator of its own",
-                kind="sampler",
-                fix="take torch's, random's or numpy's global one, which are seeded",
-            )
-        return order
+        return by_person(self._by_person, self._length, self._seed, epoch)
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Raise on every rank where the person's order isn't the same on all of them."""

@@ -210,8 +210,7 @@ class Workers:
         _hear_deaths_where_waiting()
         while True:
             try:
-                with _waiting:
-                    found = next(answers)
+                found = _next(answers)
             except StopIteration:
                 return
             except RuntimeError as error:
@@ -235,21 +234,19 @@ class Workers:
             iterator._shutdown_workers()
 
 
-class _Waiting:
-    """Whether the main thread waits for a loader worker: only then may a death of one raise."""
-
-    def __init__(self) -> None:
-        self.now = False
-
-    def __enter__(self) -> None:
-        torch._C._error_if_any_worker_fails()
-        self.now = True
-
-    def __exit__(self, *of_an_error: object) -> None:
-        self.now = False
+_waiting = False
+"""Whether the main thread waits for a loader worker: only then may the death of one raise."""
 
 
-_waiting = _Waiting()
+def _next(answers: Iterator[Any]) -> Any:
+    """Wait for the next answer of a loader worker."""
+    global _waiting
+    torch._C._error_if_any_worker_fails()
+    _waiting = True
+    try:
+        return next(answers)
+    finally:
+        _waiting = False
 
 
 def _hear_deaths_where_waiting() -> None:
@@ -260,7 +257,7 @@ def _hear_deaths_where_waiting() -> None:
     if getattr(theirs, "__module__", "") == "torch.utils.data._utils.signal_handling":
 
         def handler(number: int, frame: object) -> None:
-            if _waiting.now:
+            if _waiting:
                 theirs(number, frame)
 
         signal.signal(signal.SIGCHLD, handler)

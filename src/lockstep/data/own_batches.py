@@ -24,7 +24,7 @@ from torch import Tensor
 from lockstep.data.shares import Batch, Part, mixed, over_ranks
 from lockstep.errors import InputError
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import named_parts, parts, tensors
+from lockstep.tensors.pytree import named_parts
 from lockstep.tensors.rows import are_batches, batch_size_of, cut, holds_samples, share_sizes
 from lockstep.tensors.seeding import kept_state_on, seed_on
 
@@ -51,24 +51,19 @@ def batch_of(
         InputError: inputs and targets can't be cut together.
     """
     samples = 0 if inputs is None else batch_size_of(inputs)
-    is_cut = accumulate > 1 or len(world.devices) > 1
-    if is_cut or world.size > 1:
-        _refuse_lists_of_samples(inputs, samples)
-    if is_cut:
+    if accumulate > 1 or len(world.devices) > 1:
         refuse_uncut(inputs, targets, samples)
 
     parts = []
     start = 0
     for size in share_sizes(samples, accumulate):
-        if not size:
-            parts.append(Part(None, None, 0, 0))
-            continue
-        if size < samples:
-            some, wanted = cut((inputs, targets), start, size, samples)
-            parts.append(Part(some, wanted, size, size))
-        else:
-            parts.append(Part(inputs, targets, size, size))
-
+        part = Part(None, None, size, size)
+        if size == samples:
+            part.inputs = inputs
+            part.targets = targets
+        elif size:
+            part.inputs, part.targets = cut((inputs, targets), start, size, samples)
+        parts.append(part)
         start += size
 
     sizes = [theirs for (theirs,) in over_ranks(world, samples)]
@@ -105,9 +100,8 @@ def refuse_uncut(inputs: Any, targets: Any, samples: int) -> None:
         InputError: a tensor has neither a row for each sample nor one for all, or a list of
             targets may be either of two things.
     """
-    if samples > 1:
-        _refuse_uncut("inputs", inputs, samples)
-        _refuse_uncut("targets", targets, samples)
+    _refuse_uncut("inputs", inputs, samples)
+    _refuse_uncut("targets", targets, samples)
 
 
 def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
@@ -124,7 +118,7 @@ def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
     if isinstance(nest, list | tuple) and holds_samples(nest, samples):
         return
     is_list_of_targets = name.startswith("targets") and type(nest) is list
-    if is_list_of_targets and len(nest) == samples and are_batches(nest, samples):
+    if is_list_of_targets and len(nest) == samples > 1 and are_batches(nest, samples):
         raise InputError(
             f"{name}: a list of {samples} items, whose tensors have {samples} rows each, for "
             f"{samples} samples can be cut in two ways: give several targets of all samples as a "
@@ -133,23 +127,6 @@ def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
 
     for key, part in named_parts(nest):
         _refuse_uncut(f"{name}.{key}", part, samples)
-
-
-def _refuse_lists_of_samples(inputs: Any, rows: int) -> None:
-    """Refuse a list with an item for each sample as inputs: nobody can see that it is one.
-
-    Raises:
-        InputError: with what to do instead.
-    """
-    for one in (inputs, *(parts(inputs) or ())):
-        if type(one) is not list or len(one) == rows:
-            continue
-        if any(t.dim() and t.shape[0] not in (1, rows) for t in tensors(one)):
-            raise InputError(
-                f"inputs: a list of {len(one)} items, whose tensors have unequal numbers of rows, "
-                "cannot be cut: pad the samples to one tensor, or train by a Job, whose collate "
-                "may give such a list; several inputs of all samples are a tuple"
-            )
 
 
 @contextlib.contextmanager
