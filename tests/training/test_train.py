@@ -400,30 +400,6 @@ def test_tensorboard_is_a_setting_that_a_resumed_run_follows(
     assert len(list(folder.glob("events.out*"))) == 1
 
 
-class OwnGenerator(torch.utils.data.Dataset):
-    """Augments from a generator that nobody seeds."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
-
-    def __len__(self) -> int:
-        return 29
-
-    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
-        return torch.full((6,), float(i)) + torch.rand((), generator=self.generator), i % 3
-
-
-@pytest.mark.parametrize(
-    ("strategy", "workers"), [("dp", 0), pytest.param("ddp", 0, marks=pytest.mark.slow), ("ddp", 1)]
-)
-def test_a_dataset_that_draws_from_its_own_generator_is_named(
-    strategy, workers, tmp_path, capfd
-) -> None:
-    job = ZOO["mlp"].replace(train_data=OwnGenerator(), eval_data=None, loader_workers=workers)
-    train(job, strategy=strategy, devices="2xcpu", folder=tmp_path)
-    assert capfd.readouterr().out.count("fetched again under one seed") == 1
-
-
 @pytest.mark.slow
 def test_a_metric_of_several_values_gives_each_a_name(tmp_path: Path) -> None:
     import torchmetrics
