@@ -351,48 +351,78 @@ class Watch:
         return mine
 
     def _ask(self, idle: float, after: float, *, shows: bool, ends: bool) -> bool:
-        """Have all ranks leave their accounts, and say them on the first that stands still;
-        whether that's done.
+        """Collect the accounts of all ranks, and report them on the first rank without progress.
+
+        Args:
+            idle: seconds without progress on this rank.
+            after: seconds after which a report is due.
+            shows: whether to show the report.
+            ends: whether to end the run.
+
+        Returns:
+            Whether the training is reported; a training that makes progress isn't.
         """
-        world, number = self._world, self._asked
+        number = self._asked
         if self._store is not None:
             self._store.set(f"lockstep/hang/{number}", "")
         mine = self._leave_account(idle)
-        accounts, missing = {world.rank: mine}, {}
-        if self._store is not None:
-            if self._over.wait(_ANSWERS):
-                return False
-            for rank in {*range(world.size)} - {world.rank}:
-                key = f"lockstep/hang/{number}/{rank}"
-                if self._store.check([key]):
-                    accounts[rank] = Account(**json.loads(self._store.get(key)))
-                else:
-                    missing[rank] = self._state_of(rank)
-        standing = [one for one in accounts.values() if one.seconds >= min(after, idle) / 2]
+        if self._store is not None and self._over.wait(_ANSWERS):
+            return False
+        accounts, missing = self._collected(mine, number)
+        if self._progress() != mine.progress:
+            return False
+        if any(one.seconds < min(after, idle) / 2 for one in accounts.values()):
+            return False
         apart = _apart(accounts)
-        waits = apart or any(
-            one.collective is not None or one.phase == "backward" for one in accounts.values()
-        )
-        if (
-            self._progress() != mine.progress
-            or len(standing) < len(accounts)
-            or not (waits or self._always)
-        ):
-            return False  # it comes further
-        if min(accounts) == world.rank:
-            line = headline(accounts, missing)
-            quiet = [f"rank {rank}: {why}" for rank, why in sorted(missing.items())]
-            if shows:
-                self._tell(
-                    [line, *(one.line() for _, one in sorted(accounts.items())), *quiet], accounts
-                )
-            if ends:
-                world.fail(
-                    Lost(f"no progress for {mine.seconds:.0f} s, which is --timeout: {line}")
-                )
-            elif apart:
-                world.fail(other_blocks(apart))
+        waits = any(one.collective or one.phase == "backward" for one in accounts.values())
+        if not (waits or apart or self._always):
+            return False
+        if min(accounts) == self._world.rank:
+            self._report(accounts, missing, shows=shows, ends=ends)
         return True
+
+    def _collected(self, mine: Account, number: int) -> tuple[dict[int, Account], dict[int, str]]:
+        """Read the accounts that the other ranks have left.
+
+        Args:
+            mine: the account of this rank.
+            number: of the question.
+
+        Returns:
+            The accounts by rank, and what the system knows of the other ranks.
+        """
+        accounts = {self._world.rank: mine}
+        missing: dict[int, str] = {}
+        if self._store is None:
+            return accounts, missing
+        for rank in {*range(self._world.size)} - {self._world.rank}:
+            key = f"lockstep/hang/{number}/{rank}"
+            if self._store.check([key]):
+                accounts[rank] = Account(**json.loads(self._store.get(key)))
+            else:
+                missing[rank] = self._state_of(rank)
+        return accounts, missing
+
+    def _report(
+        self,
+        accounts: Mapping[int, Account],
+        missing: Mapping[int, str],
+        *,
+        shows: bool,
+        ends: bool,
+    ) -> None:
+        """Show which rank the others wait for, or end the run with that."""
+        line = headline(accounts, missing)
+        if shows:
+            of_ranks = [one.line() for _, one in sorted(accounts.items())]
+            quiet = [f"rank {rank}: {why}" for rank, why in sorted(missing.items())]
+            self._tell([line, *of_ranks, *quiet], accounts)
+        apart = _apart(accounts)
+        if ends:
+            seconds = accounts[self._world.rank].seconds
+            self._world.fail(Lost(f"no progress for {seconds:.0f} s, which is --timeout: {line}"))
+        elif apart:
+            self._world.fail(other_blocks(apart))
 
     def _state_of(self, rank: int) -> str:
         """What the system knows of a rank's process that says nothing."""

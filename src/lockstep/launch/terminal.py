@@ -70,40 +70,51 @@ class Display:
             self._live = None
 
     def tell(self, event: Any) -> None:
-        """Show something that the training told."""
+        """Show an event of the training."""
         if self._quiet:
             return
-        if isinstance(event, Line) and event.kind == "log":
-            self._log = event.text
-            if self._live is not None or self._clock() - self._within >= _APART:
-                self._line_within(event.text)
-        elif isinstance(event, Line):
-            if event.kind == "note":
-                if event in self._said:
-                    return  # another rank has told it
-                self._said.add(event)
-            plain = event.kind == "plain"
-            self.line(event.text if plain else f"note: {event.text}", note=not plain)
+        if isinstance(event, Line):
+            self._tell_line(event)
         elif isinstance(event, Memory):
             self._memory |= event.sizes
         elif isinstance(event, Progress):
-            self._memory |= event.memory
-            if self._live is not None:
-                from rich.text import Text
-
-                # One row, however narrow: what doesn't fit is left out at its end.
-                self._live.update(
-                    Text(_status(event, self._memory), no_wrap=True, overflow="ellipsis")
-                )
-            elif self._clock() - max(self._printed, self._within) >= _APART:
-                self._line_within(self._log or _status(event, {}))
+            self._tell_progress(event)
         elif isinstance(event, Event) and event.kind == "evaluated":
             self._log = None
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
             width = 80 if self._console is None else self._console.width
-            for line in (line for draw in event.drawings for line in draw(width)):
-                self.line(line)
+            for draw in event.drawings:
+                for line in draw(width):
+                    self.line(line)
+
+    def _tell_line(self, event: Line) -> None:
+        """Print a line of the training; a note that another rank has logged is left out."""
+        if event.kind == "log":
+            self._log = event.text
+            if self._live is not None or self._clock() - self._within >= _APART:
+                self._line_within(event.text)
+            return
+        if event.kind == "plain":
+            self.line(event.text)
+            return
+        if event.kind == "note":
+            if event in self._said:
+                return
+            self._said.add(event)
+        self.line(f"note: {event.text}", note=True)
+
+    def _tell_progress(self, event: Progress) -> None:
+        """Update the live line; without one, print a line now and then."""
+        self._memory |= event.memory
+        if self._live is not None:
+            from rich.text import Text
+
+            # One row, however narrow: what doesn't fit is left out at its end.
+            status = _status(event, self._memory)
+            self._live.update(Text(status, no_wrap=True, overflow="ellipsis"))
+        elif self._clock() - max(self._printed, self._within) >= _APART:
+            self._line_within(self._log or _status(event, {}))
 
     def _line_within(self, text: str) -> None:
         self._log, self._within = None, self._clock()
