@@ -28,6 +28,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
+from lockstep.checkpoint.safe_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
 from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
@@ -59,10 +60,9 @@ from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import (
     Array,
-    Layout,
     archive,
+    arrays_in_files,
     create,
-    layout,
     mapped,
     write_rows,
     writing,
@@ -155,8 +155,8 @@ def predict(
             made = on_devices(predict_on, plan, chosen, backend, None, display)
             if target is None:
                 assert folder is not None
-                form, places = made
-                return filled(form, mapped(folder, places))
+                form, arrays = made
+                return filled(form, mapped(folder, arrays))
             path = Path(made)
             if not spread or started_ranks.place().rank == 0:
                 ending = "" if target.suffix else path.suffix
@@ -239,7 +239,7 @@ def predict_on(world: World, plan: _Plan) -> Any:
     """Predict on this rank.
 
     Returns:
-        On rank 0 the file's path, or form and layout of what is in the plan's folder.
+        On rank 0 the file's path, or form and arrays of what is in the plan's folder.
     """
     folder = plan.folder
     if folder is None:
@@ -260,7 +260,7 @@ class _Prediction:
     Attributes:
         form: of the outputs, after the first batch; None on a rank without a share of it.
         ending: of the file; "" where the outputs stay in memory, or as long as none is chosen.
-        layout: of the arrays; None for lines of JSON.
+        arrays: by name; None for lines of JSON.
     """
 
     def __init__(self, world: World, plan: _Plan, folder: Path) -> None:
@@ -291,10 +291,10 @@ class _Prediction:
         self.loader = job_loader(self.job, world, self.dataset, evaluation=True, name=self.name)
         self.form: Any = None
         self.ending = "" if plan.target is None else plan.target.suffix
-        self.layout: Layout | None = None
+        self.arrays: dict[str, Array] | None = None
 
     def run(self) -> Any:
-        """Write all outputs; gives the file's path, or form and layout of what is in memory."""
+        """Write all outputs; gives the file's path, or form and arrays of what is in memory."""
         try:
             with self.step.evaluating():
                 without_rows = self._names_without_rows()
@@ -311,7 +311,8 @@ class _Prediction:
 
         self.world.barrier()  # all have written
         if self.plan.target is None:
-            return self.form, self.layout
+            assert self.arrays is not None
+            return self.form, list(self.arrays.values())
         # Under torchrun the others would begin to remove the folder.
         moved = str(self._moved()) if self.world.is_first else ""
         return self.world.broadcast_object(moved)
@@ -359,13 +360,13 @@ class _Prediction:
         first = int(samples[0]) if shares else 0
 
         for size, outputs in shares:
-            if self.layout is None:
+            if self.arrays is None:
                 write_lines(self.folder, self.world.rank, self.form, outputs, size)
             else:
-                self._write_arrays(self.layout, first, size, outputs)
+                self._write_arrays(self.arrays, first, size, outputs)
             first += size
 
-    def _write_arrays(self, layout: Layout, first: int, size: int, outputs: Any) -> None:
+    def _write_arrays(self, arrays: dict[str, Array], first: int, size: int, outputs: Any) -> None:
         """Write ``size`` rows of each array, from row ``first`` on."""
         for leaf, rows in taken(self.form, outputs, size):
             if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
@@ -373,7 +374,7 @@ class _Prediction:
                     f'outputs: "{leaf.name}" was {leaf.dtype} in the first batch and is '
                     f"{rows.dtype} in another: return one dtype"
                 )
-            write_rows(self.folder, layout, leaf.name, first, rows)
+            write_rows(self.folder, arrays[leaf.name], first, rows)
 
     def _outputs(self, batch: Batch) -> list[tuple[int, Any]]:
         """Return the outputs of this process's shares that aren't empty, with the samples of each.
@@ -441,9 +442,9 @@ class _Prediction:
         if self.ending == ".jsonl":
             write_lines(self.folder, self.world.rank, self.form, None, 0)  # makes the rank's file
         else:
-            self.layout = self._made_arrays(first)
+            self.arrays = self._made_arrays(first)
 
-    def _made_arrays(self, found: list[Leaf]) -> Layout:
+    def _made_arrays(self, found: list[Leaf]) -> dict[str, Array]:
         """Make the files of arrays for the leaves of the first batch.
 
         Raises:
@@ -461,11 +462,11 @@ class _Prediction:
 
         if self.plan.target is not None and not self.ending:
             self.ending = ".npy" if len(arrays) == 1 else ".npz"
-        made = layout(self.ending, arrays)
+        made = arrays_in_files(self.ending, arrays)
         if self.world.is_first:
             create(self.folder, made)
         self.world.barrier()
-        return made
+        return {array.name: array for array in made}
 
     def _moved(self) -> Path:
         """Put together what the ranks have written, and move it to its place.
@@ -475,7 +476,7 @@ class _Prediction:
         """
         target = self.plan.target
         assert target is not None
-        if self.layout is None:
+        if self.arrays is None:
             whole = self.folder / "merged"
             starts = range(0, self.rows, self.batch_size)
             sizes = (min(self.batch_size, self.rows - start) for start in starts)
@@ -483,10 +484,7 @@ class _Prediction:
                 merge(whole, self.folder, self.world.size, sizes)
         else:
             target = target.with_suffix(self.ending)
-            whole = self.folder / next(iter(self.layout.headers))
-            if self.ending == ".npz":
-                whole = self.folder / "archive"
-                archive(whole, self.folder, self.layout)
+            whole = self._put_together(list(self.arrays.values()))
 
         with writing(whole):
             with whole.open("rb+") as file:
@@ -494,3 +492,17 @@ class _Prediction:
             os.replace(whole, target)
 
         return target
+
+    def _put_together(self, arrays: list[Array]) -> Path:
+        """Make one file of those of the arrays."""
+        whole = self.folder / "whole"
+        if self.ending == ".npy":
+            return self.folder / arrays[0].file
+        if self.ending == ".npz":
+            archive(whole, self.folder, arrays)
+            return whole
+
+        size = sum(array.size for array in arrays)
+        with writing(whole, size):
+            write_tensors(whole, mapped(self.folder, arrays), {"format": "pt"})
+        return whole

@@ -1,18 +1,16 @@
-"""Arrays on disk whose rows several processes write at once: .npy, .npz, .safetensors.
+"""Arrays on disk whose rows several processes write at once: .npy, or bare numbers.
 
-All three are a header that says names, formats and shapes, then the numbers row by row. How many
-rows there will be is known before the first is computed, so where each lies is too, and every rank
-writes its own::
+An array is a file of its own: a header that says format and shape, then the numbers row by row. How
+many rows there will be is known before the first is computed, so where each lies is too, and every
+rank writes its own::
 
     0.npy   | header | row 0 | row 1 | row 2 | row 3 | row 4 |
                      | rank 0 ...... | rank 1 ...... | rank 0 ...
 
-An .npz is a zip archive of .npy files, put together at the end. NumPy's memory-mapped files would
-end the process by a signal where the disk is full; here that is an error, mostly before anything is
-computed.
+An .npz is a zip archive of such files. NumPy's memory-mapped files would end the process by a
+signal where the disk is full; here that is an error, mostly before anything is computed.
 
-Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html,
-    https://github.com/huggingface/safetensors
+Source: https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html
 """
 
 from __future__ import annotations
@@ -20,14 +18,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import json
 import math
 import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -43,14 +39,15 @@ class Array:
 
     Attributes:
         name, dtype, shape: as it is kept, rows first.
-        file, start: where its first row begins; see ``layout``.
+        file: the name of its file; see ``arrays_in_files``.
+        header: what the file begins with.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     file: str = ""
-    start: int = 0
+    header: bytes = b""
 
     @property
     def row(self) -> int:
@@ -58,27 +55,9 @@ class Array:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
-    def end(self) -> int:
-        """The byte after its last row."""
-        return self.start + self.shape[0] * self.row
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where arrays lie in files.
-
-    Attributes:
-        headers: what each file begins with, by the file's name.
-        arrays: by their names.
-    """
-
-    headers: dict[str, bytes]
-    arrays: dict[str, Array]
-
-    def size(self, file: str) -> int:
-        """Return the bytes of a file."""
-        ends = [array.end for array in self.arrays.values() if array.file == file]
-        return max(len(self.headers[file]), *ends)
+    def size(self) -> int:
+        """The bytes of the file."""
+        return len(self.header) + self.shape[0] * self.row
 
 
 SAFETENSORS_TYPES = {
@@ -98,12 +77,12 @@ SAFETENSORS_TYPES = {
 }
 
 
-def layout(ending: str, arrays: list[Array]) -> Layout:
-    """Return where the rows of these arrays go.
+def arrays_in_files(ending: str, arrays: Sequence[Array]) -> list[Array]:
+    """Give arrays a file each, as the file that is made of them in the end needs it.
 
     Args:
-        ending: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` is for memory, without a
-            header.
+        ending: of that file: ``".npy"``, ``".npz"`` or ``".safetensors"``; ``""`` for memory. Only
+            NumPy's have headers.
         arrays: formats that the file lacks (bfloat16 in NumPy's) become float32.
 
     Raises:
@@ -116,15 +95,12 @@ def layout(ending: str, arrays: list[Array]) -> Layout:
             "take .npz"
         )
 
-    arrays = [replace(array, dtype=_kept(ending, array)) for array in arrays]
-    if ending == ".safetensors":
-        return _safetensors(arrays)
-    found = Layout({}, {})
+    found = []
     for i, array in enumerate(arrays):
-        file = f"{i}.npy"
-        header = _numpy_header(array) if ending else b""
-        found.headers[file] = header
-        found.arrays[array.name] = replace(array, file=file, start=len(header))
+        kept = replace(array, dtype=_kept(ending, array), file=f"{i}.npy")
+        if ending in (".npy", ".npz"):
+            kept = replace(kept, header=_numpy_header(kept))
+        found.append(kept)
 
     return found
 
@@ -162,53 +138,23 @@ def _numpy_header(array: Array) -> bytes:
     return file.getvalue()
 
 
-def _safetensors(arrays: list[Array]) -> Layout:
-    """Return the layout of one file for all arrays.
-
-    Large numbers come first, so that each array begins at a multiple of its own number's size.
-    """
-    placed: list[Array] = []
-    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for array in sorted(arrays, key=lambda array: -array.dtype.itemsize):
-        array = replace(array, file="arrays", start=end)
-        end = array.end
-        placed.append(array)
-        fields[array.name] = {
-            "dtype": SAFETENSORS_TYPES[array.dtype],
-            "shape": array.shape,
-            "data_offsets": [array.start, end],
-        }
-
-    text = json.dumps(fields).encode()
-    text += b" " * (-len(text) % 8)
-    header = len(text).to_bytes(8, "little") + text
-    moved = {array.name: replace(array, start=len(header) + array.start) for array in placed}
-    return Layout({"arrays": header}, moved)
+def create(folder: Path, arrays: Sequence[Array]) -> None:
+    """Make the files of arrays, with their headers, and take the room that they need."""
+    for array in arrays:
+        path = folder / array.file
+        with writing(path, array.size), path.open("xb") as file:
+            file.write(array.header)
+            file.truncate(array.size)
+            if array.size and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, array.size)
 
 
-def create(folder: Path, layout: Layout) -> None:
-    """Make the files, with their headers, and take the room that they need."""
-    for name, header in layout.headers.items():
-        size = layout.size(name)
-        with writing(folder / name, size), (folder / name).open("xb") as file:
-            file.write(header)
-            file.flush()
-            try:
-                os.posix_fallocate(file.fileno(), 0, size)
-            except (AttributeError, OSError) as error:  # not on this system, or not on this disk
-                if getattr(error, "errno", errno.EINVAL) not in (errno.EOPNOTSUPP, errno.EINVAL):
-                    raise
-                os.truncate(file.fileno(), size)
-
-
-def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor) -> None:
-    """Write rows of an array in the files that ``create`` has made.
+def write_rows(folder: Path, array: Array, first: int, rows: Tensor) -> None:
+    """Write rows of an array in the file that ``create`` has made.
 
     Args:
-        folder: of the files.
-        layout: of the files.
-        name: the array's.
+        folder: of the file.
+        array: which one.
         first: the number of the first row.
         rows: some rows, on any device.
 
@@ -216,10 +162,9 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor
         InputError: they are of another shape than those before.
         SaveError: they can't be written.
     """
-    array = layout.arrays[name]
     if tuple(rows.shape[1:]) != array.shape[1:]:
         raise InputError(
-            f'outputs: rows of "{name}" have shape {array.shape[1:]} in the first batch and '
+            f'outputs: rows of "{array.name}" have shape {array.shape[1:]} in the first batch and '
             f"{tuple(rows.shape[1:])} in another, which no array can hold: take .jsonl"
         )
 
@@ -231,32 +176,33 @@ def write_rows(folder: Path, layout: Layout, name: str, first: int, rows: Tensor
             "that all of them share"
         )
 
-    with writing(path, layout.size(array.file)), path.open("rb+") as file:
-        file.seek(array.start + first * array.row)
+    with writing(path, array.size), path.open("rb+") as file:
+        file.seek(len(array.header) + first * array.row)
         file.write(bits_of(rows).numpy().data)
 
 
-def archive(target: Path, folder: Path, layout: Layout) -> None:
-    """Put the files of a layout together as an .npz; each is removed when it is in."""
-    size = sum(map(layout.size, layout.headers))
+def archive(target: Path, folder: Path, arrays: Sequence[Array]) -> None:
+    """Put the files of arrays together as an .npz; each is removed when it is in."""
+    size = sum(array.size for array in arrays)
     with writing(target, size), zipfile.ZipFile(target, "w", zipfile.ZIP_STORED) as whole:
-        for name, array in layout.arrays.items():
-            whole.write(folder / array.file, f"{name}.npy")
+        for array in arrays:
+            whole.write(folder / array.file, f"{array.name}.npy")
             (folder / array.file).unlink()
 
 
-def mapped(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    """Return the arrays of a layout without headers as memory, by name.
+def mapped(folder: Path, arrays: Sequence[Array]) -> dict[str, Tensor]:
+    """Return arrays without headers as memory, by name.
 
     The files may be removed afterwards.
     """
     found = {}
-    for name, array in layout.arrays.items():
+    for array in arrays:
         flat = torch.empty(0, dtype=array.dtype)
-        if count := math.prod(array.shape):
+        if array.size:
             path = str(folder / array.file)
+            count = math.prod(array.shape)
             flat = torch.from_file(path, shared=False, size=count, dtype=array.dtype)
-        found[name] = flat.view(array.shape)
+        found[array.name] = flat.view(array.shape)
 
     return found
 
