@@ -47,7 +47,9 @@ from lockstep.strategies.steps.given_batches import GivenBatches
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
+from lockstep.strategies.steps.part_names import PartNames
 from lockstep.strategies.steps.saved_state import SavedState
+from lockstep.strategies.steps.scalars import backward_factor, quotient
 from lockstep.strategies.steps.skipped_updates import SkippedUpdates
 from lockstep.strategies.steps.update_checks import (
     EXPLAINED,
@@ -55,7 +57,7 @@ from lockstep.strategies.steps.update_checks import (
     refuse_counted,
     with_graph,
 )
-from lockstep.strategies.steps.update_result import PartNames, Result, backward_factor, quotient
+from lockstep.strategies.steps.update_result import Result
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 

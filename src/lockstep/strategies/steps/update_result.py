@@ -8,18 +8,12 @@ update. So results are only kept, up to fifty of them, and read together.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
 
-import torch
-from torch import Tensor
-
-from lockstep.errors import LossError
-from lockstep.launch.world import World
-from lockstep.model.losses.loss import Loss, Number, Totalled
+from lockstep.model.losses.loss import Loss, Number
+from lockstep.strategies.steps.scalars import is_on_accelerator, on_host
 
 
 class Result:
@@ -132,120 +126,10 @@ def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
 def read(results: Sequence[Result]) -> list[Loss]:
     """Give total, count and parts of each result; those on an accelerator are read together, once."""
     new = [result for result in results if result._read is None]
-    numbers = iter(_on_host(flattened([result.sums for result in new])))
+    numbers = iter(on_host(flattened([result.sums for result in new])))
     for result in new:
         result._read = nested(numbers, result._parts)
     return [result._read for result in results if result._read is not None]
-
-
-def _on_host(values: list[Number]) -> list[float]:
-    """Read numbers from accelerators, those of one device and dtype together."""
-    found = [0.0] * len(values)
-    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for place, value in enumerate(values):
-        if _is_there(value):
-            kind = (value.device, value.dtype)
-            waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
-        else:
-            found[place] = float(value)
-    for of_kind in waiting.values():
-        numbers = torch.stack([scalar for _, scalar in of_kind]).tolist()
-        for (place, _), number in zip(of_kind, numbers, strict=True):
-            found[place] = float(number)
-    return found
-
-
-def _is_there(value: Number) -> TypeGuard[Tensor]:
-    """Whether a number is on an accelerator."""
-    return isinstance(value, Tensor) and not value.is_cpu
-
-
-@functools.lru_cache(maxsize=64)
-def scalar(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Give a number as a tensor, which is written once to a device. It mustn't be changed."""
-    return torch.full((), value, dtype=dtype, device=device)
-
-
-_LEAST_COUNT = 1e-30
-"""What an accelerator takes for a count of 0 until the host has read it."""
-
-
-def as_tensor(values: Iterable[Number], device: torch.device) -> Tensor:
-    """Stack numbers in one tensor of float64; the host doesn't wait for an accelerator."""
-    stacked = []
-    for value in values:
-        if not isinstance(value, Tensor):
-            value = scalar(value, torch.float64, device)
-        stacked.append(value.to(device, torch.float64))
-    return torch.stack(stacked)
-
-
-def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
-    """Give the gradient with which the backward of ``total / divisor`` begins, at ``total``.
-
-    This saves a small step two operators and a node of the graph.
-
-    Args:
-        total: of a loss.
-        divisor: a number of samples or items.
-        waits: whether the host may wait for the divisor's value.
-    """
-    if isinstance(divisor, Tensor) and not waits:
-        here = divisor.to(total.device, non_blocking=True)
-        return quotient(1.0, here, total).to(total.dtype)
-    factor = 1.0 / float(divisor) if divisor else 0.0
-    return scalar(factor, total.dtype, total.device)
-
-
-def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
-    """Divide on the count's device, in float64 if ``like`` is, otherwise in float32.
-
-    A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters:
-    the quotient is finite, and the gradients of a total over nothing stay 0.
-    """
-    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
-    least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
-    return (scalar(number, wide, count.device) / least).to(wide)
-
-
-class PartNames:
-    """The names of the parts of a loss, which the ranks agree on in the first update.
-
-    Args:
-        world: the ranks.
-        loss: of the job.
-
-    Attributes:
-        known: the names; None before the first update, and where ranks don't meet.
-    """
-
-    def __init__(self, world: World, loss: Totalled) -> None:
-        self._world = world
-        self._loss = loss
-        self.known: tuple[str, ...] | None = None
-
-    def of(self, loss: Loss) -> tuple[str, ...]:
-        """Give the names of the parts that the loss of any rank had in the first update.
-
-        Raises:
-            LossError: ``loss`` has another part, which the other ranks don't have.
-        """
-        if self.known is None:
-            names = list(loss.parts)
-            if not self._world.layout.together:
-                return tuple(names)
-            if not self._loss.is_known:  # PyTorch's losses have no parts, on any rank
-                names = list(itertools.chain(*self._world.gather_objects(names)))
-            self.known = tuple(dict.fromkeys(names))
-        new = sorted(set(loss.parts).difference(self.known))
-        if new:
-            raise LossError(
-                f'{self._loss.name}: part "{new[0]}" is new in step {self._world.step}, and no '
-                "batch had it before",
-                fix="give each part from the first update on, as (0.0, 0) where a batch has "
-                "nothing of it",
-            )
-        return self.known
 
 
 def _of_items(loss: Loss) -> Loss:
@@ -277,7 +161,7 @@ class Sums:
         if result._skipped:
             return
         self._waiting.append(result)
-        is_there = _is_there(result.total) or _is_there(result.count)
+        is_there = is_on_accelerator(result.total) or is_on_accelerator(result.count)
         if len(self._waiting) == 50 or not is_there:
             self.read()
 
