@@ -183,6 +183,7 @@ def test_no_room_uses_private_members_of_another() -> None:
         "_buffers",
         "_parameters",
         "_modules",
+        "_indices",
         "_version",
         "_base",
     }  # PyTorch's own, which a class of ours names too
