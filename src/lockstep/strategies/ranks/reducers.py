@@ -22,7 +22,7 @@ from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
 from lockstep.strategies.ranks.rank_tensors import FlatGradients
-from lockstep.strategies.steps.scalars import as_tensor
+from lockstep.strategies.steps.weighting import as_tensor
 
 _SETTINGS = inspect.signature(DistributedDataParallel.__init__).parameters
 # torch 2.13 gave it a new name.

@@ -16,7 +16,7 @@ from lockstep.model.losses.loss import Number
 from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import Shards
-from lockstep.strategies.steps.scalars import as_tensor
+from lockstep.strategies.steps.weighting import as_tensor
 
 
 class ShardReducer(Reducer):

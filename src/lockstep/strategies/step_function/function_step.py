@@ -39,11 +39,11 @@ from lockstep.model.optimizer import sparse_parameters
 from lockstep.model.optimizers import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_tensors import FlatGradients
-from lockstep.strategies.steps.scalars import backward_factor
 from lockstep.strategies.steps.skipped_updates import no_items
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import EXPLAINED, refuse_counted
 from lockstep.strategies.steps.update_result import Result, added
+from lockstep.strategies.steps.weighting import backward_factor
 from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
 from lockstep.tensors.pytree import clones, to_device
 from lockstep.tensors.rows import cut

@@ -4,13 +4,7 @@ An update is: forward and backward of each micro-batch, the sum of gradients ove
 weighting by count, clipping, the optimizer. A strategy writes the first two (``gradients``); the
 rest is here, once.
 
-The weighting, with n the samples of the global batch and (total, count) the loss of a share::
-
-    backward runs on  total / n  every rank knows n before it starts
-    gradients are     summed     over micro-batches, replicas and ranks; total and count beside them
-    and multiplied by n / count  so that they are those of  sum(totals) / sum(counts)
-
-Where nothing is cut, backward runs on total / count, as that of the mean would.
+The weighting is explained in `lockstep.strategies.steps.weighting`.
 """
 
 from __future__ import annotations
@@ -49,7 +43,6 @@ from lockstep.strategies.steps.optimizer_modes import OptimizerModes
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.strategies.steps.part_names import PartNames
 from lockstep.strategies.steps.saved_state import SavedState
-from lockstep.strategies.steps.scalars import backward_factor, quotient
 from lockstep.strategies.steps.skipped_updates import SkippedUpdates
 from lockstep.strategies.steps.update_checks import (
     EXPLAINED,
@@ -58,6 +51,7 @@ from lockstep.strategies.steps.update_checks import (
     with_graph,
 )
 from lockstep.strategies.steps.update_result import Result
+from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
 
@@ -349,16 +343,7 @@ class Step:
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
         """Make gradients of total / size those of total / count."""
-        grads = [p.grad for p in self._parameters if p.grad is not None]
-        factor: Number
-        if isinstance(count, torch.Tensor) and self._on_accelerator:
-            double = next((grad for grad in grads if grad.dtype == torch.float64), None)
-            factor = quotient(size, count, double)
-        else:
-            factor = size / float(count)
-        for device in dict.fromkeys(grad.device for grad in grads):
-            on_device = [grad for grad in grads if grad.device == device]
-            _scale(on_device, factor, device)
+        weight(self._parameters, size, count, waits=not self._on_accelerator)
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
@@ -803,14 +788,3 @@ class Step:
         if notes:
             self.tell_once(notes)
             notes.clear()
-
-
-def _scale(grads: list[torch.Tensor], factor: Number, device: torch.device) -> None:
-    """Multiply gradients on one device in place."""
-    if isinstance(factor, torch.Tensor):
-        factor = factor.to(device, non_blocking=True)
-    if all(grad.layout == torch.strided for grad in grads):
-        torch._foreach_mul_(grads, factor)
-        return
-    for grad in grads:
-        grad.mul_(factor)

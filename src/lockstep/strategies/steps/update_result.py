@@ -11,9 +11,12 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
 
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.strategies.steps.scalars import is_on_accelerator, on_host
 
 
 class Result:
@@ -126,10 +129,32 @@ def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
 def read(results: Sequence[Result]) -> list[Loss]:
     """Give total, count and parts of each result; those on an accelerator are read together, once."""
     new = [result for result in results if result._read is None]
-    numbers = iter(on_host(flattened([result.sums for result in new])))
+    numbers = iter(_on_host(flattened([result.sums for result in new])))
     for result in new:
         result._read = nested(numbers, result._parts)
     return [result._read for result in results if result._read is not None]
+
+
+def _on_host(values: list[Number]) -> list[float]:
+    """Read numbers from accelerators, those of one device and dtype together."""
+    found = [0.0] * len(values)
+    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    for place, value in enumerate(values):
+        if _is_on_accelerator(value):
+            kind = (value.device, value.dtype)
+            waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
+        else:
+            found[place] = float(value)
+    for of_kind in waiting.values():
+        numbers = torch.stack([scalar for _, scalar in of_kind]).tolist()
+        for (place, _), number in zip(of_kind, numbers, strict=True):
+            found[place] = float(number)
+    return found
+
+
+def _is_on_accelerator(value: Number) -> TypeGuard[Tensor]:
+    """Whether a number is on an accelerator."""
+    return isinstance(value, Tensor) and not value.is_cpu
 
 
 def _of_items(loss: Loss) -> Loss:
@@ -161,7 +186,7 @@ class Sums:
         if result._skipped:
             return
         self._waiting.append(result)
-        is_there = is_on_accelerator(result.total) or is_on_accelerator(result.count)
+        is_there = _is_on_accelerator(result.total) or _is_on_accelerator(result.count)
         if len(self._waiting) == 50 or not is_there:
             self.read()
 

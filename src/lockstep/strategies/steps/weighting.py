@@ -1,37 +1,24 @@
-"""Numbers that may be on an accelerator, which the host doesn't wait for unless it has to."""
+"""The weighting of an update: gradients of total / n become those of total / count.
+
+With n the samples of the global batch and (total, count) the loss of a share::
+
+    backward runs on  total / n  every rank knows n before it starts
+    gradients are     summed     over micro-batches, replicas and ranks; total and count beside them
+    and multiplied by n / count  so that they are those of  sum(totals) / sum(counts)
+
+Where nothing is cut, backward runs on total / count, as that of the mean would. The host doesn't
+wait for numbers on an accelerator.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import TypeGuard
+from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.model.losses.loss import Number
-
-
-def on_host(values: list[Number]) -> list[float]:
-    """Read numbers from accelerators, those of one device and dtype together."""
-    found = [0.0] * len(values)
-    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
-    for place, value in enumerate(values):
-        if is_on_accelerator(value):
-            kind = (value.device, value.dtype)
-            waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
-        else:
-            found[place] = float(value)
-    for of_kind in waiting.values():
-        numbers = torch.stack([scalar for _, scalar in of_kind]).tolist()
-        for (place, _), number in zip(of_kind, numbers, strict=True):
-            found[place] = float(number)
-    return found
-
-
-def is_on_accelerator(value: Number) -> TypeGuard[Tensor]:
-    """Whether a number is on an accelerator."""
-    return isinstance(value, Tensor) and not value.is_cpu
 
 
 @functools.lru_cache(maxsize=64)
@@ -80,3 +67,34 @@ def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
     least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
     return (scalar(number, wide, count.device) / least).to(wide)
+
+
+def weight(parameters: Sequence[nn.Parameter], size: int, count: Number, *, waits: bool) -> None:
+    """Make the gradients of total / ``size`` those of total / ``count``.
+
+    Args:
+        parameters: have the gradients, perhaps on several devices.
+        size: the samples of the global batch.
+        count: the items that the loss counted.
+        waits: whether the host may wait for the value of the count.
+    """
+    grads = [p.grad for p in parameters if p.grad is not None]
+    factor: Number
+    if isinstance(count, Tensor) and not waits:
+        double = next((grad for grad in grads if grad.dtype == torch.float64), None)
+        factor = quotient(size, count, double)
+    else:
+        factor = size / float(count)
+    for device in dict.fromkeys(grad.device for grad in grads):
+        _scale([grad for grad in grads if grad.device == device], factor, device)
+
+
+def _scale(grads: list[Tensor], factor: Number, device: torch.device) -> None:
+    """Multiply gradients on one device in place."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(device, non_blocking=True)
+    if all(grad.layout == torch.strided for grad in grads):
+        torch._foreach_mul_(grads, factor)
+        return
+    for grad in grads:
+        grad.mul_(factor)
