@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib
 import sys
-import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,6 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import train
 from lockstep.errors import JobError, LockstepError, StrategyError
-from lockstep.model.losses.loss import Totalled
-from lockstep.strategies.replicas import shared_by_threads
 from lockstep.tensors.rows import cut
 
 from harness import parity, same_bits  # isort: skip
@@ -684,63 +681,6 @@ def test_a_buffer_that_was_expanded_is_copied_and_compared(
     train(job, **WAYS[way], folder=tmp_path)
     said = '"calls" is written once per micro-batch' in capsys.readouterr().out
     assert said is (way == "accumulate")
-
-
-class Balanced(nn.Module):
-    """Divides by a running mean of itself, which another thread writes before the backward of
-    the first call.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(()))
-
-    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(outputs, targets)
-        if self is not BALANCED:  # a copy, of a check
-            return loss / self.mean
-        second = WRITTEN.acquire(blocking=False)
-        if second:
-            FIRST.wait(10)
-        self.mean.mul_(0.9).add_(0.1 * loss.detach())
-        divided = loss / self.mean
-        (SECOND if second else FIRST).set()
-        if not second:
-            WRITTEN.release()
-            SECOND.wait(
-                0.5
-            )  # (by the lock on losses it comes later, and before this one's backward)
-        return divided
-
-
-BALANCED, WRITTEN, FIRST, SECOND = (
-    Balanced(),
-    threading.Semaphore(0),
-    threading.Event(),
-    threading.Event(),
-)
-
-
-def test_a_loss_that_writes_what_other_threads_need_is_refused_in_a_line(tmp_path: Path) -> None:
-    """Found by trial: PyTorch's own error of an in-place operation, from a thread."""
-    job = dataclasses.replace(ZOO["mlp"], loss=BALANCED, eval_data=None, metrics={})
-    with pytest.raises(
-        StrategyError,
-        match="Balanced seems to write to a tensor that it holds, while another thread",
-    ):
-        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
-
-
-def test_forward_mode_differentiation_on_threads_is_explained() -> None:
-    """Found by trial: PyTorch's own error, where the threads of two replicas met in
-    ``torch.func.jvp``.
-    """
-    loss = ZOO["mlp"].loss
-    text = "Trying to access a forward AD level with an invalid index."
-    assert "take ddp, which has a process for each replica" in str(
-        shared_by_threads(RuntimeError(text), Totalled(loss))
-    )
-    assert shared_by_threads(RuntimeError("shapes differ"), Totalled(loss)) is None
 
 
 MODULE = """

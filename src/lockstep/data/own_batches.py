@@ -54,23 +54,32 @@ def batch_of(
     if accumulate > 1 or len(world.devices) > 1:
         refuse_uncut(inputs, targets, samples)
 
-    parts = []
-    start = 0
-    for size in share_sizes(samples, accumulate):
-        part = Part(None, None, size, size)
-        if size == samples:
-            part.inputs = inputs
-            part.targets = targets
-        elif size:
-            part.inputs, part.targets = cut((inputs, targets), start, size, samples)
-        parts.append(part)
-        start += size
+    parts = even_parts(Part(inputs, targets, samples, samples), accumulate)
+    for part in parts:
+        part.of = part.size
 
     sizes = [theirs for (theirs,) in over_ranks(world, samples)]
     if world.size > 1:
         _count_over_ranks(parts, sizes, refuse_gaps)
 
     return Batch(parts, sum(sizes), 0, 0)
+
+
+def even_parts(part: Part, number: int) -> list[Part]:
+    """Cut a part into so many of about the same size, some of which may be empty."""
+    parts = []
+    start = 0
+    for size in share_sizes(part.size, number):
+        some = Part(None, None, size, part.of)
+        if size == part.size:
+            some.inputs = part.inputs
+            some.targets = part.targets
+        elif size:
+            nest = (part.inputs, part.targets)
+            some.inputs, some.targets = cut(nest, start, size, part.size)
+        parts.append(some)
+        start += size
+    return parts
 
 
 def _count_over_ranks(

@@ -56,13 +56,3 @@ def structure_of(model: nn.Module) -> list[Any]:
         found.append((id(module), id(vars(module).get("forward")), hooks))
     found += [(id(p), is_hooked(p)) for p in model.parameters()]
     return found
-
-
-def hooks_of(model: nn.Module) -> list[Any]:
-    """How many hooks each module has, and whether it has a forward of its own; hooked parameters."""
-    found: list[Any] = []
-    for module in model.modules():
-        hooks = [len(getattr(module, kind)) for kind in _OF_MODULES]
-        found.append((hooks, "forward" in vars(module)))
-    found += [is_hooked(p) for p in model.parameters()]
-    return found
