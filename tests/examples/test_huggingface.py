@@ -11,14 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertForSequenceClassification
 
 from lockstep import Job, evaluate, predict, train
 from lockstep.parallel import DataParallel
@@ -26,74 +19,15 @@ from lockstep.strategies import MP
 from lockstep.strategies.pp import PP
 
 from harness import differences, parity  # isort: skip
-from zoo import labels, sgd
+from hugging_face import WORDS, bert_config, gpt2, sequences, t5
+from zoo import sgd
 
 BOUND = 1e-10
-WORDS = 23
-LENGTHS = torch.randint(2, 9, (25,), generator=torch.Generator().manual_seed(7))
 WAYS = ["dp", "ddp"]
 
 
-def gpt2() -> nn.Module:
-    """Its output layer is tied to its embedding."""
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=8,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
-    model.loss_type = "ForCausalLM"  # what it takes anyway, after a warning
-    return model
-
-
 def bert() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=WORDS,
-            hidden_size=8,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=16,
-            max_position_embeddings=8,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=3,
-            output_hidden_states=True,
-        )
-    )
-
-
-def t5() -> nn.Module:
-    """Encoder, decoder and output layer share one embedding."""
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=WORDS,
-            d_model=8,
-            d_kv=4,
-            d_ff=16,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
-    )
-
-
-def sequences() -> list[tuple[torch.Tensor, int]]:
-    """25 sequences of 2 to 8 tokens, each with a class."""
-    made = torch.Generator().manual_seed(8)
-    tokens = [torch.randint(1, WORDS, (int(length),), generator=made) for length in LENGTHS]
-    return list(zip(tokens, labels(25, 3).tolist(), strict=True))
+    return BertForSequenceClassification(bert_config(num_labels=3, output_hidden_states=True))
 
 
 def padded(samples: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:

@@ -14,15 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
-    BertConfig,
     BertForMaskedLM,
     BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import lockstep
@@ -31,30 +26,8 @@ from lockstep.errors import LossError
 from lockstep.strategies import PP
 
 from harness import parity  # isort: skip
-from zoo import labels, sgd
-
-WORDS = 23
-LENGTHS = torch.randint(2, 9, (25,), generator=torch.Generator().manual_seed(7))
-
-
-def gpt2() -> nn.Module:
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=WORDS,
-            n_positions=8,
-            n_embd=8,
-            n_layer=2,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
-    model.loss_type = "ForCausalLM"  # what it takes anyway, after a warning
-    return model
+from hugging_face import WORDS, bert_config, gpt2, sequences, t5
+from zoo import sgd
 
 
 def llama() -> nn.Module:
@@ -74,20 +47,6 @@ def llama() -> nn.Module:
     )
 
 
-def bert_config(**more: Any) -> BertConfig:
-    return BertConfig(
-        vocab_size=WORDS,
-        hidden_size=8,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=16,
-        max_position_embeddings=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        **more,
-    )
-
-
 def bert() -> nn.Module:
     return BertForMaskedLM(bert_config())
 
@@ -96,28 +55,6 @@ def classifier() -> nn.Module:
     return BertForSequenceClassification(
         bert_config(num_labels=3, problem_type="single_label_classification")
     )
-
-
-def t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(
-            vocab_size=WORDS,
-            d_model=8,
-            d_kv=4,
-            d_ff=16,
-            num_layers=1,
-            num_heads=2,
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            use_cache=False,
-        )
-    )
-
-
-def sequences() -> list[tuple[Tensor, int]]:
-    made = torch.Generator().manual_seed(8)
-    tokens = [torch.randint(1, WORDS, (int(length),), generator=made) for length in LENGTHS]
-    return list(zip(tokens, labels(25, 3).tolist(), strict=True))
 
 
 def with_tokens(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
