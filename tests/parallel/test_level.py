@@ -208,6 +208,4 @@ def test_a_card_is_measured_and_fills_up() -> None:
     level = level_of(lambda: step(16), "cuda:0")
     assert level.bytes["cuda:0"] >= 16 << 22
     assert 0 < level.seconds["cuda:0"] < 1
-    budget = torch.cuda.memory_reserved() + (400 << 20)
-    assert 50 < largest_batch(step, "cuda:0", budget) <= 100 + (budget >> 22)
-    assert torch.cuda.get_per_process_memory_fraction(0) == 1.0
+    assert 50 < largest_batch(step, "cuda:0", 400 << 20) <= 100

@@ -13,7 +13,6 @@ backward (`lockstep.parallel.backward_threads`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
@@ -148,7 +146,8 @@ class DataParallel(nn.Module, Generic[M]):
         self.dim = dim
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
-        self._warned = self._said = self._compared = False
+        self._warned = False
+        self._said = False
         recompute.install()
         if len(self.devices) == 1:
             place_module(module, self.devices[0].torch)
@@ -174,8 +173,7 @@ class DataParallel(nn.Module, Generic[M]):
             if len(self.devices) == 1:
                 outputs = [self.module(*shares[0][0], **shares[0][1])]
             else:
-                with _changes_told((inputs, kwargs)) as watched:
-                    outputs = self._outputs(shares, devices, watched)
+                outputs = self._outputs(shares, devices)
             whole: Any
             if self.balanced:
                 whole = Balanced(outputs, list(devices))
@@ -183,14 +181,11 @@ class DataParallel(nn.Module, Generic[M]):
                 whole = outputs[0]
             else:
                 self._warn_of_means(outputs, sizes)
-                self._warn_of_other_dimensions(outputs, sizes)
                 whole = self.gather(outputs, self.output_device)
             trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
             return whole
 
-    def _outputs(
-        self, shares: Sequence[Arguments], devices: Sequence[Device], watched: list[Any]
-    ) -> list[Any]:
+    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
         followed, own = tensors_of(self.module)
         _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
@@ -199,8 +194,7 @@ class DataParallel(nn.Module, Generic[M]):
             DataParallel.parallel_apply,
         )
         if all(device.is_slot for device in self.devices) and not is_overridden:
-            return _on_slots(self.module, followed, own, shares, devices, watched)
-        watched.extend(_versions(shares))
+            return _on_slots(self.module, followed, own, shares, devices)
         replicas = self.replicate(self.module, devices)
         return self.parallel_apply(
             replicas, [args for args, _ in shares], [named for _, named in shares]
@@ -245,30 +239,6 @@ class DataParallel(nn.Module, Generic[M]):
                 "with this DataParallel as net, or return a value for each sample",
                 stacklevel=_CALL,
             )
-
-    def _warn_of_other_dimensions(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
-        """Say once where the samples seem to lie in another dimension than the one that is
-        joined.
-        """
-        if self._compared or self.dim != 0 or len(sizes) != len(outputs):
-            return
-        self._compared = True
-        for column in zip(*map(pytree.tensors, outputs), strict=False):
-            shapes = [tuple(tensor.shape) for tensor in column if is_plain(tensor)]
-            if len(shapes) < len(column) or any(
-                size in shape[:1] for shape, size in zip(shapes, sizes, strict=True)
-            ):
-                continue
-            for dim in range(1, min(map(len, shapes))):
-                if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True)):
-                    warnings.warn(
-                        f"replicas gave tensors {shapes[0]}, whose samples seem to lie in "
-                        f"dimension {dim}, and they "
-                        "are joined along dimension 0: transpose them in forward, or override "
-                        "gather",
-                        stacklevel=_CALL,
-                    )
-                    return
 
 
 def data_parallel(
@@ -336,7 +306,6 @@ def _on_slots(
     own: list[torch.Tensor],
     shares: Sequence[Arguments],
     devices: Sequence[Device],
-    watched: list[tuple[torch.Tensor, int]],
 ) -> list[Any]:
     """Each replica in a thread of its slot, with a graph of its own that is joined to the
     caller's.
@@ -352,9 +321,8 @@ def _on_slots(
     calls: list[Callable[[], Any]] = []
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
         args, kwargs = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
-        watched.extend(_versions((args, kwargs)))
         calls.append(functools.partial(replica, *args, **kwargs))
-    before = _versions(followed)
+    before = [(tensor, tensor._version) for tensor in followed if not tensor.is_inference()]
     with borrowed(devices) as team:
         outputs = team.run(in_streams(calls))
     for tensor, version in before:
@@ -379,35 +347,6 @@ def _of_its_own(
     shared.append(tensor)
     alias: torch.Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
-
-
-def _versions(nest: Any) -> list[tuple[torch.Tensor, int]]:
-    """The tensors of a nest, each with what autograd counts its changes by."""
-    return [
-        (tensor, tensor._version) for tensor in pytree.tensors(nest) if not tensor.is_inference()
-    ]
-
-
-@contextlib.contextmanager
-def _changes_told(whole: Arguments) -> Iterator[list[tuple[torch.Tensor, int]]]:
-    """Tell autograd which of the caller's tensors replicas have changed in place: shares have
-    versions of their own.
-
-    Else what had saved such a tensor for its backward would go on with other values, without a
-    word. Gives a list, for the shares and their versions.
-    """
-    shares: list[tuple[torch.Tensor, int]] = []
-    try:
-        yield shares
-    finally:
-        changed = {t.untyped_storage().data_ptr() for t, version in shares if t._version != version}
-        touched = (
-            [t for t, _ in _versions(whole) if t.untyped_storage().data_ptr() in changed]
-            if changed
-            else []
-        )
-        if touched:
-            increment_version(touched)
 
 
 def _compile_with(callback: Any) -> Any:

@@ -109,24 +109,10 @@ def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
     """Why these tensors can't be joined along ``dim``, and what to do."""
     if any(tensor.is_nested for tensor in tensors):
         return "nested tensors can't be joined: return padded ones"
-    said = (
-        f"tensors of shapes {', '.join(str(tuple(t.shape)) for t in tensors)} can't be joined "
-        f"along dimension {dim}"
-    )
-    dims = tensors[0].dim()
-    if any(tensor.dim() != dims for tensor in tensors) or not -dims <= dim < dims:
-        return said
-    other = [
-        d
-        for d in range(dims)
-        if d != dim % dims and len({tensor.shape[d] for tensor in tensors}) > 1
-    ]
-    if not other:
-        return said
+    shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
     return (
-        f"{said}: they also differ in dimension {other[0]}; where each replica pads its share, "
-        "let it pad to one "
-        "length (give total_length to pad_packed_sequence)"
+        f"tensors of shapes {shapes} can't be joined along dimension {dim}; where each replica "
+        "pads its share, let it pad to one length (give total_length to pad_packed_sequence)"
     )
 
 

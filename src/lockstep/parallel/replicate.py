@@ -9,7 +9,6 @@ copy of a few dictionaries.
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -38,7 +37,7 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     what it updates stays; the other replicas have copies. Modules and parameters that occur in
     several places do so in the replicas too. Hooks, and attributes that are neither modules nor
     tensors of the module, are shared. Attributes that hold parts of the module (a list of layers, a
-    method, a function or a partial) hold those of the replica.
+    method) hold those of the replica; a function that closes over them, or a partial, is shared.
 
     Args:
         network: the original.
@@ -153,9 +152,8 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """Those that may hold a part of the module: neither numbers nor words, nor what every module
     has.
 
-    With ``self.forward = self.forward_impl``, ``self.blocks = [self.a, self.b]`` or ``self.f =
-    lambda x: self.norm(x)`` a replica would compute with the original's layers, in all threads at
-    once, and write into their buffers.
+    With ``self.forward = self.forward_impl`` or ``self.blocks = [self.a, self.b]`` a replica would
+    compute with the original's layers, in all threads at once, and write into their buffers.
     """
     found = []
     for key, value in vars(module).items():
@@ -174,49 +172,17 @@ def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> An
     if isinstance(value, (nn.Module, torch.Tensor)):
         return known.get(id(value), value)
     kind = type(value)
-    if kind is types.FunctionType:
-        return _function(value, known)
     if kind is types.MethodType:
-        inside: list[Any] = [value.__self__]
-    elif kind is functools.partial:
-        inside = [value.func, value.args, value.keywords]
-    elif depth and (kind is list or kind is tuple or kind is dict):
-        inside = list(value.values() if kind is dict else value)
-    else:
+        owner = known.get(id(value.__self__))
+        return value if owner is None else types.MethodType(value.__func__, owner)
+    if not depth or kind not in (list, tuple, dict):
         return value
+
+    inside = list(value.values() if kind is dict else value)
     changed = [_of_replica(part, known, depth - 1) for part in inside]
     if all(one is other for one, other in zip(inside, changed, strict=True)):
         return value
-    if kind is types.MethodType:
-        return types.MethodType(value.__func__, changed[0])
-    if kind is functools.partial:
-        return functools.partial(changed[0], *changed[1], **changed[2])
     return dict(zip(value, changed, strict=True)) if kind is dict else kind(changed)
-
-
-def _function(function: types.FunctionType, known: Mapping[int, Any]) -> types.FunctionType:
-    """The same function, closed over the replica's parts."""
-    cells = function.__closure__ or ()
-    inside = [known.get(id(_content(cell))) for cell in cells]
-    if not any(part is not None for part in inside):
-        return function
-    closure = tuple(
-        cell if part is None else types.CellType(part)
-        for cell, part in zip(cells, inside, strict=True)
-    )
-    made = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    vars(made).update(vars(function))
-    return made
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
-        return None
 
 
 def _spread(

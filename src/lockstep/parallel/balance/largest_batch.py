@@ -6,21 +6,20 @@
                                                           then halved between the two
 
 An accelerator says itself that its memory was not enough. Slots share the memory of one machine, so
-each is given a number of bytes, and the live ones of its thread are counted
-(`lockstep.parallel.balance.live_memory`).
+each is given a number of bytes. Where there is such a budget the live bytes of each device are
+counted (`lockstep.parallel.balance.live_memory`).
 """
 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
 from lockstep.errors import InputError, OutOfMemory
-from lockstep.launch.devices import Device, Devices
+from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
 from lockstep.parallel.balance.level import peaks_of
 
@@ -35,19 +34,16 @@ def largest_batch(
 ) -> int:
     """Find the largest batch that fits.
 
-    ``step`` is called some twenty times, with batches up to twice the one that is found, and each
-    fits or doesn't for
-    itself: more samples are held to need more memory. What the calling thread makes counts for the
-        first slot.
+    ``step`` is called some twenty times, with batches up to twice the one that is found. More
+    samples are held to need more memory. What the calling thread makes counts for the first slot.
 
     Args:
         step: an update, or whatever is to fit, on a batch of so many samples that it makes itself.
             What it changes stays changed.
         devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a
             list.
-        budget: bytes for each device. Of a CUDA device all that this process may have there,
-            weights included. Of other devices what a step may make there, beyond what was there
-            before (all slots share the weights). None is the whole accelerator.
+        budget: bytes that a step may make on each device, beyond what was there before. None is
+            what an accelerator has left.
         multiple: only multiples of this are tried.
         limit: and none above this.
 
@@ -68,23 +64,20 @@ def largest_batch(
     places = tuple(dict.fromkeys(target_devices.many(devices)))
     if multiple < 1 or (budget is not None and budget < 1):
         raise InputError(f"multiple {multiple}, budget {budget}: both are at least 1")
-    says_itself = all(place.type == "cuda" if budget else not place.is_slot for place in places)
-    if budget is None and not says_itself:
+    if budget is None and any(place.is_slot for place in places):
         raise InputError(
             f"{places[0]} can't say when it is full: give a budget, in bytes for each device"
         )
 
     def fits(count: int) -> bool:
         batch = count * multiple
-        if says_itself:
+        if budget is None:
             return _is_allocated(step, batch)
-        assert budget is not None
         return max(peaks_of(lambda: step(batch), places).values()) <= budget
 
-    if not says_itself:
+    if budget is not None:
         step(multiple)  # what only a first step makes isn't counted
-    with _limited(places, budget) if says_itself else contextlib.nullcontext():
-        return multiple * _last(fits, limit // multiple)
+    return multiple * _last(fits, limit // multiple)
 
 
 def _last(fits: Callable[[int], bool], limit: int) -> int:
@@ -107,22 +100,3 @@ def _is_allocated(step: Callable[[int], object], batch: int) -> bool:
         gc.collect()
         torch.accelerator.empty_cache()
     return True
-
-
-@contextlib.contextmanager
-def _limited(places: tuple[Device, ...], budget: int | None) -> Iterator[None]:
-    """Let this process have no more than ``budget`` on each device."""
-    if budget is None:
-        yield
-        return
-    before = {
-        place.index: torch.cuda.get_per_process_memory_fraction(place.index) for place in places
-    }
-    try:
-        for index, fraction in before.items():
-            whole = torch.cuda.get_device_properties(index).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(fraction, budget / whole), index)
-        yield
-    finally:
-        for index, fraction in before.items():
-            torch.cuda.set_per_process_memory_fraction(fraction, index)

@@ -32,7 +32,7 @@ class Adding(TorchFunctionMode):
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
-        self._weights = {id(weight) for weight in weights}
+        self._weights = {id(weight) for weight in weights if weight.dim() == 2}
 
     def __torch_function__(
         self,
@@ -46,11 +46,11 @@ class Adding(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        known = id(weight) in self._weights and weight.dim() == 2 and torch.is_grad_enabled()
-        if not known or input.dtype != weight.dtype or torch.is_autocast_enabled(input.device.type):
-            return F.linear(input, weight, bias)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            # A checkpoint, which must save the same when it recomputes, without us.
+        is_known = id(weight) in self._weights and torch.is_grad_enabled()
+        is_cast = input.dtype != weight.dtype or torch.is_autocast_enabled(input.device.type)
+        # A checkpoint must save the same when it recomputes, without us.
+        is_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        if not is_known or is_cast or is_checkpoint:
             return F.linear(input, weight, bias)
         output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
         return output
@@ -68,12 +68,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         input, weight = ctx.saved_tensors
         wants_input, _, wants_bias = ctx.needs_input_grad
-        rows, values = (
-            grad.flatten(0, -2) if grad.dim() > 1 else grad[None],
-            input.reshape(-1, input.shape[-1]),
-        )
+        rows = grad.reshape(-1, grad.shape[-1])
+        values = input.reshape(-1, input.shape[-1])
         if weight.grad is None:
             weight.grad = rows.t() @ values
         else:
             weight.grad.addmm_(rows.t(), values)
-        return grad @ weight if wants_input else None, None, rows.sum(0) if wants_bias else None
+
+        input_grad = grad @ weight if wants_input else None
+        bias_grad = rows.sum(0) if wants_bias else None
+        return input_grad, None, bias_grad

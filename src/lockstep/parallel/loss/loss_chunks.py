@@ -68,10 +68,8 @@ class Share:
         )
         total: Tensor | None = None
         count: Count = 0
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(learns))
-            if weights:
-                stack.enter_context(Adding(weights))
+        adding = Adding(weights) if weights else contextlib.nullcontext()
+        with torch.set_grad_enabled(learns), adding:
             for outputs, targets in self._chunks(leaves):
                 # (No name holds on to the logits while backward runs.)
                 found, items = self.criterion(self._generated(outputs), targets, self.count)
