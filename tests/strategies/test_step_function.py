@@ -916,3 +916,10 @@ def test_what_clamps_in_backward_sees_the_mean_on_one_device(how: str, tmp_path:
         job.step(models, (inputs.double(), targets), update)
     pairs = zip(run.model().parameters(), models.parameters(), strict=True)
     assert all(torch.allclose(mine, its, atol=1e-12) for mine, its in pairs)
+
+
+@pytest.mark.parametrize("how", ["function", "hook"])
+def test_what_clamps_in_backward_is_refused_where_batches_are_cut(how: str, tmp_path: Path) -> None:
+    """Found by reading: the check took the mean over samples, where the function counts items."""
+    with pytest.raises(StrategyError, match=r"the gradient of .body"):
+        train(clamping(how), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
