@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.errors import JobError, StrategyError, nearest
 from lockstep.launch.world import World
-from lockstep.model.modes import NORMS
+from lockstep.model.modes import acting_buffers
 from lockstep.recipe import Recipe
 from lockstep.tensors.pytree import call, clones, tensors
 from lockstep.tensors.seeding import kept_states
@@ -130,13 +130,13 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     Raises:
         StrategyError: the model writes a buffer in forward.
     """
-    if not _buffers_but_statistics(model):
+    if not acting_buffers(model):
         return
     accelerators = {t.device for t in tensors(inputs) if t.device.type not in ("cpu", "meta")}
     with torch.no_grad(), kept_states(tuple(accelerators)):
         try:
             copied = copy.deepcopy(model)
-            buffers = _buffers_but_statistics(copied)
+            buffers = acting_buffers(copied)
             versions = {name: buffer._version for name, buffer in buffers.items()}
             call(copied, clones(inputs))
         except Exception:  # what is wrong with the model, its first update says
@@ -163,12 +163,3 @@ def refuse_compiled(model: nn.Module) -> None:
                 f"{where} is what torch.compile gave",
                 fix="give the model itself, and compile=True",
             )
-
-
-def _buffers_but_statistics(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Find the buffers of a model that are no running statistics of normalisation layers."""
-    statistics = set[int]()
-    for module in model.modules():
-        if isinstance(module, NORMS):
-            statistics.update(map(id, module.buffers()))
-    return {name: b for name, b in model.named_buffers() if id(b) not in statistics}

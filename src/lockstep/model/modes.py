@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
-NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+NORMS = (_BatchNorm, _InstanceNorm)
 """Layers whose running statistics act in evaluation only."""
 
 
@@ -54,3 +56,19 @@ def draws_dropout(module: nn.Module) -> bool:
         return module.p > 0
     rate = getattr(module, "dropout", None)
     return isinstance(rate, float) and rate > 0
+
+
+def normalizes_by_batch(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that takes the statistics of what its forward sees."""
+    if not isinstance(module, _BatchNorm):
+        return False
+    return module.training or module.running_mean is None
+
+
+def acting_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Find the buffers that act in training: all but running statistics of normalisation layers."""
+    found: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, NORMS):
+            found.update(module.named_buffers(path, recurse=False))
+    return found

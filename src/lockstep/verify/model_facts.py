@@ -10,21 +10,7 @@ from torch import nn
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import graph_nodes
 
-_NORMS = nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm
-"""Layers whose running statistics act in evaluation only."""
-
 _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
-
-
-def buffer_digests(model: nn.Module) -> dict[str, Any]:
-    """Return by name what tells the values of buffers from others, without running statistics."""
-    found = {}
-    for way, module in model.named_modules():
-        if isinstance(module, _NORMS):
-            continue
-        for name, buffer in module.named_buffers(way, recurse=False):
-            found[name] = digest(buffer)
-    return found
 
 
 def attribute_values(model: nn.Module) -> dict[str, Any]:
@@ -69,14 +55,3 @@ def own_functions(outputs: Any) -> set[str]:
             found.add(kind.__name__)
 
     return found
-
-
-def has_dropout(model: nn.Module) -> bool:
-    """Return whether there are dropout layers."""
-    return any(isinstance(m, nn.modules.dropout._DropoutNd) for m in model.modules())
-
-
-def normalises(model: nn.Module) -> bool:
-    """Return whether a batch norm takes the statistics of what a forward sees."""
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    return any(norm.training or not norm.track_running_stats for norm in norms)

@@ -28,13 +28,13 @@ from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
+from lockstep.model.modes import acting_buffers, draws_dropout, normalizes_by_batch
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.layer_watch import first_apart
 from lockstep.verify.measures import Rows, buffer_apart, change_apart, largest, real, rows_apart
-from lockstep.verify.model_facts import buffer_digests, has_dropout, normalises
 from lockstep.verify.training_run import Side
 
 Tensors = dict[str, Tensor]
@@ -245,7 +245,7 @@ class _PairedRun:
 
     def _compare_replicas(self) -> None:
         """Find buffers that each replica has its own values of after the first update."""
-        here = [buffer_digests(model) for model in self.ours.step.models()]
+        here = [_digests(acting_buffers(model)) for model in self.ours.step.models()]
         first, *others = chain.from_iterable(self.world.gather_objects(here))
         self.found.own_buffers = _unequal(first, others)
 
@@ -289,8 +289,8 @@ class _PairedRun:
         found = self.found
         model = theirs.step.model
         found.drew = tuple(sorted(theirs.drew))
-        found.drops = has_dropout(model)
-        found.normalises = normalises(model)
+        found.drops = any(map(draws_dropout, model.modules()))
+        found.normalises = any(map(normalizes_by_batch, model.modules()))
         found.whole_outputs = tuple(theirs.whole_outputs)
         found.functions = tuple(sorted(theirs.functions | ours.functions))
 

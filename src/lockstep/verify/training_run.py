@@ -30,7 +30,7 @@ from lockstep.verify.comparison import Experiment
 from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
 from lockstep.verify.measures import row_ids
-from lockstep.verify.model_facts import attribute_values, buffer_digests, own_functions
+from lockstep.verify.model_facts import attribute_values, own_functions
 
 _FACTOR = 1 + 2.0**-21
 """A loss whose sums are taken in another order is multiplied by this, and its gradients divided. In
@@ -54,7 +54,6 @@ class Side(Observer):
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
         drew: from where the first update drew random numbers, as in ``Comparison``.
-        buffers: digests of the buffers at the start.
         functions: autograd functions that are not PyTorch's own, in the first forwards.
         whole_outputs: the model's outputs without a row for each sample.
 
@@ -97,7 +96,6 @@ class Side(Observer):
         self.drew: set[str] = set()
         self.functions: set[str] = set()
         self.whole_outputs: dict[str, None] = {}
-        self.buffers = buffer_digests(self.step.model)
         self._attributes = attribute_values(self.step.model)
         self._number = 0
         self._total = 0.0

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import Devices
 from lockstep.model.losses.torch_losses import Count
+from lockstep.model.modes import normalizes_by_batch
 from lockstep.parallel import target_devices
 from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share
@@ -230,7 +230,7 @@ def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
 
 def _refuse_batch_norm(generator: nn.Module) -> None:
     for name, module in generator.named_modules():
-        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+        if normalizes_by_batch(module):
             raise InputError(
                 f"{name or 'the generator'} is a {type(module).__name__}, which would normalize "
                 "each chunk of tokens "

@@ -14,7 +14,7 @@ from lockstep.errors import LockstepError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.model.modes import draws_dropout
+from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
 from lockstep.strategies.sums.sum_check import SumCheck, Verdict
 from lockstep.strategies.sums.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
@@ -216,7 +216,7 @@ class BatchSums:
             )
 
     def _notes_of_evaluation(self, verdict: Verdict) -> Iterator[Caveat]:
-        if any(map(_normalizes_by_batch, self._step.model.modules())):
+        if any(map(normalizes_by_batch, self._step.model.modules())):
             yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
         if verdict.draws:
             yield Caveat(
@@ -247,13 +247,6 @@ class BatchSums:
             where = "single-device training" if of_replicas else "those of whole batches"
             text = f"the model draws random numbers in forward, which differ from {where}"
             yield Caveat("drawing", f"{text}; they are reproducible")
-
-
-def _normalizes_by_batch(module: nn.Module) -> bool:
-    """Whether a module is a batch norm that takes no running statistics."""
-    if not isinstance(module, nn.modules.batchnorm._BatchNorm):
-        return False
-    return module.training or module.running_mean is None
 
 
 def _of_kept(name: str, *, in_turn: bool) -> Caveat:
