@@ -98,7 +98,7 @@ class DDPStep(RankStep):
 
     def gradients(self, batch: Batch) -> Loss:
         """Sum gradients of total / size over micro-batches and ranks."""
-        for p in self._parameters:
+        for p in self.trained.values:
             p.grad = None
         self._buffers.follow()
 
@@ -177,7 +177,7 @@ class DDPStep(RankStep):
         return self._bytes() if self.world.size > 1 else 0
 
     def _bytes(self) -> int:
-        return sum(p.nbytes for p in self._parameters)
+        return sum(p.nbytes for p in self.trained.values)
 
 
 class DDPFunctionStep(FunctionStep, DDPStep):

@@ -300,7 +300,7 @@ class DPStep(Step):
         """The gradients of a replica, or the parameters that the first accelerator gives."""
         if self.replicas == 1:
             return 0
-        gradients = sum(p.nbytes for p in self._parameters)
+        gradients = sum(p.nbytes for p in self.trained.values)
         if self._shares_parameters:
             return gradients
         parameters = sum(p.nbytes for p in self.model.parameters())

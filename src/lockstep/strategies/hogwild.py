@@ -222,7 +222,7 @@ class HogwildStep(SingleStep):
         super()._follow_flags(name)
         if self._shared is None:
             return
-        for trained in self._names:
+        for trained in self.trained.names:
             if trained not in self._shared:
                 raise RunError(
                     f'parameter "{trained}" was frozen when weights were shared: hogwild can\'t '
@@ -301,7 +301,7 @@ class HogwildStep(SingleStep):
         if self._shared is None:
             return
         self._shared.check()
-        first, *others = self.world.gather_objects(self._names)  # which waits for all ranks
+        first, *others = self.world.gather_objects(self.trained.names)  # which waits for all ranks
         for rank, names in enumerate(others, start=1):
             changed = sorted(set(names) ^ set(first))
             if changed:
@@ -344,7 +344,7 @@ class HogwildStep(SingleStep):
         part = self._samples / seen if seen else 1 / len(every)
 
         found: dict[str, dict[str, Any]] = {}
-        for name in self._names:  # in an order that all ranks know
+        for name in self.trained.names:  # in an order that all ranks know
             of_name: dict[str, Any] = {}
             for _, of_rank in every:
                 of_name.update(of_rank.get(name, {}))

@@ -50,7 +50,7 @@ class SingleStep(Step):
 
     def gradients(self, batch: Batch) -> Loss:
         """Compute gradients, which autograd sums over the micro-batches."""
-        for p in self._parameters:
+        for p in self.trained.values:
             p.grad = None
 
         losses: list[Loss] = []

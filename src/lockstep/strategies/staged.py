@@ -79,14 +79,14 @@ class StagedStep(Step):
         super().__init__(model, optimizer, job, world)
         self.staged = staged
         self.runner = runner
-        elements = sum(p.numel() for p in self._parameters)
+        elements = sum(p.numel() for p in self.trained.values)
         self._is_small = world.device.is_slot and elements <= _FEW
         # On accelerators a device's time is not its thread's, which only queues work.
         self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> Loss:
         """Gradients summed over the micro-batches by autograd itself."""
-        for p in self._parameters:
+        for p in self.trained.values:
             p.grad = None
         streams = Streams()
         parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]

@@ -59,7 +59,7 @@ class RankStep(Step):
         names = self.part_names.of(loss)
         parts = {name: loss.parts.get(name, (0.0, 0)) for name in names}
         numbers = flattened([Loss(*loss, parts)])
-        asked, *sums = reducer.sum(self._parameters, [self.world.asked_to_stop(), *numbers])
+        asked, *sums = reducer.sum(self.trained.values, [self.world.asked_to_stop(), *numbers])
         self.checks.agree_to_stop(asked)
         return nested(iter(sums), names)
 
@@ -102,7 +102,7 @@ class RankStep(Step):
 
     def _follow_flags(self, name: str) -> None:
         if self.world.size > 1:
-            what = "frozen" if not self._held[name].requires_grad else "trained"
+            what = "frozen" if not self.trained.held[name].requires_grad else "trained"
             self.world.meet(f'a change of the model (parameter "{name}" is {what} now)')
         super()._follow_flags(name)
 

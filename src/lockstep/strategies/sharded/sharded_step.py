@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -131,12 +131,6 @@ class ShardedStep(RankStep):
         self._shards = shards
         self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
         super().__init__(model, optimizer, job, world, exchange)
-        held = set(self._optimized)
-        self._held = {
-            name: p for name, p in model.named_parameters() if id(self._mine[name]) in held
-        }
-        self._frozen = {name: p for name, p in self._frozen.items() if name not in self._held}
-        self._find_trained()
         self._waits_in_backward = True
         self._elementwise = elementwise
         self._watch = BlockWatch(model, shards, world)
@@ -144,12 +138,11 @@ class ShardedStep(RankStep):
         self.loss.within = functools.partial(self._watch.during, "loss")
         self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, self._mine, world)
 
-    def _find_trained(self) -> None:
-        for name, local in self._shards.local.items():
-            local.requires_grad_(self._shards.cut[name].requires_grad)
-        super()._find_trained()
-        self._parameters = [self._mine[name] for name in self._names]
-        self._whole = [self._mine[name] for name in self._names if name in self._shards.whole]
+    def _own_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Give the shard of each parameter, which the optimizer has, or the whole of one that isn't
+        cut.
+        """
+        return self._mine
 
     def _look_at_flags(self) -> None:
         if self.layout.are_gathered:
@@ -164,7 +157,7 @@ class ShardedStep(RankStep):
 
     def gradients(self, batch: Batch) -> Loss:
         """Sum gradients of total / size over micro-batches and ranks; this rank keeps its part."""
-        for p in (*self._parameters, *self._shards.cut.values()):
+        for p in (*self.trained.values, *self._shards.cut.values()):
             p.grad = None
         self._watch.begin()
         self._buffers.follow()
@@ -236,16 +229,17 @@ class ShardedStep(RankStep):
 
         The square of the norm is summed over the ranks.
         """
-        counted: Sequence[nn.Parameter] = self._whole if self.world.is_first else ()
-        if self._shards.is_first_replica:
-            whole = {id(p) for p in self._whole}
-            counted = [*counted, *(p for p in self._parameters if id(p) not in whole)]
+        counted = []
+        for name, p in zip(self.trained.names, self.trained.values, strict=True):
+            is_whole = name in self._shards.whole
+            if self.world.is_first if is_whole else self._shards.is_first_replica:
+                counted.append(p)
         square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         values = gradient_values(counted)
         if values:
             square += nn.utils.get_total_norm(values).double().square()
         self.grad_norm = norm = self.world.all_reduce(square).sqrt()
-        scale_to_norm(gradient_values(self._parameters), norm, clip_norm)
+        scale_to_norm(gradient_values(self.trained.values), norm, clip_norm)
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
@@ -254,7 +248,7 @@ class ShardedStep(RankStep):
 
     def bytes_communicated(self) -> int:
         """This rank's shard, gathered in forward and in backward, and the whole gradients."""
-        return 2 * self._shards.bytes_here + sum(p.nbytes for p in self._held.values())
+        return 2 * self._shards.bytes_here + sum(p.nbytes for p in self.trained.held.values())
 
     def _refuse_gaps(self, here: list[bool]) -> None:
         raise InputError(

@@ -73,7 +73,7 @@ class FunctionStep(Step):
         self._parts: dict[str, list[nn.Parameter]] = {}
         for name in self._order:
             own = set(map(id, model.get_submodule(name).parameters()))
-            self._parts[name] = [p for p in self._parameters if id(p) in own]
+            self._parts[name] = [p for p in self.trained.values if id(p) in own]
         self._reducers = {name: FlatReducer(model, world) for name in self._order}
         self._losses_of: dict[str, list[Loss]] = {}
         self._has_samples = True
@@ -189,7 +189,7 @@ class FunctionStep(Step):
         self._clear_gradients()
 
     def _clear_gradients(self) -> None:
-        for p in self._parameters:
+        for p in self.trained.values:
             p.grad = None
 
     # ---- between ranks ---------------------------------------------------------------------------

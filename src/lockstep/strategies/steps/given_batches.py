@@ -59,7 +59,7 @@ class GivenBatches:
             return
         if step.replicas > 1 and step.world.size == 1:
             return  # replicas on threads have no hooks, which is refused
-        if any(map(is_hooked, step._held.values())):
+        if any(map(is_hooked, step.trained.held.values())):
             step.tell_once([PARAMETER_HOOKS])
 
     def _look_at_microbatches(self, batch: Batch) -> None:

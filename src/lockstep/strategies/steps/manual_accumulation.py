@@ -79,7 +79,7 @@ class ManualAccumulation:
         # New tensors: a strategy may write the next gradients in place.
         sums: list[torch.Tensor | None] = []
         if self.losses:
-            sums = [None if p.grad is None else p.grad * before for p in step._parameters]
+            sums = [None if p.grad is None else p.grad * before for p in step.trained.values]
         if not self._has_begun:
             step._begin_update(batch)
             self._has_begun = True
@@ -96,9 +96,9 @@ class ManualAccumulation:
         self.losses.append(loss)
         self.samples += batch.size
         if sums:
-            for p, grad in zip(step._parameters, sums, strict=True):
+            for p, grad in zip(step.trained.values, sums, strict=True):
                 p.grad = _joined(grad, p.grad, batch.size, self.samples)
-        for p in step._parameters:
+        for p in step.trained.values:
             self.left.append((p.grad, -1 if p.grad is None else p.grad._version))
         return loss
 
@@ -148,7 +148,7 @@ class ManualAccumulation:
     def are_thrown_away(self) -> bool:
         """Whether every gradient that ``backward`` has left was written since, and is 0 or gone."""
         grads = []
-        for p, (was, version) in zip(self._step._parameters, self.left, strict=False):
+        for p, (was, version) in zip(self._step.trained.values, self.left, strict=False):
             if was is None or not was.numel():
                 continue
             if p.grad is was and was._version == version:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
-from lockstep.errors import LossError, StrategyError
+from lockstep.errors import LossError
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import reset_peak_memory
@@ -41,16 +41,16 @@ from lockstep.strategies.steps.given_batches import GivenBatches
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
-from lockstep.strategies.steps.part_names import PartNames
 from lockstep.strategies.steps.saved_state import SavedState
 from lockstep.strategies.steps.skipped_updates import SkippedUpdates
+from lockstep.strategies.steps.trained_parameters import TrainedParameters
 from lockstep.strategies.steps.update_checks import (
     EXPLAINED,
     UpdateChecks,
     refuse_counted,
     with_graph,
 )
-from lockstep.strategies.steps.update_result import Result
+from lockstep.strategies.steps.update_result import PartNames, Result
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import call, copied_nest, to_device, versions
@@ -82,6 +82,7 @@ class Step:
         world: this process's place among the ranks.
         loss: gives total and count.
         layout: what each rank has of the parameters.
+        trained: the parameters that the optimizer moves.
         modes: puts the optimizer in its mode for training or evaluation.
         draws: the random streams.
         evaluator: computes outputs and losses without an update.
@@ -187,18 +188,11 @@ class Step:
         self._noted: set[Caveat | str] = set()
         self.part_names = PartNames(world, self.loss)
 
-        self._optimized = self._in_optimizer()
-        held = set(self._optimized)
-        self._held: dict[str, nn.Parameter] = {}
-        self._frozen: dict[str, nn.Parameter] = {}
-        for name, p in model.named_parameters():
-            if id(p) in held:
-                self._held[name] = p
-            elif not p.requires_grad:
-                self._frozen[name] = p
         # A step function may train frozen parameters within an update.
-        self._trains_frozen = job.step is not None
-        self._find_trained()
+        with_frozen = job.step is not None
+        self.trained = TrainedParameters(
+            model, optimizer, self._own_parameters(), with_frozen=with_frozen
+        )
 
     # ---- what a person's own loop calls ----------------------------------------------------------
 
@@ -319,7 +313,7 @@ class Step:
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the gradients of this process are finite; this waits for an accelerator."""
-        values = [grad for grad in gradient_values(self._parameters) if grad.numel()]
+        values = [grad for grad in gradient_values(self.trained.values) if grad.numel()]
         return math.isfinite(nn.utils.get_total_norm(values, math.inf))
 
     def _move_parameters(self, size: int, count: Number) -> None:
@@ -343,12 +337,12 @@ class Step:
     @phase("computing", "weight")
     def _weight(self, size: int, count: Number) -> None:
         """Make gradients of total / size those of total / count."""
-        weight(self._parameters, size, count, waits=not self._on_accelerator)
+        weight(self.trained.values, size, count, waits=not self._on_accelerator)
 
     @phase("computing", "clip")
     def _clip(self, clip_norm: float) -> None:
         """Keep the norm of all gradients together at ``clip_norm`` or less."""
-        self.grad_norm = clip_gradients(self._parameters, clip_norm)
+        self.grad_norm = clip_gradients(self.trained.values, clip_norm)
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
@@ -425,7 +419,7 @@ class Step:
         if self._waits:
             is_first = self._updates == self.skips.in_a_row + 1
             loss = self.checks.finite(loss, model, part, outputs, where, first=is_first)
-        if not loss.total.requires_grad and self._parameters:
+        if not loss.total.requires_grad and self.trained.values:
             refuse_counted(loss)
             if self._waits_in_backward:
                 loss = with_graph(loss, outputs)
@@ -566,42 +560,24 @@ class Step:
 
     # ---- what is trained -------------------------------------------------------------------------
 
-    def _find_trained(self) -> None:
-        """Find the parameters that are trained: those of the optimizer that aren't frozen."""
-        self._flags = [p.requires_grad for p in self._held.values()]
-        self._names = []
-        for name, p in self._held.items():
-            if p.requires_grad or self._trains_frozen:
-                self._names.append(name)
-        self._parameters = [self._held[name] for name in self._names]
-
-    def _in_optimizer(self) -> list[int]:
-        """List the ids of the optimizer's parameters."""
-        return [id(p) for group in self.optimizer.param_groups for p in group["params"]]
-
     def _look_at_flags(self) -> None:
         """Follow parameters that were frozen or thawed.
 
         Raises:
             StrategyError: the optimizer was given other parameters.
         """
-        if self._in_optimizer() != self._optimized:
-            how = "give it all from the beginning, and freeze and train them with requires_grad_()"
-            if self.own_loop:
-                how = "call lockstep.parallelize again, with the model as it is now"
-            raise StrategyError(
-                f"the optimizer has other parameters than when the step was made: {how}"
-            )
-        flags = [p.requires_grad for p in self._held.values()]
-        if flags != self._flags:
-            changed = zip(self._held, flags, self._flags, strict=True)
-            self._follow_flags(next(name for name, now, before in changed if now != before))
-        for name, p in self._frozen.items():
+        how = "give it all from the beginning, and freeze and train them with requires_grad_()"
+        if self.own_loop:
+            how = "call lockstep.parallelize again, with the model as it is now"
+        self.trained.refuse_others(how)
+        changed = self.trained.changed()
+        if changed is not None:
+            self._follow_flags(changed)
+        for name, p in self.trained.others.items():
             if p.requires_grad and self.world.is_first:
                 self.tell_once(
                     [f'"{name}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
                 )
-                break
 
     def _follow_flags(self, name: str) -> None:
         """Follow a person who has frozen or thawed parameters of the optimizer.
@@ -612,9 +588,9 @@ class Step:
         self.accumulation.refuse_waiting(
             f'parameter "{name}" was frozen, or is trained from now on'
         )
-        for p in self._parameters:
+        for p in self.trained.values:
             p.grad = None
-        self._find_trained()
+        self.trained.find()
         self._followed = self._updates + 1
 
     def prepare(self, batch: Batch) -> None:
@@ -724,6 +700,10 @@ class Step:
     def models(self) -> list[nn.Module]:
         """List the replicas of this process."""
         return [self.model]
+
+    def _own_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Give what this process has of each parameter, by name; the optimizer has it."""
+        return dict(self.model.named_parameters())
 
     def _follow_modes(self) -> None:
         """Give replicas that share the first one's parameters the mode of the first.
