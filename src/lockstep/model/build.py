@@ -29,7 +29,7 @@ from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.recipe import Recipe
-from lockstep.tensors.common_memory import common_memory_kept, in_common_memory, tensors_of
+from lockstep.tensors.common_memory import common_memory_unmoved, in_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, is_lazy, to_device
@@ -69,7 +69,7 @@ def build_model(job: Recipe, world: World, *, place: bool = True) -> nn.Module:
     if job.activation_checkpointing is not None:
         _checkpoint(model, job, world)
     if job.channels_last:
-        with common_memory_kept(model):
+        with common_memory_unmoved(model):
             _lay_out(model)
     if place and not world.device.is_slot:
         place_module(model, world.device.torch)

@@ -27,7 +27,7 @@ from torch import nn
 from lockstep.errors import JobError, first_line
 from lockstep.launch.processes.call import flags, set_flags
 from lockstep.launch.world import World
-from lockstep.tensors.common_memory import common_memory_kept
+from lockstep.tensors.common_memory import common_memory_unmoved
 
 PrecisionName = Literal["fp64", "fp32", "tf32", "bf16", "fp16"]
 
@@ -131,7 +131,7 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
                 f"precision: \"{parameter_name}\" is complex, which fp16's scaled loss can't be "
                 "used with: take bf16"
             )
-    with common_memory_kept(model):
+    with common_memory_unmoved(model):
         if name == "fp64":
             model.double()
             model._apply(lambda t: t.to(torch.complex128) if t.is_complex() else t)  # type: ignore[no-untyped-call]

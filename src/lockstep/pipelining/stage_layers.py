@@ -22,7 +22,7 @@ from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import modules_around
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.transfer import TransferMode
-from lockstep.tensors.common_memory import common_memory_kept, tensors_of
+from lockstep.tensors.common_memory import common_memory_unmoved, tensors_of
 from lockstep.tensors.placing import place_tensor
 from lockstep.threads import recompute
 
@@ -113,7 +113,7 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
     recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
     for module in recurrent:
         module._flat_weight_refs = []  # as ``Module.to`` does
-    with common_memory_kept(model):
+    with common_memory_unmoved(model):
         for name, tensor in list(tensors_of(model)):
             place = places.get(name, rest)
             if tensor.device != place:

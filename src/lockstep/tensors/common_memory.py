@@ -58,16 +58,16 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 @contextmanager
-def common_memory_kept(model: nn.Module) -> Iterator[None]:
-    """Leave tensors in common memory that are converted or moved meanwhile.
+def common_memory_unmoved(model: nn.Module) -> Iterator[None]:
+    """Refuse to convert or move tensors in common memory meanwhile: each would get its own.
 
     Groups of tensors without a trained parameter are left alone.
 
     Args:
-        model: whose parameters and buffers are kept together.
+        model: whose parameters and buffers are converted or moved.
 
     Raises:
-        StrategyError: that can't be, since they are on several devices now, say.
+        StrategyError: tensors in common memory were moved; two are named.
     """
     groups = in_common_memory(
         [(name, tensor.detach()) for name, tensor in tensors_of(model) if not is_lazy(tensor)]
@@ -76,34 +76,15 @@ def common_memory_kept(model: nn.Module) -> Iterator[None]:
 
     now = dict(tensors_of(model))
     for group in groups:
-        is_trained = any(now[name].requires_grad for name, _ in group)
-        has_moved = any(now[name].data_ptr() != before.data_ptr() for name, before in group)
+        (name, _), (other, _), *_ = group
+        is_trained = any(now[each].requires_grad for each, _ in group)
+        has_moved = any(now[each].data_ptr() != before.data_ptr() for each, before in group)
         if is_trained and has_moved:
-            _put_together(group, now)
-
-
-def _put_together(group: list[Named], now: dict[str, Tensor]) -> None:
-    """Give tensors one piece of memory where they are now, as they had one before.
-
-    Args:
-        group: the tensors as they were, by name.
-        now: all tensors of the model as they are, by name.
-    """
-    (name, first), (other, _), *_ = group
-
-    places = {(now[each].device, now[each].dtype) for each, _ in group}
-    pieces = {before.untyped_storage().data_ptr() for _, before in group}
-    if len(places) > 1 or len(pieces) > 1:
-        raise StrategyError(
-            f'"{name}" and "{other}" have memory in common without being one parameter, and '
-            "can't be moved or converted together: give both modules the parameter itself, or "
-            "clone it"
-        )
-
-    whole = torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage())
-    memory = whole.to(now[name])
-    for each, before in group:
-        now[each].data = memory.as_strided(before.shape, before.stride(), before.storage_offset())
+            raise StrategyError(
+                f'"{name}" and "{other}" have memory in common without being one parameter, and '
+                "can't be moved or converted together: give both modules the parameter itself, or "
+                "clone it"
+            )
 
 
 def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.tensors.common_memory import common_memory_kept
+from lockstep.tensors.common_memory import common_memory_unmoved
 from lockstep.tensors.pytree import tensors as tensors_of
 
 _BUCKET = 32 << 20
@@ -29,7 +29,7 @@ def place_module(module: nn.Module, place: torch.device) -> None:
 
     This is ``Module.to``, but ties and hooks are kept.
     """
-    with common_memory_kept(module):
+    with common_memory_unmoved(module):
         here = torch.empty(0)
         there = torch.empty(0, device=place)
         if torch._has_compatible_shallow_copy_type(here, there):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
@@ -80,24 +79,23 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
         return nest._make(new) if hasattr(nest, "_make") else type(nest)(new)
     if type(nest) is list:
         return list(new)
-    made = copy.copy(nest)
     if isinstance(nest, list):
+        made = copy.copy(nest)
         made[:] = new
-    elif isinstance(nest, MutableMapping):
-        _put_items(made, zip(nest, new, strict=True))
-    else:
-        for name, value in zip(_attributes(nest) or (), new, strict=True):
-            object.__setattr__(made, name, value)  # frozen ones too; __post_init__ has had its turn
+        return made
+    if isinstance(nest, MutableMapping):
+        return _mapping_of(nest, zip(nest, new, strict=True))
 
-    for name in list(getattr(made, "__dict__", ())):
-        if _is_cached(nest, name):
-            del made.__dict__[name]  # it was computed of the other parts
-
+    # What was computed of the other parts and kept is left out; __post_init__ has had its turn.
+    made = object.__new__(type(nest))
+    for name, value in zip(_attributes(nest) or (), new, strict=True):
+        object.__setattr__(made, name, value)
     return made
 
 
-def _put_items(made: MutableMapping[Any, Any], items: Iterable[tuple[Any, Any]]) -> None:
-    """Give a shallow copy of a mapping items of its own."""
+def _mapping_of(nest: Any, items: Iterable[tuple[Any, Any]]) -> Any:
+    """Return a mapping of the same type with other items."""
+    made = copy.copy(nest)
     attributes = getattr(made, "__dict__", {})
     for name, value in attributes.items():
         if isinstance(value, dict):  # where a mapping of another class keeps its items
@@ -107,6 +105,8 @@ def _put_items(made: MutableMapping[Any, Any], items: Iterable[tuple[Any, Any]])
         made[key] = value
         if key in attributes:  # (``self.__dict__ = self``)
             attributes[key] = value
+
+    return made
 
 
 def tensors(nest: Any) -> Iterator[Tensor]:
@@ -157,19 +157,20 @@ def described(nest: Any) -> str:
     if inside is None:
         return "None" if nest is None else type(nest).__name__
 
+    shown = [described(part) for part in inside]
+    kind = type(nest).__name__
     if isinstance(nest, MutableMapping):
-        items = (f"{key!r}: {described(value)}" for key, value in zip(nest, inside, strict=True))
+        items = [f"{key!r}: {one}" for key, one in zip(nest, shown, strict=True)]
         body = "{" + ", ".join(items) + "}"
-        return body if type(nest) is dict else f"{type(nest).__name__}({body})"
+        return body if type(nest) is dict else f"{kind}({body})"
 
-    if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
-        items = (f"{name}={described(value)}" for name, value in named_parts(nest))
-        return f"{type(nest).__name__}({', '.join(items)})"
+    if type(nest) not in (list, tuple):
+        items = [f"{name}={one}" for (name, _), one in zip(named_parts(nest), shown, strict=True)]
+        return f"{kind}({', '.join(items)})"
 
-    shown = inside if len(inside) <= 8 else inside[:3]
-    body = ", ".join(map(described, shown))
-    if len(shown) < len(inside):
-        body += f", ... {len(inside)} in all"
+    if len(shown) > 8:
+        shown[3:] = [f"... {len(inside)} in all"]
+    body = ", ".join(shown)
     if isinstance(nest, list):
         return f"[{body}]"
     return f"({body},)" if len(inside) == 1 else f"({body})"
@@ -277,7 +278,8 @@ def call(model: Any, inputs: Any) -> Any:
     if type(inputs) in (tuple, list):
         args = inputs
     elif isinstance(inputs, Mapping):
-        args, kwargs = (), inputs
+        args = ()
+        kwargs = inputs
 
     try:
         return model(*args, **kwargs)
@@ -341,7 +343,6 @@ def to_device(
     """
     pins = may_pin(device)
     ahead = device.type != "cpu"
-    layout = torch.channels_last if channels_last else torch.preserve_format
 
     def moved(tensor: Tensor) -> Tensor:
         wanted = tensor.dtype
@@ -354,8 +355,10 @@ def to_device(
             # From pageable memory a copy would wait for all that the device was given.
             tensor = tensor.to(wanted).pin_memory()
 
-        its_layout = layout if tensor.dim() == 4 else torch.preserve_format
-        return tensor.to(device, wanted, non_blocking=ahead, memory_format=its_layout)
+        layout = torch.preserve_format
+        if channels_last and tensor.dim() == 4:
+            layout = torch.channels_last
+        return tensor.to(device, wanted, non_blocking=ahead, memory_format=layout)
 
     def moved_object(leaf: Any) -> Any:
         if isinstance(leaf, type) or not callable(getattr(leaf, "to", None)):
@@ -384,14 +387,10 @@ def _attributes(nest: Any) -> list[str] | None:
     if isinstance(nest, type) or not dataclasses.is_dataclass(nest):
         return None
 
-    names = dict.fromkeys(field.name for field in dataclasses.fields(nest))
+    names = [field.name for field in dataclasses.fields(nest)]
     for name in getattr(nest, "__dict__", ()):
-        if not _is_cached(nest, name):  # it was computed in __post_init__
-            names[name] = None
+        # What isn't a field was computed in __post_init__, or by a ``cached_property`` of the class.
+        if name not in names and not hasattr(type(nest), name):
+            names.append(name)
 
-    return list(names)
-
-
-def _is_cached(nest: Any, name: str) -> bool:
-    """Whether an attribute was computed from others, by a ``cached_property``."""
-    return isinstance(getattr(type(nest), name, None), functools.cached_property)
+    return names
