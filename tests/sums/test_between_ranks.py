@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +89,6 @@ class Codebook(nn.Module):
         return features - self.mean.clone()
 
 
-def codebook(**settings: Any) -> Job:
-    return Job(
-        model=Codebook,
-        loss=nn.MSELoss(),
-        optimizer=plain_sgd,
-        train_data=TensorDataset(drawn(24, 6), drawn(24, 3, seed=2)),
-        batch_size=8,
-        precision="fp64",
-        **settings,
-    )
-
-
 class MomentumEncoder(nn.Module):
     """A second encoder that follows the first one, in each forward of training."""
 
@@ -119,9 +108,9 @@ class MomentumEncoder(nn.Module):
         return self.head(self.query(inputs) + self.key(inputs))
 
 
-def momentum(**settings: Any) -> Job:
+def regression(model: Any, **settings: Any) -> Job:
     return Job(
-        model=MomentumEncoder,
+        model=model,
         loss=nn.MSELoss(),
         optimizer=plain_sgd,
         train_data=TensorDataset(drawn(24, 6), drawn(24, 3, seed=2)),
@@ -129,6 +118,10 @@ def momentum(**settings: Any) -> Job:
         precision="fp64",
         **settings,
     )
+
+
+codebook = functools.partial(regression, Codebook)
+momentum = functools.partial(regression, MomentumEncoder)
 
 
 def weights(job: Job, strategy: str, folder: Path) -> torch.Tensor:

@@ -239,6 +239,17 @@ def clones(nest: Any) -> Any:
     return each(torch.clone, nest, on_packed=_same)
 
 
+def doubled(nest: Any) -> Any:
+    """Return the same nest with floating tensors in float64, and complex ones in complex128."""
+    return each(_doubled, nest)
+
+
+def _doubled(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _same(thing: Any) -> Any:
     return thing
 

@@ -5,6 +5,7 @@ them.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import MutableMapping
 from dataclasses import is_dataclass
@@ -42,6 +43,17 @@ def share_sizes(total: int, parts: int) -> list[int]:
     """
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
+
+
+def coprime_sizes(samples: int) -> tuple[int, int]:
+    """Return the sizes of two parts, about even, which have no common divisor.
+
+    A mask over samples leaves the same fraction of both only if it leaves all, or none.
+    """
+    first = (samples + 1) // 2
+    while math.gcd(first, samples) > 1:
+        first -= 1
+    return first, samples - first
 
 
 def has_rows(tensor: Tensor, samples: int) -> bool:

@@ -32,9 +32,9 @@ from lockstep.model.losses.check_interval import TIMED, CheckInterval
 from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
-from lockstep.tensors.pytree import copied_nest, each, holds_packed, tensors
+from lockstep.tensors.pytree import copied_nest, doubled, each, holds_packed, tensors
 from lockstep.tensors.pytree import parts as parts_of
-from lockstep.tensors.rows import are_batches, part_of
+from lockstep.tensors.rows import are_batches, coprime_sizes, part_of
 from lockstep.tensors.seeding import kept_state_on
 from lockstep.threads.random_streams import stream
 
@@ -144,7 +144,7 @@ class LossCheck:
 
     def _parts(self, loss: Totalled, nest: Nest, samples: int) -> list[Loss] | None:
         """Compute both parts; None, now and later, where the loss can't take them."""
-        first, second = _sizes(samples)
+        first, second = coprime_sizes(samples)
         try:
             return [
                 loss(*copied_nest(part_of(nest, 0, first, samples)), first),
@@ -181,12 +181,12 @@ class LossCheck:
 
     def _is_rounding(self, nest: Nest, samples: int) -> bool:
         """Whether the parts add up in float64."""
-        doubled: Nest = each(_doubled, nest)
+        wide: Nest = doubled(nest)
         loss = self._loss.copied(double=True)
         try:
             with torch.autocast(place_of(nest).type, enabled=False):
-                whole = loss(*copied_nest(doubled), samples)
-                parts = self._parts(loss, doubled, samples)
+                whole = loss(*copied_nest(wide), samples)
+                parts = self._parts(loss, wide, samples)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -221,14 +221,6 @@ class LossCheck:
             self.interval.every, note = max(found)
         if note and world.is_first:
             self.notes.append(note)
-
-
-def _sizes(samples: int) -> tuple[int, int]:
-    """The sizes of two parts, which have no common divisor."""
-    first = (samples + 1) // 2
-    while math.gcd(first, samples) > 1:
-        first -= 1
-    return first, samples - first
 
 
 def _holds_parameters(outputs: Any) -> bool:
@@ -288,10 +280,6 @@ def _drawing_apart(nest: Nest) -> Iterator[list[bool]]:
                 stack.enter_context(kept_state_on(place))
         stack.enter_context(stream(generator))
         yield drawn
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def _pair(loss: Loss) -> tuple[float, float]:
@@ -377,7 +365,7 @@ def not_additive(
             fix="return the sum over the items of the batch, and their number; or use single (or "
             "mp) without accumulate",
         )
-    first_size, second_size = _sizes(samples)
+    first_size, second_size = coprime_sizes(samples)
     mean = total / samples
     first = first_total / first_size
     second = second_total / second_size

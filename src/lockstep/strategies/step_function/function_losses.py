@@ -12,7 +12,7 @@ from lockstep.errors import LossError
 from lockstep.launch.processes.call import closed_over
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
-from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
+from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed
 from lockstep.tensors.pytree import clones
 
 StepFunction = Callable[..., None]
@@ -92,7 +92,7 @@ class SummedFunction(Summed):
         self._step = step
         self._samples = samples
 
-    def __call__(self, piece: Piece) -> Sums:
+    def __call__(self, piece: Piece) -> PieceSums:
         """Run the function on a piece."""
         named: dict[str, tuple[Number, Number]] = {}
         sums: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ class SummedFunction(Summed):
         self._function(self.model, batch, Update(take, self._step, self._samples))
         # One device has the mean over what is counted, which only losses of one count share.
         count = counts.pop() if len(counts) == 1 else piece.size
-        return Sums(torch.stack(sums).sum() if sums else None, count, named)
+        return PieceSums(torch.stack(sums).sum() if sums else None, count, named)
 
     def doubled(self) -> SummedFunction:
         """Give the losses of a model in float64, whose tensors the function takes as they are."""

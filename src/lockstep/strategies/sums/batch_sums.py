@@ -18,8 +18,7 @@ from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
 from lockstep.strategies.sums.sum_check import SumCheck, Verdict
 from lockstep.strategies.sums.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
-from lockstep.tensors.pytree import call
-from lockstep.tensors.rows import cut, share_sizes
+from lockstep.tensors.rows import coprime_sizes, cut
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step
@@ -77,7 +76,7 @@ class BatchSums:
         """
         step = self._step
         if summed is None:
-            summed = SummedLoss(step.model, step.loss, _forward)
+            summed = SummedLoss(step.model, step.loss)
         verdict = self._verdict(batch, summed, f"in update {step.number}")
         self._is_owed = verdict is None and self._has_checked
         if verdict is None:
@@ -99,7 +98,7 @@ class BatchSums:
         if self._every == 0 or step.replicas == 1 or not step.together:
             return
         if is_power_of_two(batch.index + 1):
-            summed = SummedLoss(step.model, step.loss, _forward, metrics=metrics, trains=False)
+            summed = SummedLoss(step.model, step.loss, metrics=metrics, trains=False)
             summed.holds = [*summed.holds, *holds]
             verdict = self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
             if verdict is not None and step.world.is_first:
@@ -148,10 +147,10 @@ class BatchSums:
         samples = min(batch.size, most or max(self._samples_of_a_part(batch), _FEWEST))
         if samples < 2 or batch.samples is None:
             return None
-        first = _first_of_two(samples)
+        first, second = coprime_sizes(samples)
         indices = batch.samples[:samples].tolist()
         pairs = batch.collate([indices, indices[:first], indices[first:]])
-        sizes = samples, first, samples - first
+        sizes = samples, first, second
         starts = 0, 0, first
         return [
             self._piece(inputs, targets, size, start)
@@ -168,9 +167,9 @@ class BatchSums:
         samples = part.size
         if min(here for (here,) in over_ranks(step.world, samples)) < 2:
             return None
-        first = _first_of_two(samples)
+        first, second = coprime_sizes(samples)
         pieces = [self._piece(part.inputs, part.targets, samples, 0)]
-        for start, size in ((0, first), (first, samples - first)):
+        for start, size in ((0, first), (first, second)):
             inputs, targets = cut((part.inputs, part.targets), start, size, samples)
             pieces.append(self._piece(inputs, targets, size, start))
         return pieces
@@ -258,15 +257,3 @@ def _of_kept(name: str, *, in_turn: bool) -> Caveat:
             "first"
         )
     return Caveat("buffer", text, "single keeps the results")
-
-
-def _first_of_two(samples: int) -> int:
-    """The larger of two sizes that have no common divisor: a mask over samples can't leave as
-    much of both.
-    """
-    half = share_sizes(samples, 2)[0]
-    return next(size for size in range(half, 0, -1) if math.gcd(size, samples) == 1)
-
-
-def _forward(model: nn.Module, inputs: Any) -> Any:
-    return call(model, inputs)

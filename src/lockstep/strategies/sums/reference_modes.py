@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.tensors.pytree import each
+from lockstep.tensors.pytree import doubled
 
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _KNOWN = (_BATCH_NORMS, nn.modules.instancenorm._InstanceNorm, nn.RReLU)
@@ -62,23 +61,12 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for p, data in parameters:
-            p.data = _wide(data)
+            p.data = doubled(data)
         for owner, before in held:
-            owner.update({key: _wide(tensor) for key, tensor in before.items()})
+            owner.update({key: doubled(tensor) for key, tensor in before.items()})
         yield
     finally:
         for p, data in parameters:
             p.data = data
         for owner, before in held:
             owner.update(before)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        return tensor.to(torch.complex128)
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def doubled(nest: Any) -> Any:
-    """The nest with its floating tensors in float64."""
-    return each(_wide, nest)

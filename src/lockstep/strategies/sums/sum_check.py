@@ -36,13 +36,13 @@ from lockstep.strategies.sums.reference_modes import (
     known_in_evaluation_mode,
 )
 from lockstep.strategies.sums.replayed_draws import ReplayedDraws
-from lockstep.strategies.sums.sums_of_pieces import Piece, Summed, Sums
+from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""
 
 _UNDECIDED = 1e-2
-"""The same where float32 shows a difference, and nothing can be computed in float64."""
+"""How far a sum may be off in float32 where nothing can be computed in float64."""
 
 _FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
 """The part of the largest gradient below which another one is rounding: that of a key's bias is
@@ -179,7 +179,7 @@ class _Computing:
         self._summed = summed
         self._draws = draws
 
-    def __call__(self, piece: Piece, *, divisor: float) -> Sums:
+    def __call__(self, piece: Piece, *, divisor: float) -> PieceSums:
         """Compute the sums of a piece, and add the gradient of its total / divisor.
 
         A divisor of 0 is the count, as one device has it.

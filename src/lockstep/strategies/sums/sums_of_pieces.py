@@ -15,8 +15,7 @@ from lockstep.errors import LossError
 from lockstep.model.losses.loss import Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.model_loss import mean_of
-from lockstep.strategies.sums.reference_modes import doubled
-from lockstep.tensors.pytree import call, clones
+from lockstep.tensors.pytree import call, clones, doubled
 
 Metrics = Callable[[Any, Any], Mapping[str, tuple[Number, Number]]]
 """Gives totals and counts by name, for outputs and targets."""
@@ -34,12 +33,12 @@ class Piece:
     start: int = 0
 
     def doubled(self) -> Piece:
-        """The same samples in float64."""
+        """Return these samples in float64."""
         return Piece(doubled(self.inputs), doubled(self.targets), self.size, self.start)
 
 
 @dataclass(frozen=True)
-class Sums:
+class PieceSums:
     """What a model, or its loss, came to for some samples.
 
     Attributes:
@@ -84,12 +83,12 @@ class Summed(ABC):
     trains = True
 
     @abstractmethod
-    def __call__(self, piece: Piece) -> Sums:
+    def __call__(self, piece: Piece) -> PieceSums:
         """Compute the sums of a piece."""
 
     @abstractmethod
     def doubled(self) -> Summed:
-        """The same for a model that is in float64."""
+        """Return what sums the same for a model that is in float64."""
 
     def outputs(self, piece: Piece) -> Any:
         """Call the model as for the sums."""
@@ -107,7 +106,6 @@ class SummedLoss(Summed):
     Args:
         model: the model.
         loss: gives total and count.
-        forward: calls the model with inputs.
         metrics: gives the total and count of each metric, by name, for outputs and targets.
         trains: whether gradients are compared.
     """
@@ -116,7 +114,6 @@ class SummedLoss(Summed):
         self,
         model: nn.Module,
         loss: Totalled,
-        forward: Callable[[nn.Module, Any], Any] = call,
         *,
         metrics: Metrics | None = None,
         trains: bool = True,
@@ -125,10 +122,9 @@ class SummedLoss(Summed):
         self.holds = [loss.loss]
         self.trains = trains
         self._loss = loss
-        self._forward = forward
         self._metrics = metrics
 
-    def __call__(self, piece: Piece) -> Sums:
+    def __call__(self, piece: Piece) -> PieceSums:
         """Compute the sums of a piece."""
         outputs = self.outputs(piece)
         targets = clones(piece.targets)  # which may be written to
@@ -139,18 +135,16 @@ class SummedLoss(Summed):
         if self._metrics is not None:
             for name, pair in self._metrics(outputs, piece.targets).items():
                 named[f'metric "{name}"'] = pair
-        return Sums(loss.total if self.trains else None, loss.count, named)
+        return PieceSums(loss.total if self.trains else None, loss.count, named)
 
     def outputs(self, piece: Piece) -> Any:
         """Call the model."""
-        return self._forward(self.model, clones(piece.inputs))
+        return call(self.model, clones(piece.inputs))
 
     def doubled(self) -> SummedLoss:
-        """The same for a model that is in float64."""
+        """Return what sums the same for a model that is in float64."""
         loss = self._loss.copied(double=True)
-        return SummedLoss(
-            self.model, loss, self._forward, metrics=self._metrics, trains=self.trains
-        )
+        return SummedLoss(self.model, loss, metrics=self._metrics, trains=self.trains)
 
     def explained(self, piece: Piece) -> LossError | None:
         """Give the error of a loss that is no sum over samples of these outputs."""
