@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import collections
-import copy
-import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
-from numpy.random import RandomState
 from torch import Tensor, nn
 
-from lockstep.tensors.seeding import States, put_states, same_others, states
+from lockstep.tensors.seeding import (
+    GENERATORS,
+    States,
+    other_states,
+    put_states,
+    same_others,
+    states,
+)
 
 _DEEP = 7
 """How many levels of what modules hold are put back: attributes, what is in them, and so on."""
@@ -82,7 +86,7 @@ class Snapshot:
 
     def drew_elsewhere(self) -> bool:
         """Whether random numbers of Python or numpy, which can't be replayed, were drawn."""
-        return not same_others(self._random.others, states().others)
+        return not same_others(self._random.others, other_states())
 
     def _named(self) -> dict[str, Any]:
         """Find parameters, buffers and numbers by name, and tensors of the loss."""
@@ -226,15 +230,6 @@ def _restore_array(one: Any, copied: Any) -> None:
         one[...] = copied
 
 
-def _state_of(one: Any) -> Any:
-    """Copy the state of one of numpy's generators."""
-    return copy.deepcopy(one.bit_generator.state)
-
-
-def _restore_generator(one: Any, state: Any) -> None:
-    one.bit_generator.state = state
-
-
 _KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
     (dict, dict.copy, _restore_dict),
@@ -242,10 +237,7 @@ _KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
     (set, set.copy, _restore_set),
     (collections.deque, collections.deque.copy, _restore_sequence),
     (numpy.ndarray, numpy.copy, _restore_array),
-    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
-    (RandomState, RandomState.get_state, RandomState.set_state),
-    (numpy.random.Generator, _state_of, _restore_generator),
-    (random.Random, random.Random.getstate, random.Random.setstate),
+    *GENERATORS,
 ]
 """How each kind of object is copied and put back."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
+from numpy.random import RandomState
 from torch import Tensor
 
 
@@ -151,34 +151,46 @@ def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
 # ---- generators that an object holds -------------------------------------------------------------
 
 
+def _numpy_state(generator: numpy.random.Generator) -> Any:
+    return copy.deepcopy(generator.bit_generator.state)
+
+
+def _put_numpy_state(generator: numpy.random.Generator, state: Any) -> None:
+    generator.bit_generator.state = state
+
+
+GENERATORS: list[tuple[type[Any], Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
+    (torch.Generator, torch.Generator.get_state, torch.Generator.set_state),
+    (random.Random, random.Random.getstate, random.Random.setstate),
+    (RandomState, RandomState.get_state, RandomState.set_state),
+    (numpy.random.Generator, _numpy_state, _put_numpy_state),
+]
+"""The kinds of generators, each with what gives its state, and what puts the state back."""
+
+_KINDS = tuple(kind for kind, _, _ in GENERATORS)
+
+
 @contextmanager
 def kept_generators(holder: Any) -> Iterator[None]:
     """Give the generators that an object holds back the states they have now.
 
     They are attributes of the object, or of objects in its attributes, two levels deep.
     """
-    resets = [_reset(generator) for generator in _generators_in(holder, levels=3)]
+    before = []
+    for generator in _generators_in(holder, levels=3):
+        state, put = next((g, p) for kind, g, p in GENERATORS if isinstance(generator, kind))
+        before.append((put, generator, state(generator)))
     try:
         yield
     finally:
-        for reset in resets:
-            reset()
+        for put, generator, kept in before:
+            put(generator, kept)
 
 
 def _generators_in(holder: Any, levels: int) -> Iterator[Any]:
     held = getattr(holder, "__dict__", {}).values() if levels else ()
     for value in list(held):
-        if isinstance(value, random.Random | numpy.random.Generator | torch.Generator):
+        if isinstance(value, _KINDS):
             yield value
         elif not isinstance(value, Tensor | type):
             yield from _generators_in(value, levels - 1)
-
-
-def _reset(generator: Any) -> Callable[[], Any]:
-    """A function that gives a generator back the state it has now."""
-    if isinstance(generator, random.Random):
-        return functools.partial(generator.setstate, generator.getstate())
-    if isinstance(generator, numpy.random.Generator):
-        bits = generator.bit_generator
-        return functools.partial(setattr, bits, "state", copy.deepcopy(bits.state))
-    return functools.partial(generator.set_state, generator.get_state())

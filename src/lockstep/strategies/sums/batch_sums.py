@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import LockstepError, StrategyError
