@@ -1,4 +1,4 @@
-"""What all tests need: the zoo can be imported, by ranks too; what stands still says where."""
+"""What all tests need: the zoo can be imported, by ranks too; a test that hangs shows where."""
 
 from __future__ import annotations
 

@@ -645,7 +645,7 @@ def test_an_exception_that_cannot_be_pickled_is_still_told() -> None:
     [
         (
             lambda: os.kill(os.getpid(), signal.SIGKILL),
-            "was killed by SIGKILL at step 7 (out of memory?",
+            "was killed by SIGKILL at step 7 (possibly out of memory",
         ),
         (lambda: os.kill(os.getpid(), signal.SIGSEGV), "was killed by SIGSEGV at step 7"),
         (lambda: os.abort(), "was killed by SIGABRT at step 7"),

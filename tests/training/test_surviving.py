@@ -117,7 +117,7 @@ def test_a_lost_rank_is_started_again_and_the_run_ends_as_it_would_have(
     run = train(JobFile("own.py"), strategy="ddp", devices="2xcpu", restarts=1, audit=True)
     rank, step = plan.split()
     of = "the beginning" if step == "2" else r"step (8|10|12)"  # as far as it was written
-    says = rf"rank {rank} \(cpu:{rank}\) was killed by SIGKILL at step {step} .*: going on from {of} \(restart 1 of 1"
+    says = rf"rank {rank} \(cpu:{rank}\) was killed by SIGKILL at step {step} .*: resuming from {of} \(restart 1 of 1"
     assert re.search(says, capfd.readouterr().out)
     same(run, whole)
     lines, right = added_up(run.folder)

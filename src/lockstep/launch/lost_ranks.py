@@ -64,4 +64,4 @@ class LostRanks:
             f"restart {self._number} of {self._restarts}, on "
             f"{counted(len(self._devices), 'device')}{left_out}"
         )
-        return self._devices, f"{error}: going on from {name} ({how})"
+        return self._devices, f"{error}: resuming from {name} ({how})"

@@ -1,5 +1,5 @@
-"""Observer: what happens in the updates of a step, and between its ranks, for whoever wants to
-know.
+"""The hooks of a training: Observer, for whoever wants to know what happens in its updates, and
+StallCheck, for a strategy whose ranks can wait for one another for ever.
 
 A profile, ``verify`` and the first step's shapes are observers. `World.observers` is the list of
 them. Nearly always it is empty, and costs nothing then.
@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+
+from lockstep.errors import LockstepError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -66,6 +68,20 @@ class Observer:
     def gradients_ready(self) -> None:
         """Each ``parameter.grad`` is that of the global batch; clipping and the optimizer come
         next.
+        """
+
+
+class StallCheck(Protocol):
+    """What a strategy knows of a training without progress (`World.stall_check`)."""
+
+    def notes(self) -> list[str]:
+        """Return what this rank has done in this update, to be compared with the other ranks'."""
+
+    def refusal(self, notes: Mapping[int, list[str]]) -> LockstepError | None:
+        """Return the error that ends the training at once, or None.
+
+        Args:
+            notes: of each rank.
         """
 
 

@@ -26,7 +26,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
-from lockstep.launch.observer import Observer, observed
+from lockstep.launch.observer import Observer, StallCheck, observed
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -103,9 +103,8 @@ class World:
             training's.
         thread: that in which the training runs.
         collectives, beats: how many there were so far; a training in which neither they nor its
-            step move stands still.
-        trail: which blocks were gathered one after the other, and where forward ended, each with
-            the step it was in.
+            step move has no progress.
+        stall_check: what the strategy knows of a training without progress, or None.
         layout: what a strategy does with the devices; by itself each of them has a local batch.
         in_step: the ranks make their steps together, so that all end after the same one.
         at_end: what is undone when the work in this world is done.
@@ -130,7 +129,7 @@ class World:
     thread: int = field(default_factory=threading.get_ident, repr=False)
     collectives: int = field(default=0, init=False, repr=False)
     beats: int = field(default=0, init=False, repr=False)
-    trail: list[tuple[int, str]] = field(default_factory=list, init=False, repr=False)
+    stall_check: StallCheck | None = field(default=None, init=False, repr=False)
     layout: Layout = field(init=False)
     in_step: bool = field(default=False, repr=False)
     at_end: contextlib.ExitStack = field(

@@ -207,5 +207,5 @@ def ending(code: int, where: str) -> str:
     if code >= 0:
         return f"exited with code {code} {where}"
     names = {number.value: number.name for number in signal.Signals}
-    advice = " (out of memory? the system's log knows)" if code == -signal.SIGKILL else ""
+    advice = " (possibly out of memory: check dmesg)" if code == -signal.SIGKILL else ""
     return f"was killed by {names.get(-code, f'signal {-code}')} {where}{advice}"

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from lockstep.errors import StrategyError
-from lockstep.launch.hang_report import other_blocks
 from lockstep.launch.world import World
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
@@ -47,6 +46,8 @@ class BlockWatch:
         self.used: set[str] = set()
         self.written: set[str] = set()
         self.order = 0
+        self._trail: list[str] = []
+        world.stall_check = self
 
         in_blocks: set[nn.Module] = set()
         for number, (name, block) in enumerate(shards.blocks.items(), start=1):
@@ -76,7 +77,7 @@ class BlockWatch:
         """Forget the last update, or the last batch of an evaluation."""
         self.used.clear()
         self.order = 0
-        self._world.trail.clear()
+        self._trail.clear()
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
@@ -104,9 +105,25 @@ class BlockWatch:
             StrategyError: they haven't, and have computed with the parameters of other blocks.
         """
         if self._world.size * int(squares) != int(orders) ** 2:
-            raise other_blocks(
+            raise _other_blocks(
                 "ranks have come to other blocks in this update, or in another order"
             )
+
+    # ---- the hang report (StallCheck) ------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        """Return the blocks that this rank has come to in this update."""
+        return self._trail.copy()
+
+    def refusal(self, notes: Mapping[int, list[str]]) -> StrategyError | None:
+        """Return an error where ranks have come to different blocks, not where one is behind."""
+        for places in zip(*notes.values(), strict=False):
+            if len(set(places)) > 1:
+                each = (
+                    f"to {place} on rank {rank}" for rank, place in zip(notes, places, strict=True)
+                )
+                return _other_blocks(f"forward comes {', '.join(each)}")
+        return None
 
     # ---- hooks -----------------------------------------------------------------------------------
 
@@ -122,7 +139,7 @@ class BlockWatch:
 
     def _come_to(self, place: str, number: int) -> None:
         self.order = hash((self.order, number)) % 2**20
-        self._world.trail.append((self._world.step, place))
+        self._trail.append(place)
 
     def _watches_gradients(self, places: Places) -> Callable[..., None]:
         """Return a hook for when the parameters in these places have just been gathered."""
@@ -179,6 +196,14 @@ class BlockWatch:
                 "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
                 "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
             )
+
+
+def _other_blocks(what: str) -> StrategyError:
+    """Return the refusal of a model in which ranks gather different blocks."""
+    return StrategyError(
+        f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
+        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
+    )
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:
