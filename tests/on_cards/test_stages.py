@@ -609,7 +609,7 @@ def test_after_an_error_the_callers_device_is_the_current_one_again(monkeypatch)
     step = over_cards(job, PP(device_map, 2), 2)
     current = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", current.append)
-    monkeypatch.setattr(step, "_forward_loss", lambda *args: step.runner._occupy(1) or 1 / 0)
+    monkeypatch.setattr(step, "_forward_loss", lambda *args: step.runner.threads.occupy(1) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
         step(*batch(job, 0, 8))
     assert current == [1, 0]

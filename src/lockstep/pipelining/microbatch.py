@@ -27,7 +27,7 @@ import torch
 from lockstep.errors import StrategyError
 from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.schedule import Key, Route, Visit
-from lockstep.pipelining.turns import Stuck, Turns
+from lockstep.pipelining.turns import Turns
 from lockstep.tensors.pytree import tensors
 
 _here = threading.local()
@@ -110,8 +110,6 @@ class MicroBatch:
             self.queues.close()
         self._leave()
         self._skip_to(len(self.route))
-        if self._turns is not None and error[0] is None:  # else all are freed by the error
-            self._turns.arrive()
 
     def turn_back(self) -> None:
         """The forward and its loss are done: backward is to begin where they ended."""
@@ -149,14 +147,7 @@ class MicroBatch:
             key = place, self.number
             self._skip_to(place)
             self._next = place + 1
-        try:
-            turns.take(visit.stage, key)
-        except Stuck as error:
-            raise StrategyError(
-                f"stage {visit.stage}, {self.direction} of micro-batch {self.number}: it waits "
-                "for its turn, and all others that are under way wait for theirs, so none would "
-                f"ever come: {_MET}"
-            ) from error
+        turns.take(visit.stage, key)
 
     @property
     def direction(self) -> str:
@@ -193,7 +184,7 @@ class MicroBatch:
     def _skip_to(self, place: int) -> None:
         if self._turns is not None:
             for i in range(self._next, place):
-                self._turns.skip(self.route[i].stage, [(i, self.number)])
+                self._turns.skip(self.route[i].stage, (i, self.number))
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""
