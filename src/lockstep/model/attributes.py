@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -23,20 +23,6 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _copied(value: Any) -> Any:
-    """Copy a plain value, and the lists and dictionaries within it."""
-    copied = copy.copy(value)
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, dict):
-        items = value.items()
-    elif isinstance(value, list):
-        items = enumerate(value)
-    for key, item in items:
-        if isinstance(item, dict | list):
-            copied[key] = _copied(item)
-    return copied
-
-
 def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:
     """Give the modules of a replica the model's plain attributes: ``training``, a temperature.
 
@@ -53,4 +39,4 @@ def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) ->
             if theirs.get(name) is value or name in _INTERNAL:
                 continue
             if is_plain(value):
-                theirs[name] = copies.setdefault(id(value), _copied(value))
+                theirs[name] = copy.deepcopy(value, copies)

@@ -155,14 +155,12 @@ def _expand_buffers(model: nn.Module) -> None:
     """Give each buffer that was expanded (``torch.ones(1, 1).expand(4, 4)``) memory of its own, so
     that it can be written to.
     """
-    dense: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or buffer.layout != torch.strided or is_lazy(buffer):
-                continue
-            sizes = zip(buffer.shape, buffer.stride(), strict=True)
-            if any(size > 1 and stride == 0 for size, stride in sizes):
-                module._buffers[name] = dense.setdefault(id(buffer), buffer.contiguous())
+    for module, name in buffers_of(model):
+        buffer = getattr(module, name)
+        if is_lazy(buffer) or buffer.layout != torch.strided:
+            continue
+        if 0 in buffer.stride():
+            module._buffers[name] = buffer.contiguous()
 
 
 def _lay_out(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ replica and given back to each.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +14,6 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.weights import EXTRA_STATE
-from lockstep.errors import is_own_code
-from lockstep.launch.events import Caveat
 from lockstep.tensors.pytree import each
 from lockstep.tensors.state_tree import encoded
 
@@ -54,57 +51,31 @@ def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
     return True
 
 
-def plain_attributes_of(model: nn.Module) -> dict[str, str]:
-    """Describe what is frozen, and the numbers, switches and texts that a person's own modules have
-    as attributes.
+def flags_of(model: nn.Module) -> dict[str, str]:
+    """Describe which parameters are frozen, and the modes of modules.
 
-    ``{"0.weight.requires_grad": "True", "0.training": "True", "scale": "0.5"}``, for example. The
-    modes of modules are left out where the model is in evaluation mode as a whole.
+    ``{"0.weight.requires_grad": "True", "0.training": "True"}``, for example. The modes are left
+    out where the model is in evaluation mode as a whole.
     """
     found = {}
     for name, p in model.named_parameters():
         found[f"{name}.requires_grad"] = str(p.requires_grad)
-    for name, module in model.named_modules():
-        if model.training:
+    if model.training:
+        for name, module in model.named_modules():
             found[f"{name}.training"] = str(module.training)
-        file = getattr(sys.modules.get(type(module).__module__), "__file__", None)
-        if file is not None and not is_own_code(file):
-            continue
-        for key, value in vars(module).items():
-            is_plain = isinstance(value, bool | int | float | str)
-            if is_plain and key != "training" and not key.startswith("_"):
-                found[f"{name}.{key}".removeprefix(".")] = repr(value)
     return found
 
 
-def set_flags(model: nn.Module, described: Mapping[str, str]) -> None:
-    """Freeze and train parameters, and set the modes of modules, as ``plain_attributes_of``
-    described them.
-    """
+def set_flags(model: nn.Module, flags: Mapping[str, str]) -> None:
+    """Freeze and train parameters, and set the modes of modules, as ``flags_of`` described them."""
     for name, p in model.named_parameters():
-        flag = described.get(f"{name}.requires_grad")
+        flag = flags.get(f"{name}.requires_grad")
         if flag is not None:
             p.requires_grad_(flag == str(True))
     for name, module in model.named_modules():
-        mode = described.get(f"{name}.training")
+        mode = flags.get(f"{name}.training")
         if mode is not None:
             module.training = mode == str(True)
-
-
-def note_on_attributes(names: Sequence[str]) -> Caveat:
-    """Describe attributes that had changed when a checkpoint was written, and that it does not
-    keep.
-
-    Args:
-        names: of the attributes, at least one.
-    """
-    more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-    return Caveat(
-        "state",
-        f'attribute "{names[0]}"{more} of the model had changed when this checkpoint was written, '
-        "and is not kept",
-        "keep state in a buffer, or by get_extra_state and set_extra_state",
-    )
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -21,8 +21,7 @@ from lockstep.launch.events import Caveat
 from lockstep.model.module_state import (
     are_alike,
     extra_state_of,
-    note_on_attributes,
-    plain_attributes_of,
+    flags_of,
     set_extra_state,
     set_flags,
 )
@@ -45,16 +44,16 @@ class SavedState:
     def __init__(self, step: Step) -> None:
         self._step = step
         self.frozen = LeftOutParameters(step)
-        self._built_attributes: dict[str, str] | None = None
-        self._saved_attributes: Mapping[str, str] = {}
+        self._built_flags: dict[str, str] | None = None
+        self._saved_flags: Mapping[str, str] = {}
         self._begins_anew: Caveat | None = None
 
     def begin_training(self) -> None:
-        """Note the attributes before the first update.
+        """Note what is frozen, and the modes of modules, before the first update.
 
         What changed them until then will change them again in a resumed training.
         """
-        self._built_attributes = plain_attributes_of(self._step.model)
+        self._built_flags = flags_of(self._step.model)
 
     # ---- the state that is given -----------------------------------------------------------------
 
@@ -78,7 +77,7 @@ class SavedState:
             state["buffers"] = buffers
         if len(extra) == 1 or (extra and not are_alike(extra)):
             state["extra_state"] = extra
-        changed = self._changed_attributes()
+        changed = self._changed_flags()
         if changed:
             state["changed_attributes"] = changed
         return state
@@ -133,13 +132,13 @@ class SavedState:
             weights.update(extra[0])
         return weights
 
-    def _changed_attributes(self) -> dict[str, str]:
-        """Describe the attributes that have changed since the training began in this process."""
-        built = self._built_attributes
+    def _changed_flags(self) -> dict[str, str]:
+        """Describe what was frozen, or changed its mode, since the training began here."""
+        built = self._built_flags
         if built is None:
             # No update was made here.
-            return dict(self._saved_attributes)
-        now = plain_attributes_of(self._step.model)
+            return dict(self._saved_flags)
+        now = flags_of(self._step.model)
         return {name: text for name, text in now.items() if built.get(name) != text}
 
     # ---- the state that is taken over ------------------------------------------------------------
@@ -178,9 +177,7 @@ class SavedState:
         for model, of_model in zip(step.models()[1:], extra[1:], strict=True):
             set_extra_state(model, of_model)
         self._take_buffers(state.get("buffers", {}))
-        # Earlier versions saved attributes with their values.
-        earlier = dict.fromkeys(state.get("attributes", {}), "")
-        self._saved_attributes = state.get("changed_attributes", earlier)
+        self._saved_flags = state.get("changed_attributes", {})
         step.layout.take_optimizer_state(state["optimizer"])
         if step.scaler is not None and "scaler" in state:
             step.scaler.load_state_dict(state["scaler"])
@@ -226,11 +223,7 @@ class SavedState:
         notes = []
         if self._begins_anew is not None:
             notes.append(self._begins_anew)
-        if self._saved_attributes:
-            set_flags(step.model, self._saved_attributes)
-            now = plain_attributes_of(step.model)
-            lost = [name for name, text in self._saved_attributes.items() if now.get(name) != text]
-            if lost:
-                notes.append(note_on_attributes(lost))
+        if self._saved_flags:
+            set_flags(step.model, self._saved_flags)
         if step.world.is_first:
             step.tell_once(notes)
