@@ -30,7 +30,7 @@ from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets
-from lockstep.verify.batches import EPOCHS, Excerpt
+from lockstep.verify.batches import EPOCHS, Excerpt, evaluated_places, places_of
 
 EXAMPLES = {
     "digits": {},
@@ -61,7 +61,8 @@ def _seconds(world: World, plain: Plain) -> float:
     )
     taken = 0.0
     for epoch in range(EPOCHS):
-        for batch in Excerpt(loader, job.batch_size).epoch(epoch):
+        places = places_of(loader, job.batch_size, epoch)
+        for batch in Excerpt(loader, places).epoch(epoch):
             world.barrier()
             began = time.perf_counter()
             step.seed(job.seed)
@@ -69,7 +70,9 @@ def _seconds(world: World, plain: Plain) -> float:
             taken += time.perf_counter() - began
     if job.eval_data is not None:
         sets = eval_loaders(job, world, resolve_sets(job.eval_data, world))
-        excerpts: Any = {name: Excerpt(loader, None) for name, loader in sets.items()}
+        excerpts: Any = {}
+        for name, loader in sets.items():
+            excerpts[name] = Excerpt(loader, evaluated_places(loader))
         began = time.perf_counter()
         evaluate_sets(step, excerpts, job.metrics, world, job.seed)
         taken += time.perf_counter() - began
@@ -142,7 +145,7 @@ class _Cost:
         alone = [sys.executable, "-c", _ALONE, name, strategy, json.dumps(settings)]
         done = subprocess.run(alone, check=True, capture_output=True, text=True, cwd=HERE.parent)
         own = float(done.stdout.split()[-1])
-        causes = ", ".join(cause["name"] for cause in found["causes"]) or "equal"
+        causes = ", ".join(cause["kind"] for cause in found["causes"]) or "equal"
         return cls(command, time.perf_counter() - began - own, own, causes)
 
 

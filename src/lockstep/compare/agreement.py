@@ -77,7 +77,7 @@ def _apart(
     own micro-batches.
     """
     parts = strategy.num_microbatches(job)
-    found = both_sides(world, Experiment(job, strategy, devices, parts, updates=UPDATES), job)
+    found = both_sides(world, Experiment(job, strategy, devices, parts, updates=UPDATES))
     apart = (
         []
         if found is None

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lockstep.launch.events import Caveat
-from lockstep.verify.cause_texts import cause, named, quoted
+from lockstep.verify.cause_texts import cause, named
 from lockstep.verify.comparison import Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory
@@ -80,10 +80,7 @@ def cause_of_cut(
     if all(kind == "buffers" for kind, _, _ in beyond):
         return cause("buffer", name=beyond[0][1])
 
-    which = "a backward of the model, or a hook in it,"
-    if tried.functions:
-        which = f"autograd function {quoted(tried.functions)}"
-    return cause("autograd function", which=which)
+    return cause("autograd function")
 
 
 def _output_of(whole_outputs: tuple[str, ...]) -> str:

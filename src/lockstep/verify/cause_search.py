@@ -2,8 +2,8 @@
 
 ::
 
+    single against single differs                                  the job can't be repeated: its numbers, or its data
     the start differs, other samples, other learning rates         shown by the comparison itself
-    single against single differs                                  the job can't be repeated: operators? numbers? data?
     equal once all draws, or batch norms, are taken out            that is the cause
     single, its batches cut as for the devices, differs            the model or its loss: a buffer, state, samples that
                                                                    act on one another, a backward of its own
@@ -14,22 +14,16 @@ Each experiment goes no further than the first update that differs.
 
 from __future__ import annotations
 
-from lockstep.errors import LockstepError, LossError, NonFiniteLoss
+from lockstep.errors import LockstepError, LossError
 from lockstep.launch.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
-from lockstep.verify.cause_texts import cause, listed, of_refusal, quoted
-from lockstep.verify.comparison import Comparison, Difference, Experiment, Update
+from lockstep.verify.cause_texts import cause, of_refusal, quoted
+from lockstep.verify.comparison import Comparison, Difference, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
 
 Layer = tuple[str, str]
 """Name and class."""
-
-_NO_DETERMINISTIC = " does not have a deterministic implementation"
-"""What PyTorch raises after an operator's name."""
-
-_ONE = 1e-6
-"""A gradient that is a multiple of one device's by less than this beside 1 is the same."""
 
 
 class Diagnosis:
@@ -58,7 +52,6 @@ class Diagnosis:
 
         # Known to differ, and held still in what follows, since it would hide other causes.
         self._still = experiment.still
-        self._synchronises = True
         # A cause to report where nothing else is found: draws that can't be taken out.
         self._draws_on: Caveat | None = None
 
@@ -69,8 +62,8 @@ class Diagnosis:
             return [cause("declared", text=exact)]
 
         searches = [
-            self._shown,
             self._of_the_job_alone,
+            self._shown,
             self._of_draws_and_norms,
             self._of_the_ranks,
             self._of_the_evaluation,
@@ -88,29 +81,13 @@ class Diagnosis:
 
     def first_layer(self) -> Layer | None:
         """Return the first layer that differs, where that is known."""
-        if self.first is None or self.first.rows:
+        if self.first is None or self.first.samples_apart:
             return None
         if self.first.number == 1:
             return _layer_of(self.found, self._beyond)
 
         watched = self._try(self._again.but(watched=self.first.number))
-        if isinstance(watched, Comparison):
-            return _layer_of(watched, self._beyond)
-        return None
-
-    def _shown(self) -> list[Caveat]:
-        """Return what the comparison itself shows."""
-        first = self.first
-        if first is None:
-            return []
-        if first.rows and not first.rows.others:
-            return [_sampler(first)]
-        if first.rates_apart > self.bounds.least:
-            rate = first.rates[0]
-            reference = first.reference_rates[0]
-            return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
-
-        return []
+        return None if watched is None else _layer_of(watched, self._beyond)
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
@@ -120,89 +97,64 @@ class Diagnosis:
         if alone.updates == 1:  # one draw of few values may come out alike
             alone = alone.but(updates=2)
         twice = self._try(alone)
-        if not isinstance(twice, Comparison):
+        if twice is None:
             return []
 
         if twice.start:
             return [cause("unseeded model: initial values", name=twice.start[0])]
-        if any(update.rows for update in twice.updates):
+        if any(update.samples_apart for update in twice.updates):
             return [cause("unseeded data")]
         if not self.noise.repeats(twice):
-            return [self._what_cannot_be_repeated(alone)]
+            return [cause("unseeded model")]
         if self.found.start:
             return [cause("start", name=self.found.start[0])]
         return []
 
-    def _what_cannot_be_repeated(self, alone: Experiment) -> Caveat:
-        """Find out whether operators that aren't deterministic keep a job from being repeated."""
-        strict = self._try(alone.but(deterministic=True))
-        if isinstance(strict, Comparison):
-            if self.noise.hold(strict):
-                return cause("operators", name="")
-            return cause("unseeded model")
-
-        operator, refused, _ = str(strict).partition(_NO_DETERMINISTIC)
-        if refused:
-            return cause("operators", name=f", {operator.split()[-1]}")
-        if isinstance(strict, NonFiniteLoss):  # memory that nobody wrote is filled with NaN
-            return cause("operators", name=", torch.empty")
-        return cause("unseeded model")
+    def _shown(self) -> list[Caveat]:
+        """Return what the comparison itself shows."""
+        first = self.first
+        if first is None:
+            return []
+        if first.samples_apart:
+            number = first.samples_apart
+            return [cause("sampler", number=number, batch=first.batch, epoch=first.epoch)]
+        if first.rates_apart > self.bounds.least:
+            rate = first.rates[0]
+            reference = first.reference_rates[0]
+            return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
+        return []
 
     # ---- draws and batch norms, taken out --------------------------------------------------------
 
     def _of_draws_and_norms(self) -> list[Caveat]:
         """Take out random numbers and batch norms, where there are some."""
-        present = self._present()
+        present: set[Thing] = set()
+        if self.found.drew:
+            present.add("draws")
+        is_cut = self.experiment.shares > 1 and not self.experiment.loaded.sync_batchnorm
+        if self.found.normalises and is_cut:
+            present.add("norms")
         if not present:
             return []
 
-        without_all = self._without(frozenset(present))
-        if self.found.drew and without_all is not None and without_all.drew:
+        without = self._without(present)
+        if self.found.drew and without is not None and without.drew:
             # Even if the two agree: then their draws came in the same order by chance.
-            whence = _OUTSIDE
-            if "elsewhere" in without_all.drew:
-                whence = "from Python's or numpy's random"
-            self._draws_on = cause("drawing: elsewhere", whence=whence)
-
-        if self._draws_on or without_all is None or not self.noise.hold(without_all):
-            self._still |= frozenset(present)
+            self._draws_on = cause("drawing: elsewhere")
+        if self._draws_on or without is None or not self.noise.hold(without):
+            self._still |= present
             return []
 
-        left = without_all.worst
         causes = []
         if "draws" in present:
-            where = "backward" if "backward" in self.found.drew else "forward"
-            causes.append(cause("drawing", where=where, left=left))
+            causes.append(cause("drawing", where="training", left=without.worst))
         if "norms" in present:
-            name = "batchnorm" if self._synchronises else "batchnorm: not synchronised"
-            causes.append(cause(name, left=left))
-
+            causes.append(cause("batchnorm", left=without.worst))
         return causes
 
-    def _present(self) -> list[Thing]:
-        """Return what is in the model that may make the two differ."""
-        present: list[Thing] = []
-        if self.found.drew:
-            present.append("draws")
-        is_cut = self.experiment.shares > 1 and not self.experiment.loaded.sync_batchnorm
-        if self.found.normalises and is_cut:
-            present.append("norms")
-        return present
-
-    def _without(self, things: frozenset[Thing]) -> Comparison | None:
+    def _without(self, things: set[Thing]) -> Comparison | None:
         """Compare the sides without these; None where that can't be done."""
-        things |= self.experiment.still
-        if "norms" in things and self._synchronises:
-            settings = {**self.experiment.settings, "sync_batchnorm": True}
-            still = things - {"norms"}
-            tried = self._try(self._again.but(settings=settings, still=still))
-            if isinstance(tried, Comparison):
-                return tried
-            # The strategy doesn't take it.
-            self._synchronises = False
-
-        tried = self._try(self._again.but(still=things))
-        return tried if isinstance(tried, Comparison) else None
+        return self._try(self._again.but(still=self.experiment.still | things))
 
     # ---- ranks, evaluation, and the batch's cut --------------------------------------------------
 
@@ -224,7 +176,7 @@ class Diagnosis:
         if apart and not losses:
             return [cause("metric", names=quoted(apart))]
 
-        without = self._without(frozenset({"draws"}))
+        without = self._without({"draws"})
         if without is not None and self.noise.hold(without):
             return [cause("drawing", where="evaluation", left=without.worst)]
         if losses:
@@ -244,12 +196,14 @@ class Diagnosis:
 
         parts = self.experiment.parts * shares
         cut = self._again.of_single(cut=parts, still=still, watched=self.first.number)
-        tried = self._try(cut)
-
-        if isinstance(tried, LossError):
-            refusal = of_refusal(tried)
+        try:
+            tried = self.laboratory.compared(cut)
+        except LossError as error:
+            refusal = of_refusal(error)
             return [] if refusal is None else [refusal]
-        if not isinstance(tried, Comparison) or self.noise.hold(tried):
+        except (LockstepError, RuntimeError):
+            return []
+        if self.noise.hold(tried):
             return []
         bounds = self.noise.bounds(tried)
         return [cause_of_cut(self.laboratory, cut, tried, bounds, self.found)]
@@ -257,15 +211,11 @@ class Diagnosis:
     # ---- a strategy that does something else -----------------------------------------------------
 
     def _of_the_strategy(self) -> list[Caveat]:
-        """Look at what the strategy does with samples, gradients, buffers and the update."""
+        """Look at what the strategy does with buffers, attributes and the update."""
         found = self.found
         first = self.first
         assert first is not None
 
-        if first.rows:
-            return [_sampler(first)]
-        if first.factor is not None and abs(first.factor - 1) > _ONE:
-            return [cause("scaled gradient", factor=first.factor)]
         if found.own_buffers:
             return [cause("buffer", name=found.own_buffers[0])]
         if found.apart_attributes:
@@ -278,29 +228,12 @@ class Diagnosis:
             return []
         return [cause("update", number=first.number)]
 
-    def _try(self, experiment: Experiment) -> Comparison | Exception:
-        """Return what an experiment gave, or the error that it raised."""
+    def _try(self, experiment: Experiment) -> Comparison | None:
+        """Return what an experiment gave; None where it raised."""
         try:
             return self.laboratory.compared(experiment)
-        except (LockstepError, RuntimeError) as error:  # of an operator that isn't deterministic
-            return error
-
-
-_OUTSIDE = "in an operator that verify can't replace, or its optimizer does"
-
-
-def _sampler(first: Update) -> Caveat:
-    """Name the samples that are used twice, or not at all."""
-    rows = first.rows
-    faults = []
-    if rows.repeated:
-        faults.append(f"repeats {listed('sample', rows.repeated)}")
-    if rows.left_out:
-        faults.append(f"leaves out {listed('sample', rows.left_out)}")
-    if rows.others:
-        faults.append(f"takes {rows.others} that are not of the batch")
-    text = " and ".join(faults)
-    return cause("sampler", faults=text, batch=first.batch, epoch=first.epoch)
+        except (LockstepError, RuntimeError):
+            return None
 
 
 def _layer_of(watched: Comparison, beyond: list[Difference]) -> Layer | None:

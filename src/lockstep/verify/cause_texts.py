@@ -24,15 +24,10 @@ def _read(table: str) -> dict[str, tuple[str, str]]:
 
 CAUSES = _read("""
 batchnorm
-  BatchNorm normalizes over each replica's local batch; over the global batch the results agree
-  ({left:.0e})
-  -> sync_batchnorm=True (--sync-batchnorm)
-
-batchnorm: not synchronised
   BatchNorm normalizes over each replica's local batch; with its running statistics the results
   agree ({left:.0e})
-  -> ddp or dp with sync_batchnorm=True, or layers that see one sample at a time (GroupNorm,
-  LayerNorm)
+  -> sync_batchnorm=True (--sync-batchnorm) under ddp or dp, or layers that see one sample at a
+  time (GroupNorm, LayerNorm)
 
 drawing
   the model draws random numbers in {where}, which differ from single-device training; without
@@ -41,8 +36,8 @@ drawing
   by sample
 
 drawing: elsewhere
-  the model draws random numbers {whence}, which differ from single-device training; they can't
-  be taken out, so nothing else is compared
+  the model draws random numbers that can't be taken out (from Python's or numpy's random, or in an
+  extension), which differ from single-device training, so nothing else is compared
   -> draw from torch in forward, or let the dataset draw, by sample
 
 mixing
@@ -85,7 +80,8 @@ buffer
   single, which see the whole batch
 
 autograd function
-  {which} depends on the samples that it sees together: it divides by their number, say, or clips
+  a backward of the model, or a hook in it, depends on the samples that it sees together: it
+  divides by their number, say, or clips
   -> leave the mean over samples to the loss, and let backward treat each sample by itself; clip
   by clip_norm
 
@@ -95,14 +91,10 @@ unseeded model: initial values
   seeded
 
 unseeded model
-  single-device training can't be repeated on the same samples, with deterministic operators
-  either: the model, or the optimizer, draws unseeded numbers, or counts in a class or a module
-  -> draw from torch's global generator (or from one that is seeded in forward); count in a
-  buffer
-
-operators
-  operators that are not deterministic{name}: single-device training can't be repeated
-  -> torch.use_deterministic_algorithms(True) refuses or replaces them
+  single-device training can't be repeated on the same samples: the model, or the optimizer, draws
+  unseeded numbers, counts in a class or a module, or has operators that are not deterministic
+  -> draw from torch's global generator (or from one that is seeded in forward); count in a buffer;
+  torch.use_deterministic_algorithms(True) names such operators
 
 loss
   the loss is not a mean over samples: its parts, weighted by their counts, don't add up to the
@@ -131,19 +123,14 @@ unseeded data
   sample
 
 sampler
-  the strategy {faults} of batch {batch} in epoch {epoch}, of which each counts once
+  the strategy repeats, leaves out or changes samples of batch {batch} in epoch {epoch}: {number}
+  are not as often there as on one device
   -> give every sample of a global batch to one device; leave a device without one where there
   are too few
 
 scheduler
   the learning rate is {rate:.6g} against {reference:.6g} in update {update}
   -> step the scheduler once per update, on one rank's clock
-
-scaled gradient
-  the gradient is {factor:.6g} times one device's: summed over the devices, say, where it should
-  be averaged, or weighted otherwise than by samples
-  -> sum totals and counts over the devices, and run backward on total / samples of the global
-  batch
 
 drift
   parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or
@@ -219,11 +206,3 @@ def quoted(names: Sequence[str]) -> str:
     """Return ``"a", "b"``: four of the names at most."""
     shown = ", ".join(f'"{name}"' for name in names[:4])
     return shown + ", ..." if len(names) > 4 else shown
-
-
-def listed(what: str, numbers: Sequence[int]) -> str:
-    """Return ``samples 1, 2, 3``: six of the numbers at most."""
-    shown = ", ".join(map(str, numbers[:6]))
-    if len(numbers) > 6:
-        shown += ", ..."
-    return f"{what}s {shown}" if len(numbers) > 1 else f"{what} {shown}"

@@ -17,7 +17,7 @@ from lockstep.launch.world import place_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
 from lockstep.verify.determinism import Thing
-from lockstep.verify.measures import Rows, relative
+from lockstep.verify.measures import relative
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Experiment:
         updates: how many; None goes to the end, and evaluates.
         still: what is taken out of the model on both sides.
         shuffled: whether the side in question mixes the rows of each micro-batch.
-        deterministic: whether operators that aren't deterministic raise.
         watched: the update in which every layer is looked at.
         checked: whether the sum check of a training runs too; it refuses some jobs, and logs notes.
     """
@@ -48,7 +47,6 @@ class Experiment:
     updates: int | None = None
     still: frozenset[Thing] = frozenset()
     shuffled: bool = False
-    deterministic: bool = False
     watched: int = 0
     checked: bool = False
 
@@ -107,13 +105,11 @@ class Update:
         reference: the loss of one device.
         gradients: by name, before clipping: max|a - b| over the larger of max|b| and a thousandth
             of the largest of all.
-        factor: how many times one device's gradient the strategy's is; None where they agree, or
-            where that is another number for each parameter.
         parameters: by name, as ``change_apart`` measures them.
         buffers: by name, as ``buffer_apart`` measures them.
         rates: learning rates of the strategy, group by group.
         reference_rates: of one device.
-        rows: how the samples differ.
+        samples_apart: how many samples one side used oftener than the other.
     """
 
     number: int
@@ -123,12 +119,11 @@ class Update:
     loss: float
     reference: float
     gradients: dict[str, float]
-    factor: float | None
     parameters: dict[str, float]
     buffers: dict[str, float]
     rates: tuple[float, ...]
     reference_rates: tuple[float, ...]
-    rows: Rows
+    samples_apart: int
 
     @property
     def losses_apart(self) -> float:
@@ -170,15 +165,13 @@ class Comparison:
         own_buffers: buffers that each replica has its own values of after the first update.
         apart_attributes: plain attributes of modules (``"body.calls"``) that training changed, and
             that ended otherwise than on one device.
-        drew: from where the first update drew random numbers: "somewhere", "elsewhere" (Python or
-            numpy), "backward".
+        drew: whether the first update drew random numbers.
         drops: whether there are dropout layers.
         normalises: whether there are batch norms over what a forward sees.
         whole_outputs: the model's outputs without a row for each sample.
         collated: whether collate made other rows of local batches than of the whole batch.
         layer: name and class of the first module that gave other numbers, where watched.
         called: the modules in the order of their first call, where watched.
-        functions: autograd functions that are not PyTorch's own.
         notes: what was logged before training, and while it ran.
         still: what was taken out of the model on both sides.
     """
@@ -189,14 +182,13 @@ class Comparison:
     drifted: tuple[str, ...] = ()
     own_buffers: tuple[str, ...] = ()
     apart_attributes: tuple[str, ...] = ()
-    drew: tuple[str, ...] = ()
+    drew: bool = False
     drops: bool = False
     normalises: bool = False
     whole_outputs: tuple[str, ...] = ()
     collated: bool = False
     layer: tuple[str, str] | None = None
     called: tuple[str, ...] = ()
-    functions: tuple[str, ...] = ()
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
 
@@ -265,7 +257,7 @@ class Bounds:
     def first_apart(self, comparison: Comparison) -> Update | None:
         """Return the first update that differs by more than rounding, or in its samples."""
         for update in comparison.updates:
-            if update.rows or self.beyond(update):
+            if update.samples_apart or self.beyond(update):
                 return update
         return None
 

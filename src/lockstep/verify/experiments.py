@@ -6,16 +6,10 @@ Experiments share the processes, and what the person's job imports there.
 
 from __future__ import annotations
 
-from typing import Any
-
-from lockstep.data import is_stream, resolve
 from lockstep.errors import LockstepError
-from lockstep.job import Job
-from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, needs_one_process
 from lockstep.launch.processes.local_ranks import StandingRanks
-from lockstep.launch.world import World
 from lockstep.strategies import Strategy
 from lockstep.verify.comparison import COARSE, EXACT, Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing
@@ -49,46 +43,13 @@ class Laboratory:
         """
         if needs_one_process(experiment.strategy, experiment.devices):
             with alone(experiment.devices) as world:
-                found = _on_rank(world, experiment)
+                found = both_sides(world, experiment)
         else:
             assert experiment.devices == self._ranks.devices
-            found = self._ranks.call(_on_rank, experiment)
+            found = self._ranks.call(both_sides, experiment)
 
         assert found is not None
         return found
-
-
-def _on_rank(world: World, experiment: Experiment) -> Comparison | None:
-    return both_sides(world, experiment, _with_known_data(world, experiment))
-
-
-_data: tuple[Any, Any] | None = None
-"""What the training data of the last experiment on these ranks were made from, and the data."""
-
-_OURS = {"sync_batchnorm", "collate"}
-"""Settings that experiments change, and that no data depend on."""
-
-
-def _with_known_data(world: World, experiment: Experiment) -> Job:
-    """Return the job with the data that an experiment before this one has made on these ranks.
-
-    A stream is made anew; and so is all in the person's own process, where data that can't be made
-    twice are looked for. (A job that isn't a file comes with its data each time.)
-    """
-    global _data
-    job = experiment.loaded
-    if world.size == 1 or not isinstance(experiment.job, JobFile):
-        return job
-
-    settings = {name: value for name, value in experiment.settings.items() if name not in _OURS}
-    source = experiment.job, settings
-    if _data is None or _data[0] != source:
-        _data = source, resolve(job.train_data, world, "train_data")
-
-    data = _data[1]
-    if is_stream(data):
-        return job
-    return job.replace(train_data=data)
 
 
 _CERTAIN = 1e-5

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -74,24 +73,6 @@ def largest(tensor: torch.Tensor) -> float:
     return max(-lowest, highest)
 
 
-@dataclass(frozen=True)
-class Rows:
-    """How the samples of one side differ from those of one device.
-
-    Attributes:
-        repeated: numbers in the dataset of samples that were used more often.
-        left_out: of samples that were used less often.
-        others: how many are no samples of that batch at all.
-    """
-
-    repeated: tuple[int, ...] = ()
-    left_out: tuple[int, ...] = ()
-    others: int = 0
-
-    def __bool__(self) -> bool:
-        return bool(self.repeated or self.left_out or self.others)
-
-
 def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
     """Return an id for each of ``size`` samples; none where no tensor has a row for each.
 
@@ -112,22 +93,8 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
     return ids
 
 
-def rows_apart(ours: list[bytes], theirs: list[bytes], samples: list[int]) -> Rows:
-    """Compare the row ids of one device (``theirs``) with those of a strategy, in any order.
-
-    ``samples`` are the numbers in the dataset of ``theirs``; where they aren't known, places in the
-    batch are given.
-    """
-    if len(samples) != len(theirs):
-        samples = list(range(len(theirs)))
-    names = dict(zip(theirs, samples, strict=True))
-
-    counts = Counter(ours)
+def samples_apart(ours: list[bytes], theirs: list[bytes]) -> int:
+    """Return how many samples, by their row ids, one side used oftener than the other."""
+    used = Counter(ours)
     wanted = Counter(theirs)
-    more = counts - wanted
-    fewer = wanted - counts
-    return Rows(
-        repeated=tuple(sorted(names[row] for row in more if row in names)),
-        left_out=tuple(sorted(names[row] for row in fewer)),
-        others=sum(count for row, count in more.items() if row not in names),
-    )
+    return (used - wanted).total() + (wanted - used).total()

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import graph_nodes
 
 _OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
 
@@ -42,16 +41,3 @@ def _value(held: Any, own: set[int]) -> Any:
     if isinstance(held, int | float | complex | str):
         return repr(held)
     return None
-
-
-def own_functions(outputs: Any) -> set[str]:
-    """Return the names of autograd functions in the graph of outputs that aren't PyTorch's own."""
-    found = set()
-    for node in graph_nodes(outputs):
-        kind = getattr(node, "_forward_cls", None)
-        if kind is None:
-            continue
-        if not kind.__module__.startswith(("torch.", "lockstep.")):
-            found.add(kind.__name__)
-
-    return found

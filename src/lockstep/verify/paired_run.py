@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lockstep.data import is_stream
@@ -34,7 +33,7 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.layer_watch import first_apart
-from lockstep.verify.measures import Rows, buffer_apart, change_apart, largest, real, rows_apart
+from lockstep.verify.measures import buffer_apart, change_apart, largest, real, samples_apart
 from lockstep.verify.training_run import Side
 
 Tensors = dict[str, Tensor]
@@ -42,22 +41,15 @@ Differences = dict[str, float]
 """By name, as in ``Update``."""
 
 
-def both_sides(world: World, experiment: Experiment, job: Job) -> Comparison | None:
+def both_sides(world: World, experiment: Experiment) -> Comparison | None:
     """Run an experiment on this rank; every rank calls this.
 
     Returns:
         What was found; None on other ranks than the first.
     """
-    deterministic = torch.are_deterministic_algorithms_enabled()
-
-    with contextlib.ExitStack() as stack:
-        # Each update of a large model would have its memory cleared by the kernel again.
-        stack.enter_context(freed_memory_kept())
-        stack.callback(torch.use_deterministic_algorithms, deterministic)
-        if experiment.deterministic:
-            torch.use_deterministic_algorithms(True)
-        found = _PairedRun(world, experiment, job).run()
-
+    # Each update of a large model would have its memory cleared by the kernel again.
+    with freed_memory_kept():
+        found = _PairedRun(world, experiment).run()
     return found if world.is_first else None
 
 
@@ -89,13 +81,14 @@ class _PairedRun:
         reach: the learning rates of all updates so far, added up.
     """
 
-    def __init__(self, world: World, experiment: Experiment, job: Job) -> None:
+    def __init__(self, world: World, experiment: Experiment) -> None:
         self.world = world
         self.experiment = experiment
         self.found = Comparison(still=tuple(sorted(experiment.still)))
         self.notes: list[Caveat] = []
         world.tell = self._hear
 
+        job = experiment.loaded
         our_job = job
         if experiment.cut is not None:
             our_job = job.replace(accumulate=experiment.cut)
@@ -179,11 +172,8 @@ class _PairedRun:
         self.reach += max(theirs.rates, default=0.0)
 
         gradients: Differences = {}
-        factor = None
         if ours.step.together:
             gradients = _gradients_apart(ours.gradients, theirs.gradients)
-            if max(gradients.values(), default=0.0) > _ALIKE:
-                factor = _common_factor(ours.gradients, theirs.gradients)
 
         update = Update(
             number=len(self.found.updates) + 1,
@@ -193,12 +183,11 @@ class _PairedRun:
             loss=ours.result.loss,
             reference=theirs.result.loss,
             gradients=gradients,
-            factor=factor,
             parameters=self._parameters_apart(theirs, values),
             buffers=self._buffers_apart(theirs),
             rates=ours.rates,
             reference_rates=theirs.rates,
-            rows=self._rows_apart(theirs, rows),
+            samples_apart=self._samples_apart(theirs, rows),
         )
         self.found.updates.append(update)
 
@@ -206,10 +195,7 @@ class _PairedRun:
         """Compare parameters; frozen ones too, since a teacher may follow what it sees."""
         found = {}
         for name, p in theirs.step.model.named_parameters():
-            if name not in self.start:
-                text = f'parameter "{name}" was made after the optimizer, which never trains it'
-                self.notes.append(Caveat("untrained", text))
-            elif name in values:
+            if name in self.start and name in values:
                 value = real(p)
                 change = largest(value - real(self.start[name]))
                 apart = largest(real(values[name]) - value)
@@ -226,22 +212,19 @@ class _PairedRun:
                 found[name] = buffer_apart(mine[name], buffer)
         return found
 
-    def _rows_apart(self, theirs: Side, rows: list[bytes]) -> Rows:
+    def _samples_apart(self, theirs: Side, rows: list[bytes]) -> int:
         """Compare the samples that the forwards of both sides were given."""
         if not theirs.rows:
-            return Rows()
-
-        samples = theirs.batch.samples
-        numbers = [] if samples is None else samples.tolist()
-        apart = rows_apart(rows, theirs.rows, numbers)
+            return 0
+        apart = samples_apart(rows, theirs.rows)
 
         is_single = isinstance(self.experiment.strategy, Single)
         is_cut_alike = is_single and self.experiment.cut in (None, self.experiment.parts)
         if theirs.job.collate is None or is_cut_alike:
             return apart
         # What is padded with others is another row.
-        self.found.collated |= bool(apart)
-        return Rows()
+        self.found.collated |= apart > 0
+        return 0
 
     def _compare_replicas(self) -> None:
         """Find buffers that each replica has its own values of after the first update."""
@@ -288,11 +271,10 @@ class _PairedRun:
         ours = self.ours
         found = self.found
         model = theirs.step.model
-        found.drew = tuple(sorted(theirs.drew))
+        found.drew = theirs.drew
         found.drops = any(map(draws_dropout, model.modules()))
         found.normalises = any(map(normalizes_by_batch, model.modules()))
         found.whole_outputs = tuple(theirs.whole_outputs)
-        found.functions = tuple(sorted(theirs.functions | ours.functions))
 
         strategy = self.experiment.strategy
         known = strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
@@ -319,10 +301,6 @@ def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str
     return tuple(found)
 
 
-_ALIKE = 1e-6
-"""Up to where gradients are one multiple of others; beside this, no multiple is looked for."""
-
-
 def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:
     """Return by name how far the gradients lie apart."""
     sizes = {name: largest(real(grad)) for name, grad in theirs.items()}
@@ -338,31 +316,3 @@ def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:
             found[name] = math.inf if largest(real(grad)) else 0.0
 
     return found
-
-
-def _common_factor(ours: Tensors, theirs: Tensors) -> float | None:
-    """Return how many times one device's gradient the strategy's is, the same for all parameters.
-
-    None where that is another number for each.
-    """
-    if ours.keys() != theirs.keys():
-        return None
-
-    product = 0.0
-    square = 0.0
-
-    for name, grad in theirs.items():
-        its = real(grad)
-        product += float((real(ours[name]) * its).sum())
-        square += float(its.square().sum())
-
-    factor = product / square if square else math.nan
-
-    bound = _ALIKE * max(map(largest, map(real, ours.values())))
-
-    for name, grad in theirs.items():
-        apart = largest(real(ours[name]) - factor * real(grad))
-        if not apart <= bound:
-            return None
-
-    return factor

@@ -22,7 +22,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.pytree import each, named_tensors
 from lockstep.tensors.rows import has_rows, holds_samples
-from lockstep.tensors.seeding import same, same_others, states
+from lockstep.tensors.seeding import same, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
 from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
@@ -30,7 +30,7 @@ from lockstep.verify.comparison import Experiment
 from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
 from lockstep.verify.measures import row_ids
-from lockstep.verify.model_facts import attribute_values, own_functions
+from lockstep.verify.model_facts import attribute_values
 
 _FACTOR = 1 + 2.0**-21
 """A loss whose sums are taken in another order is multiplied by this, and its gradients divided. In
@@ -53,8 +53,7 @@ class Side(Observer):
         rows: ids of the samples that the last update's forwards were given.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
-        drew: from where the first update drew random numbers, as in ``Comparison``.
-        functions: autograd functions that are not PyTorch's own, in the first forwards.
+        drew: whether the first update drew random numbers.
         whole_outputs: the model's outputs without a row for each sample.
 
     Raises:
@@ -93,8 +92,7 @@ class Side(Observer):
         self.loader = experiment.strategy.training_loader(job, world, data)
 
         self.watch = Watch()
-        self.drew: set[str] = set()
-        self.functions: set[str] = set()
+        self.drew = False
         self.whole_outputs: dict[str, None] = {}
         self._attributes = attribute_values(self.step.model)
         self._number = 0
@@ -202,24 +200,16 @@ class Side(Observer):
 
     def _see_draws(self) -> None:
         """Note whether the first update has drawn random numbers since the last look."""
-        if self._number > 1:
-            return
-        now = states(self._accelerators)
-        if not same(self._generators, now):
-            self.drew.add("somewhere")
-        if not same_others(self._generators.others, now.others):
-            self.drew.add("elsewhere")
+        if self._number == 1 and not same(self._generators, states(self._accelerators)):
+            self.drew = True
 
     @contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """Note whether backward draws; what is out of the model isn't drawn here either."""
+        """Draw nothing here either that is out of the model."""
         if self._experiment.shuffled:
             total.register_hook(lambda grad: grad * _FACTOR)  # type: ignore[no-untyped-call]
-        before = states(self._accelerators)
         with still(self._experiment.still):
             yield
-        if self._number == 1 and not same(before, states(self._accelerators)):
-            self.drew.add("backward")
 
     def forwarded(self, where: str, part: Part, outputs: Any) -> None:
         """Note what a forward was given and gave.
@@ -231,7 +221,6 @@ class Side(Observer):
         if self._number > 1:
             return
 
-        self.functions.update(own_functions(outputs))
         for name, output in named_tensors(outputs):
             if not has_rows(output, part.size):
                 self.whole_outputs[name] = None
