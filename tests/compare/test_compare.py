@@ -25,7 +25,6 @@ from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of, sweeps_of
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import Way, line_up
-from lockstep.compare.other_libraries import attempt_peer
 from lockstep.compare.result import Comparison
 from lockstep.compare.snapshot import Glance, Seen
 from lockstep.compare.timed_run import Tried, attempt
@@ -616,10 +615,6 @@ def test_what_trains_on_one_slot_of_several_has_a_line_too(
         (["examples/digits.py", "--rounds", "0"], "number above 0"),
         (["examples/digits.py", "--seconds", "inf"], "number above 0"),
         (["examples/digits.py", "--seconds", "nan"], "number above 0"),
-        (
-            ["examples/digits.py", "--with", "torchh"],
-            'there is no peer "torchh": did you mean "torch"?',
-        ),
         (["examples/digits.py", "--json", "no/where.json"], "--json no/where.json: No such file"),
     ],
 )
@@ -781,27 +776,6 @@ def test_an_agreement_in_words() -> None:
         "differs",
         "not known",
     ]
-
-
-@pytest.mark.slow
-def test_plain_ddp_by_hand_is_a_row(tmp_path: Path) -> None:
-    entry = next(e for e in line_up(["ddp"], "2xcpu", {}, ["torch"]) if e.role == "peer")
-    assert entry.name == "torch by hand"
-    tried = attempt_peer(job(), entry, seconds=0.05)
-    assert tried.rate > 0 and len(tried.peaks) == 2 and tried.started > 0
-    with pytest.raises(lockstep.LockstepError, match="accumulate: the loop by hand hasn't got it"):
-        attempt_peer(job(accumulate=2), entry, seconds=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", ["fabric", "accelerate"])
-def test_other_peers_are_rows_where_they_are_installed(peer: str) -> None:
-    try:
-        entry = next(e for e in line_up(["ddp"], "2xcpu", {}, [peer]) if e.role == "peer")
-        importlib.import_module({"fabric": "lightning.fabric"}.get(peer, peer))
-    except ImportError:
-        pytest.skip(f"{peer} isn't installed")
-    assert attempt_peer(job(), entry, seconds=0.05).rate > 0
 
 
 def test_a_comparison_as_a_person_runs_it(

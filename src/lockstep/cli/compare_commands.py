@@ -47,12 +47,6 @@ def add_compare(commands: Any) -> None:
         "--map", metavar="FILE_OR_JSON", help="which layer is on which device, under mp and pp"
     )
     parser.add_argument(
-        "--with",
-        dest="peers",
-        metavar="NAMES",
-        help="also by other means: torch, fabric, accelerate",
-    )
-    parser.add_argument(
         "--rounds", type=above_zero(int), default=5, help="turns of each (default: 5)"
     )
     parser.add_argument(
@@ -87,7 +81,6 @@ def _compare(options: argparse.Namespace) -> int:
         devices=options.devices,
         sweep=dict(_swept(word) for word in options.sweep),
         device_map=None if options.map is None else read_map(options.map),
-        peers=_names(options.peers) or (),
         rounds=options.rounds,
         seconds=options.seconds,
         parity=not options.no_parity,

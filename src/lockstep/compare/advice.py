@@ -31,7 +31,7 @@ def best_of(found: Comparison) -> Row | None:
 
     ``single`` is less trouble than any strategy; of these, what takes least memory.
     """
-    candidates = [row for row in found.measured if row.role != "peer" and row.is_exact]
+    candidates = [row for row in found.measured if row.is_exact]
     if not candidates:
         return None
     fastest = max(candidates, key=lambda row: row.timing.median)
@@ -119,7 +119,7 @@ def sentence(found: Comparison) -> str:
     """
     best = best_of(found)
     if best is None:
-        others = [row.name for row in found.measured if row.role != "peer"]
+        others = [row.name for row in found.measured]
         if not others:
             return "Nothing here can train this job: each row says why."
         return (

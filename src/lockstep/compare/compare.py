@@ -18,7 +18,6 @@ from typing import Any
 from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import agreement_of
 from lockstep.compare.entries import Entry, Sweep, line_up
-from lockstep.compare.other_libraries import attempt_peer, check_peers
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timed_run import Tried, attempt
 from lockstep.errors import DeviceError, LockstepError, first_line
@@ -42,7 +41,6 @@ def compare(
     devices: Devices = "auto",
     sweep: Sweep | None = None,
     device_map: Mapping[str, int] | None = None,
-    peers: Sequence[str] = (),
     rounds: int = 5,
     seconds: float = 2.0,
     parity: bool = True,
@@ -62,8 +60,6 @@ def compare(
         sweep: values to try, by the name of a setting of the job or of a strategy, or ``devices``:
             ``{"microbatches": [1, 2, 4]}``. Several make all combinations.
         device_map: which layer is on which device, under ``mp`` and ``pp``.
-        peers: the same job by other means: ``"torch"`` (DistributedDataParallel by hand),
-            ``"fabric"``, ``"accelerate"``.
         rounds: how many turns each has.
         seconds: how long the timed updates of a turn take at least.
         parity: also hold the numbers of each against those of one device.
@@ -83,7 +79,7 @@ def compare(
         )
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
-    entries = line_up(strategies, devices, sweep or {}, check_peers(peers), device_map)
+    entries = line_up(strategies, devices, sweep or {}, device_map)
     name = source.name if isinstance(source, JobFile) else "job"
     kept = None if folder is None else RunFolder.new(folder, f"{name}-compare")
     say = told or (lambda line: None)
@@ -102,7 +98,6 @@ def compare(
         "devices": devices,
         "sweep": sweep and dict(sweep),
         "device_map": device_map,
-        "peers": list(peers) or None,
         "rounds": rounds,
         "seconds": seconds,
         "parity": None if parity else False,
@@ -180,8 +175,6 @@ class _Turns:
 
     def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> Tried | None:
         try:
-            if entry.role == "peer":
-                return attempt_peer(self.source, entry, seconds=seconds)
             return attempt(self.source, entry.way, seconds=seconds, looks=looks)
         except LockstepError as error:
             self.note(entry, reason=first_line(error))
@@ -191,7 +184,7 @@ class _Turns:
         """Train each strategy, and ``single`` on one device, for the job's epochs."""
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
             for entry in self.alive():
-                if entry.role in ("all cores", "peer"):
+                if entry.role == "all cores":
                     continue
                 try:
                     run = train(
@@ -231,8 +224,6 @@ def _row_of(entry: Entry, source: Job | JobFile) -> Row:
 
 def _line(entry: Entry, source: Job | JobFile) -> str:
     """What trains the job so; "" where there is no such line."""
-    if entry.role == "peer":
-        return ""
     if isinstance(entry.way.devices, str):
         return entry.way.line(source)
     if not isinstance(source, JobFile) or sys.platform != "linux":

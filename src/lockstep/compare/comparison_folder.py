@@ -93,7 +93,7 @@ def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[s
         elif name == "parity":
             words.append("--no-parity")
         else:
-            words += option_words({"with" if name == "peers" else name: value})
+            words += option_words({name: value})
     return shlex.join([*words, *option_words(source.settings)])
 
 

@@ -99,11 +99,6 @@ def _sections(found: Comparison) -> Iterator[Section]:
         yield Section("What each device sees of a batch", [_seen(found)])
 
 
-def _kind(row: Row) -> str:
-    """By which its bars are coloured."""
-    return "peer" if row.role == "peer" else row.strategy
-
-
 def _speed(found: Comparison) -> Figure:
     rows = found.measured
     ratios = [None if row.name == row.one else found.speed_up(row) for row in rows]
@@ -112,7 +107,7 @@ def _speed(found: Comparison) -> Figure:
         [row.name for row in rows],
         [row.timing.median for row in rows],
         [row.timing.spread for row in rows],
-        [_kind(row) for row in rows],
+        [row.strategy for row in rows],
         ["" if ratio is None else f"{ratio.median:.2f} x" for ratio in ratios],
     )
     return Figure(
@@ -197,7 +192,7 @@ def _memory(found: Comparison) -> Figure:
         (
             f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name,
             peak / 2**20,
-            _kind(row),
+            row.strategy,
         )
         for row in found.measured
         for i, peak in enumerate(row.peaks)
@@ -221,7 +216,7 @@ def _time(found: Comparison) -> Section:
         for kind in known[0].shares
     }
     text = []
-    if others := [row.name for row in found.measured if not row.shares and row.role != "peer"]:
+    if others := [row.name for row in found.measured if not row.shares]:
         text.append(
             f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns."
         )

@@ -25,7 +25,7 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.strategies import STRATEGIES, Strategy, devices_for, kind_of, named
 
-Role = Literal["one device", "all cores", "strategy", "peer"]
+Role = Literal["one device", "all cores", "strategy"]
 
 LINE_UP = ("single", "dp", "ddp", "mp", "pp")
 """What is compared where nothing was said: those with the results of single-device training."""
@@ -141,7 +141,6 @@ def line_up(
     strategies: Sequence[str | Strategy] | None,
     devices: Devices,
     sweep: Sweep,
-    peers: Sequence[str] = (),
     device_map: Mapping[str, int] | None = None,
 ) -> list[Entry]:
     """All rows, those that others are held against first.
@@ -177,9 +176,6 @@ def line_up(
                 entries.append(
                     Entry(_named(name, {**shown, **said}), "strategy", way, chosen, one, cores)
                 )
-        for peer in peers:
-            name = _named(f"{peer} by hand", said)
-            entries.append(Entry(name, "peer", Way(peer, where, settings), chosen, one, cores))
     return list({entry.name: entry for entry in [*references, *entries]}.values())
 
 

@@ -62,7 +62,7 @@ class Row:
     def is_exact(self) -> bool:
         """Whether its numbers are those of one device, as far as that is known."""
         if self.agreement is None or self.agreement.equal is None:
-            return self.role == "peer" or kind_of(self.strategy).exact is True
+            return kind_of(self.strategy).exact is True
         return self.agreement.equal
 
     @property
