@@ -25,7 +25,7 @@ from lockstep import Job, train
 from lockstep.errors import NonFiniteLoss, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import free_memory
-from lockstep.launch.processes.call import flags
+from lockstep.launch.processes.modes import flags
 from lockstep.launch.world import World
 from lockstep.model.compile import MODES
 from lockstep.parallel import DataParallel, data_parallel

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from lockstep.launch import launch
 from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server, supervisor
-from lockstep.launch.processes.call import dumps
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.local_ranks import StandingRanks
 from lockstep.launch.processes.supervisor import Lines
@@ -373,7 +371,7 @@ def test_a_training_inside_a_rank_is_refused(call: str) -> None:
 def test_what_cannot_be_sent_is_named() -> None:
     lock = threading.Lock()
     with pytest.raises(
-        InputError, match=r"args\[1\] \(a lock\) can't be sent to the ranks: cannot pickle"
+        InputError, match=r"args\[1\] \(a lock\) can't be sent to another process: cannot pickle"
     ):
         launch(lambda world, *args: None, "2xcpu", (1, lock))
 
@@ -939,14 +937,14 @@ def test_one_process_under_torchrun_needs_no_group(monkeypatch: pytest.MonkeyPat
 FLAGS = """
 import torch
 from lockstep.launch import launch
-from lockstep.launch.processes import call
+from lockstep.launch.processes import modes
 
 def ranks(world):
-    return call._switches()
+    return modes.switches()
 
 for change in CHANGES:
     exec(change)
-    assert launch(ranks, "2xcpu") == [call._switches()] * 2, change
+    assert launch(ranks, "2xcpu") == [modes.switches()] * 2, change
 """
 CHANGES = [
     "torch.set_float32_matmul_precision('high')",
@@ -990,33 +988,3 @@ def test_tensors_that_share_memory_do_so_on_the_ranks() -> None:
     found = launch(filled, "2xcpu", (layer, others))[1]
     assert [t.tolist() for t in found] == [[[5.0] * 3] * 2, [[5.0] * 3], [0, 2], [1.0, 1.0]]
     assert [t.requires_grad for t in found] == [False, False, False, True]
-
-
-def shared_variable() -> tuple[Any, Any, Any]:
-    number = 1
-
-    def get() -> int:
-        return number
-
-    def set_it(value: int) -> None:
-        nonlocal number
-        number = value
-
-    def factorial(n: int) -> int:
-        return 1 if n < 2 else n * factorial(n - 1)
-
-    def unassigned() -> Any:
-        return later
-
-    if number > 1:
-        later = 0
-    return get, set_it, (factorial, unassigned)
-
-
-def test_functions_that_share_a_variable_share_it_in_the_ranks() -> None:
-    """Found by trial: each had its own there, and what a callback rebound the loss never saw."""
-    get, set_it, (factorial, unassigned) = pickle.loads(dumps(shared_variable()))
-    set_it(7)
-    assert get() == 7 and factorial(5) == 120
-    with pytest.raises(NameError):
-        unassigned()

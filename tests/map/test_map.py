@@ -570,7 +570,9 @@ def test_a_worker_that_is_killed_between_two_items_is_told() -> None:
 
 def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
     lock = threading.Lock()
-    with pytest.raises(InputError, match=r"the function can't be sent to a process: .*lock"):
+    with pytest.raises(
+        InputError, match=r"the function \(.*\) can't be sent to another process: .*lock"
+    ):
         lockstep.map(lambda i: lock, range(3), "2xcpu")
 
     class Unreadable:

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, parallelize, train
 from lockstep.errors import JobError, LossError
-from lockstep.launch.processes import call
+from lockstep.launch.processes import modes
 from lockstep.model import precision
 from lockstep.model.optimizer import build_optimizer
 from lockstep.strategies.ddp import DDP
@@ -313,7 +313,7 @@ def on_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cpu_too")
 @pytest.mark.parametrize(("way", "devices"), [("single", "1xcpu"), *WAYS[:2], ("pp", "2xcpu")])
 def test_tf32_is_on_for_as_long_as_the_run_lasts_on_each_rank(way, devices, tmp_path) -> None:
-    before = call.flags()
+    before = modes.flags()
     for name in ("tf32", "fp32"):
         run = train(
             WATCHED.replace(precision=name),
@@ -325,7 +325,7 @@ def test_tf32_is_on_for_as_long_as_the_run_lasts_on_each_rank(way, devices, tmp_
         held = run.model().state_dict()
         found = {held["forward_rounded"].item(), held["backward_rounded"].item()}
         assert found == {float(name == "tf32")}
-        assert call.flags() == before
+        assert modes.flags() == before
     assert {p.dtype for p in run.model().parameters()} == {torch.float32}
 
 
@@ -334,22 +334,22 @@ def test_tf32_is_off_again_after_a_run_that_fails_and_beside_flags_of_ones_own(t
     def broken(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise ZeroDivisionError(str(rounds()))
 
-    before = call.flags()
+    before = modes.flags()
     try:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
-        mine = call.flags()
+        mine = modes.flags()
         with pytest.raises(LossError, match=r"True$"):
             job = dataclasses.replace(WATCHED, loss=broken, precision="tf32")
             train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
-        assert call.flags() == mine
+        assert modes.flags() == mine
     finally:
-        call.set_flags(before)
-    assert call.flags() == before
+        modes.set_flags(before)
+    assert modes.flags() == before
 
 
 def test_on_cpu_devices_tf32_is_fp32_and_a_line_says_so(tmp_path, capfd) -> None:
-    before = call.flags()
+    before = modes.flags()
     runs = [
         train(
             ZOO["mlp"].replace(precision=name), strategy="single", devices="1xcpu", folder=tmp_path
@@ -357,7 +357,7 @@ def test_on_cpu_devices_tf32_is_fp32_and_a_line_says_so(tmp_path, capfd) -> None
         for name in ("tf32", "fp32")
     ]
     assert differences(ZOO["mlp"], *runs).worst == 0.0
-    assert call.flags() == before
+    assert modes.flags() == before
     said = "precision: tf32 is for CUDA devices; on CPU devices products are those of fp32"
     assert capfd.readouterr().out.count(said) == 1
 

@@ -61,7 +61,7 @@ class Call:
     """
 
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
-        self.fn, self.batch = fn, batch
+        self.fn, self.batch, self.seed = fn, batch, seed
         # What is the same for all items is mixed once: it is a part of what small items cost.
         self.stream = None if seed is None else absorbed(absorbed(0, seed), MAP)
 
@@ -92,9 +92,11 @@ class Call:
         return result
 
 
-def serve(worker: WorkerContext, call: bytes) -> None:
+def serve(
+    worker: WorkerContext, function: Callable[..., Any], batch: int | None, seed: int | None
+) -> None:
     """Work on chunks until there are no more."""
-    fn: Call = pickle.loads(call)
+    fn = Call(function, batch, seed)
     if fn.stream is None:  # else forks of one process would all draw the same
         key = int.from_bytes(os.urandom(8), "little") >> 1
         torch.manual_seed(key)

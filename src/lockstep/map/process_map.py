@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import cloudpickle
-
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.processes import failure_records
-from lockstep.launch.processes.call import Modes, Setup
+from lockstep.launch.processes.call import Setup
 from lockstep.launch.processes.failure_records import Record
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.pickling import pickled
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
 from lockstep.map.shared_values import (
@@ -141,13 +141,8 @@ class ProcessMap:
         total: int | None,
         on_output: Callable[[str, str], None] | None,
     ) -> None:
-        try:
-            self._packed = cloudpickle.dumps(call)
-        except Exception as error:
-            raise InputError(
-                f"the function can't be sent to a process: {told(error)}: make what it holds "
-                "inside of it"
-            ) from None
+        given = {"batch_size": call.batch, "seed": call.seed}
+        self._body = pickled({"serve": serve, "the function": call.fn, **given})
         self._on_output = on_output
         self._batch = call.batch
         self._units = items if call.batch is None else _batched(items, call.batch, kept)
@@ -174,8 +169,7 @@ class ProcessMap:
             self._workers = workers = stack.enter_context(
                 Supervisor(
                     Setup(self._devices, Modes.here(self._devices)),
-                    serve,
-                    (self._packed,),
+                    self._body,
                     blocks_of=lambda worker: self._blocks[worker],
                     on_event=self._hear,
                     on_output=self._on_output,

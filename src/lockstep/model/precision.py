@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import JobError, first_line
-from lockstep.launch.processes.call import flags, set_flags
+from lockstep.launch.processes.modes import flags, set_flags
 from lockstep.launch.world import World
 from lockstep.tensors.common_memory import common_memory_unmoved
 

@@ -1,16 +1,21 @@
 """The process that forks the ranks, seen from the person's process: start it, reach it, end it.
 
-One such process serves all launches of this one. It takes a while to import torch, once; a rank
-forked from it starts in some hundredths of a second. `lockstep.launch.processes.fork` is what runs
-there.
+One such process serves all launches of the person's process. It takes a while to import torch,
+once; a rank forked from it starts in some hundredths of a second. `lockstep.launch.processes.fork`
+is what runs there.
 
 ::
 
     person's process ──control──> forking process ──fork──> rank 0, rank 1, ...
-                     ──launch───>      (one connection per launch; each end of it that closes ends that launch)
+                     ──life of rank 0──>  (one connection for each rank)
 
-The control connection carries nothing but the other ends of launch connections. Along one of those
-go the numbers of ranks to start, each with its open files, and come back reports (`Report`).
+The control connection carries the numbers of ranks to start, each with its open files. One of
+those is the other end of the rank's *life*: a connection along which comes back how the rank ended
+(`Report`), and whose closing kills the rank.
+
+The standard library's forkserver starts processes as fast, but it leaves a folder for its socket
+behind when the person's process is killed, doesn't notice that while a child of the person's
+process lives on, imports the person's script, and can't end what ranks have started.
 
 Library settings that torch reads only once, while it is imported (``OMP_NUM_THREADS``,
 ``TORCH_LOGS``), are those of the environment at `start`; every other variable is seen by ranks as
@@ -20,7 +25,6 @@ it is at their launch.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import socket
 import struct
@@ -37,20 +41,18 @@ START = struct.Struct("!I")
 MOST_FILES = 32
 """Files that may be attached to a message."""
 
-REPORT = struct.Struct("!Iiid")
+REPORT = struct.Struct("!iid")
 
 
 class Report(NamedTuple):
-    """What the forking process says of a rank that has ended, or could not be forked.
+    """How a rank has ended, or why it could not be forked.
 
     Attributes:
-        rank: its number.
         code: how it ended, as ``os.waitstatus_to_exitcode`` gives it.
         error: the system's error number where it could not be forked, else 0.
         time: when, on the clock that all processes share.
     """
 
-    rank: int
     code: int
     error: int
     time: float
@@ -73,27 +75,25 @@ def start() -> None:
         _running()
 
 
-def connect() -> socket.socket:
-    """A connection for one launch. Half-closing it kills the launch's ranks; closing it does so
-    without word.
+def start_rank(number: int, files: Sequence[int]) -> socket.socket:
+    """Start a rank, and return its life.
+
+    Args:
+        number: the rank.
+        files: the rank's open files: call, channel, standard output, standard error, and any
+            others.
     """
     global _used
     ours, theirs = socket.socketpair()
+    attached = [theirs.fileno(), *files]
     with theirs, _lock:
         try:
-            socket.send_fds(_running().control, [b"+"], [theirs.fileno()])
+            socket.send_fds(_running().control, [START.pack(number)], attached)
         except OSError:  # it has died
             _end()
-            socket.send_fds(_running().control, [b"+"], [theirs.fileno()])
+            socket.send_fds(_running().control, [START.pack(number)], attached)
         _used = True
     return ours
-
-
-def start_rank(connection: socket.socket, rank: int, files: Sequence[int]) -> None:
-    """Ask for a rank that has these open files: call, channel, standard output, standard error,
-    and any others.
-    """
-    socket.send_fds(connection, [START.pack(rank)], files)
 
 
 def stop() -> None:
@@ -125,20 +125,19 @@ def _running() -> _Server:
 
 
 _PROGRAM = (
-    "import sys; from lockstep.launch.processes import fork; fork.main(int(sys.argv[1]), "
-    "int(sys.argv[2]))"
+    "import sys; from lockstep.launch.processes import fork; "
+    "fork.main(int(sys.argv[1]), int(sys.argv[2]))"
 )
 
 
 def _environment() -> dict[str, str]:
-    """The environment of this process, with its import path, so that both find the same modules."""
-    source = str(Path(__file__).resolve().parents[3])
+    """Return the environment with this process's import path, so that both find the same modules."""
     path = [os.path.abspath(entry) for entry in sys.path if entry]
+    path.append(str(Path(__file__).resolve().parents[3]))
     return {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*path, source])),
-        # Looking for CUDA devices must not initialise CUDA there: forked ranks could no longer use
-        # it.
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        # Looking for CUDA devices must not initialise CUDA: forked ranks could no longer use it.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
 
@@ -149,9 +148,9 @@ def _end() -> None:
         return
     process, control = _server
     _server = None
-    control.close()  # which tells it to kill all ranks and go
+    control.close()  # so it kills all ranks and goes
     if not _used:
-        process.kill()  # it may still be importing, and hear nothing
+        process.kill()  # it may still be importing
     _used = False
     try:
         process.wait(timeout=10)
@@ -165,11 +164,8 @@ def _forget() -> None:
     global _lock, _server
     _lock = threading.Lock()
     if _server is not None:
-        with contextlib.suppress(OSError):
-            _server.control.close()
-        _server.process.returncode = (
-            0  # not this process's child, so nothing to wait for or warn about
-        )
+        _server.control.close()
+        _server.process.returncode = 0  # it isn't this process's child, and can't be waited for
         _server = None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,7 +14,9 @@ from typing import IO, Any, TypeVar
 from lockstep.errors import FolderError, RunError
 from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
-from lockstep.launch.processes import call
+from lockstep.launch.processes.call import Setup
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.pickling import loads, pickled_call
 from lockstep.launch.processes.rank import next_message
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.launch.world import World, not_within_a_rank
@@ -26,22 +27,17 @@ T = TypeVar("T")
 
 
 def run(
-    fn: Callable[..., T],
-    devices: tuple[Device, ...],
-    args: tuple[Any, ...],
-    *,
-    backend: str | None = None,
-    folder: str | None = None,
-    on_event: Callable[[int, Any], None] | None = None,
-    on_output: Callable[[str, str], None] | None = None,
-    timeout: float = 1800.0,
-    devices_per_rank: int = 1,
+    fn: Callable[..., T], devices: tuple[Device, ...], args: tuple[Any, ...], **settings: Any
 ) -> list[T]:
-    """Call ``fn(world, *args)`` in local processes; see `lockstep.launch.launch`."""
-    heard: dict[str, Any] = {"on_event": on_event, "on_output": on_output}
-    with _started(
-        fn, devices, devices_per_rank, args, backend, folder, timeout=timeout, **heard
-    ) as supervisor:
+    """Call ``fn(world, *args)`` in local processes; see `lockstep.launch.launch`.
+
+    Args:
+        fn: the function.
+        devices: of all ranks.
+        args: the other arguments of ``fn``.
+        settings: those of ``launch``.
+    """
+    with _started(pickled_call(fn, args), devices, **settings) as supervisor:
         with stop_request.reaching(supervisor.board):
             supervisor.watch()
         return [rank.result for rank in supervisor.ranks]
@@ -49,21 +45,23 @@ def run(
 
 @contextlib.contextmanager
 def _started(
-    fn: Callable[..., Any],
+    body: bytes,
     devices: tuple[Device, ...],
-    devices_per_rank: int,
-    args: tuple[Any, ...] = (),
-    backend: str | None = None,
+    *,
     folder: str | None = None,
-    timeout: float = 1800.0,
-    **heard: Any,
+    on_event: Callable[[int, Any], None] | None = None,
+    on_output: Callable[[str, str], None] | None = None,
+    **settings: Any,
 ) -> Iterator[Supervisor]:
-    """Ranks that have been asked for, to be watched; none of them runs afterwards."""
+    """Ranks that have been started, to be watched; none of them runs afterwards."""
     with _meeting() as rendezvous:
-        modes = call.Modes.here(devices)
-        setup = call.Setup(devices, modes, rendezvous, backend, folder, timeout, devices_per_rank)
+        setup = Setup(devices, Modes.here(devices), rendezvous, folder=folder, **settings)
         with Supervisor(
-            setup, fn, args, log_of=lambda rank: _log(folder, rank) if rank else None, **heard
+            setup,
+            body,
+            log_of=lambda rank: _log(folder, rank) if rank else None,
+            on_event=on_event,
+            on_output=on_output,
         ) as ranks:
             yield ranks
 
@@ -128,10 +126,10 @@ class StandingRanks:
         Raises:
             Exception: as `lockstep.launch.launch`.
         """
-        body = call.pickled(fn, args)
+        body = pickled_call(fn, args)
         ranks = self.start()
-        for number in range(len(ranks.ranks)):
-            ranks.send(number, body)
+        for rank in ranks.ranks:
+            ranks.send(rank.number, body)
         try:
             while not self._returned and ranks.failed_at is None:
                 ranks.turn(None)
@@ -158,11 +156,13 @@ class StandingRanks:
         """
         not_within_a_rank()
         if self._ranks is None:
-            silent: dict[str, Any] = {
-                "on_event": self._hear,
-                "on_output": lambda text, stream: None,
-            }
-            started = _started(_serve, self.devices, self._devices_per_rank, **silent)
+            started = _started(
+                pickled_call(_serve, ()),
+                self.devices,
+                on_event=self._hear,
+                on_output=lambda text, stream: None,
+                devices_per_rank=self._devices_per_rank,
+            )
             self._ranks = self._stack.enter_context(started)
         return self._ranks
 
@@ -174,7 +174,7 @@ class StandingRanks:
 def _serve(world: World) -> None:
     """What each of them does: call after call."""
     while True:
-        fn, args = pickle.loads(next_message())
+        fn, args = loads(next_message())
         tell = world.tell
         with kept_states():
             result = fn(world, *args)

@@ -29,8 +29,10 @@ from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
-from lockstep.launch.processes.call import Call, Modes, Setup, dumps
+from lockstep.launch.processes.call import Call, Setup
 from lockstep.launch.processes.failure_records import Record
+from lockstep.launch.processes.modes import Modes
+from lockstep.launch.processes.pickling import dumps
 from lockstep.launch.world import World
 
 EVENT, SAID, RESULT, FAILURE = "event", "said", "result", "failure"

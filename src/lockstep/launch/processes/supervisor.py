@@ -1,12 +1,12 @@
-"""Watching the ranks of one launch: events and output come through, and when one fails, all stop.
+"""Watches the ranks of one launch: events and output come through, and when one fails, all stop.
 
 ::
 
-    first failure ── at most 0.4 s, in which the others report theirs ──> SIGKILL for the rest ──> who was first? raise
+    first failure ── at most 0.4 s, in which the others report theirs ──> SIGKILL for the rest ──> raise the first
 
-Everything is heard in one loop of the thread that launched: the forking process's reports, each
-rank's messages, and what rank 0 prints. The person's signal handlers are left alone; whatever they
-raise ends the launch like any exception.
+Everything is heard in one loop of the thread that launched: the end of each rank's life, each rank's
+messages, and what rank 0 prints. The person's signal handlers are left alone; whatever they raise
+ends the launch like any exception.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Rank:
 
     Attributes:
         number, devices: which it is.
-        channel: this end of the way to it.
+        channel: this end of the connection for messages.
+        life: this end of the connection that lasts as long as the rank.
         log: the file of what it prints, and where that began; None where it comes out here.
         ended: how it ended, once it has.
         has_result, result: what its function returned, once it has.
@@ -82,6 +83,7 @@ class Rank:
     number: int
     devices: Sequence[Device]
     channel: Connection
+    life: socket.socket
     log: tuple[IO[bytes], int] | None = None
     ended: Report | None = None
     has_result: bool = False
@@ -90,15 +92,16 @@ class Rank:
 
     @property
     def heard(self) -> bool:
-        """Whether it has said how it went, or is gone."""
+        """Whether it has reported a result or a failure, or is gone."""
         return self.record is not None or self.has_result or self.ended is not None
 
     def last_words(self) -> str:
-        """The end of what was written to its log since this launch began."""
+        """Return the end of what was written to its log since this launch began."""
         if self.log is None:
             return ""
         file, start = self.log
-        file.seek(max(start, file.seek(0, os.SEEK_END) - _LAST_WORDS))
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(start, end - _LAST_WORDS))
         return file.read().decode("utf-8", "replace").strip()
 
 
@@ -107,24 +110,21 @@ class Supervisor:
     none of them runs.
 
     Args:
-        setup, fn, args: the call.
+        setup: the surroundings of the call.
+        body: the function and its arguments, as ``pickling`` gives them.
         log_of: gives the file for what a rank prints, or None where it comes out here.
         blocks_of: gives the open files that a worker shares with the caller.
-        on_event: called with (rank, event) for what a rank tells.
+        on_event: called with (rank, event) for each event of a rank.
         on_output: called with (text, "stdout" or "stderr") for the lines that come out here.
 
     Attributes:
         failed_at: when the first failure was heard, or None.
-
-    Raises:
-        InputError: the function or an argument can't be sent.
     """
 
     def __init__(
         self,
         setup: call.Setup,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        body: bytes,
         *,
         log_of: Callable[[int], IO[bytes] | None] = lambda number: None,
         blocks_of: Callable[[int], Sequence[int]] = lambda number: (),
@@ -134,24 +134,21 @@ class Supervisor:
         self.ranks: list[Rank] = []
         self.failed_at: float | None = None
         self._killed_at: float | None = None
-        self._is_gone = False
-        self._on_event, self._on_output = on_event, on_output or to_own_streams
+        self._on_event = on_event
+        self._on_output = on_output or to_own_streams
         self._streams: dict[IO[bytes], Lines] = {}
         self._pid = os.getpid()
         with contextlib.ExitStack() as stack:
             self._stack = stack
-            file = stack.enter_context(call.write(setup, fn, args))
+            file = stack.enter_context(call.write(setup, body))
             self.board = stack.enter_context(call.Call(file.fileno()).board)
             self._selector = stack.enter_context(selectors.DefaultSelector())
-            self._connection = stack.enter_context(fork_server.connect())
-            self._selector.register(self._connection, selectors.EVENT_READ, self._hear_server)
             try:
                 for number, devices in enumerate(setup.groups):
                     self._start(number, devices, file.fileno(), log_of(number), blocks_of(number))
             finally:
-                stack.callback(
-                    self._stop
-                )  # which comes before all that the ranks write to is closed
+                # It comes before all that the ranks write to is closed.
+                stack.callback(self._stop)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -168,24 +165,27 @@ class Supervisor:
         log: IO[bytes] | None,
         blocks: Sequence[int],
     ) -> None:
-        """Ask for a rank's process; the ends of the pipes that belong there are let go here."""
+        """Start a rank; the ends of the pipes that belong to it are closed here."""
         with contextlib.ExitStack() as theirs:
             ours, its = multiprocessing.Pipe()
+            self._stack.enter_context(ours)
             theirs.enter_context(its)
-            rank = Rank(number, devices, self._stack.enter_context(ours))
-            if log is not None:
-                rank.log = self._stack.enter_context(log), log.seek(0, os.SEEK_END)
-                out = err = log.fileno()
+            if log is None:
+                out = self._relayed("stdout", theirs)
+                err = self._relayed("stderr", theirs)
             else:
-                out, err = (self._relayed(name, theirs) for name in ("stdout", "stderr"))
-            fork_server.start_rank(
-                self._connection, number, [file, its.fileno(), out, err, *blocks]
-            )
+                self._stack.enter_context(log)
+                out = err = log.fileno()
+            life = fork_server.start_rank(number, [file, its.fileno(), out, err, *blocks])
+        rank = Rank(number, devices, ours, self._stack.enter_context(life))
+        if log is not None:
+            rank.log = log, log.seek(0, os.SEEK_END)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank))
+        self._selector.register(life, selectors.EVENT_READ, partial(self._hear_end, rank))
         self.ranks.append(rank)
 
     def _relayed(self, stream: str, theirs: contextlib.ExitStack) -> int:
-        """The writing end of a pipe, whose lines come out here."""
+        """Return the writing end of a pipe, whose lines come out here."""
         reading, writing = os.pipe()
         theirs.callback(os.close, writing)
         pipe = self._stack.enter_context(open(reading, "rb", buffering=0))  # noqa: SIM115
@@ -205,29 +205,21 @@ class Supervisor:
 
     def watch(self) -> None:
         """Wait until all ranks have ended; raise where one has failed."""
-        while not all(rank.ended is not None for rank in self.ranks) and not self._is_gone:
-            left = None
-            if self.failed_at is not None:
-                left = self.failed_at + _PATIENCE - time.monotonic()
-                if left <= 0 or all(rank.heard for rank in self.ranks):
-                    self._kill()
-            if (
-                self._killed_at is not None
-                and (left := self._killed_at + _KILLING - time.monotonic()) <= 0
-            ):
-                break
-            self.turn(left)
+        while any(rank.ended is None for rank in self.ranks):
+            now = time.monotonic()
+            if self.failed_at is None:
+                self.turn(None)
+                continue
+            limit = self.failed_at + _PATIENCE
+            if now >= limit or all(rank.heard for rank in self.ranks):
+                limit = self._kill() + _KILLING
+                if now >= limit:
+                    break
+            self.turn(limit - now)
         self._drain()
-        if failures := self.failures():
-            first = failure_records.guilty(failures)
-            failed = {failure.rank for failure in failures}
-            silent = [
-                rank.number
-                for rank in self.ranks
-                if not rank.has_result and rank.number not in failed
-            ]
-            error = failure_records.to_raise(first, self.ranks[first.rank].devices, silent)
-            raise error from error.__cause__
+        failures = self.failures()
+        if failures:
+            self._raise(failures)
 
     def turn(self, seconds: float | None) -> None:
         """Hear what has come, and wait at most so long for it; None: until something comes.
@@ -239,40 +231,44 @@ class Supervisor:
             key.data()
 
     def failures(self) -> list[Record | Death]:
-        """Of the ranks that have failed so far."""
-        return [failure for rank in self.ranks if (failure := self._failure(rank)) is not None]
+        """Return the failures of the ranks that have failed so far."""
+        found = [self._failure(rank) for rank in self.ranks]
+        return [failure for failure in found if failure is not None]
 
     # ---- hearing ---------------------------------------------------------------------------------
 
-    def _hear_server(self) -> None:
+    def _hear_end(self, rank: Rank) -> None:
+        """Take note of how a rank has ended."""
         data = b""
         with contextlib.suppress(ConnectionError):
-            data = self._connection.recv(REPORT.size)
-        if not data:
-            self._selector.unregister(self._connection)
-            self._is_gone = True
-            if self._killed_at is None:
-                raise RankFailed(
-                    "the process that forks the ranks has died, and they with it: launch again"
-                )
-            return
-        report = Report(*REPORT.unpack(data))
-        rank = self.ranks[report.rank]
-        rank.ended = report
-        if report.error:
-            raise RunError(f"rank {rank.number} could not be started: {os.strerror(report.error)}")
+            data = rank.life.recv(REPORT.size)
+        self._selector.unregister(rank.life)
+        if data:
+            rank.ended = Report(*REPORT.unpack(data))
+        elif self._killed_at is None:
+            raise RankFailed(
+                "the process that forks the ranks has died, and they with it: launch again"
+            )
+        else:
+            rank.ended = Report(-signal.SIGKILL, 0, time.monotonic())
+        if rank.ended.error:
+            why = os.strerror(rank.ended.error)
+            raise RunError(f"rank {rank.number} could not be started: {why}")
         while rank.channel.poll() and self._hear(rank):
             """All that it sent before it ended is there by now."""
         if not rank.has_result:
-            self.failed_at = self.failed_at or time.monotonic()
+            self._note_failure()
+
+    def _note_failure(self) -> None:
+        if self.failed_at is None:
+            self.failed_at = time.monotonic()
 
     def _hear(self, rank: Rank) -> bool:
         """Take a message of a rank; False where no more will come."""
         try:
             body = rank.channel.recv_bytes()
         except (EOFError, OSError):
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(rank.channel)
+            self._forget(rank.channel)
             return False
         try:
             kind, value = pickle.loads(body)
@@ -282,24 +278,30 @@ class Supervisor:
             ) from error
         if kind == FAILURE:
             rank.record = value
-            self.failed_at = self.failed_at or time.monotonic()
+            self._note_failure()
         elif kind == SAID:
             self._on_output(f"{value}\n", "stderr")
         elif kind != EVENT:
-            rank.has_result, rank.result = True, value
+            rank.has_result = True
+            rank.result = value
         elif self._on_event is not None:
             self._on_event(rank.number, value)
         return True
+
+    def _forget(self, ended: Any) -> None:
+        """Hear no more of a connection or a pipe that has ended."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(ended)
 
     def _relay(self, pipe: IO[bytes]) -> bool:
         """Pass on what was printed; False where there is no more just now."""
         data = pipe.read(1 << 16)
         if data:
             self._streams[pipe].feed(data)
-        elif data is not None:  # the end
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(pipe)
-        return bool(data)
+            return True
+        if data is not None:
+            self._forget(pipe)
+        return False
 
     def _drain(self) -> None:
         """Pass on what is left of the output, without waiting for who may still hold the pipe."""
@@ -311,36 +313,46 @@ class Supervisor:
 
     # ---- ending ----------------------------------------------------------------------------------
 
-    def _kill(self) -> None:
-        """Let the forking process kill every rank that still runs."""
+    def _kill(self) -> float:
+        """Let the forking process kill every rank that still runs; returns when it did so."""
         if self._killed_at is None:
             self._killed_at = time.monotonic()
-            with contextlib.suppress(OSError):
-                self._connection.shutdown(socket.SHUT_WR)
+            for rank in self.ranks:
+                with contextlib.suppress(OSError):
+                    rank.life.shutdown(socket.SHUT_WR)
+        return self._killed_at
 
     def _stop(self) -> None:
         """Make sure that no rank runs, whatever was raised, and wait until they are gone."""
         if os.getpid() != self._pid:  # a fork of the caller, whose ranks these aren't
             return
-        self._kill()
-        self._connection.settimeout(_KILLING)
-        with contextlib.suppress(OSError):
-            # The forking process closes the connection when the last rank has gone.
-            while self._connection.recv(REPORT.size):
-                """The report of one that was killed."""
+        limit = self._kill() + _KILLING
+        for rank in self.ranks:
+            rank.life.settimeout(max(0.01, limit - time.monotonic()))
+            with contextlib.suppress(OSError):
+                # The forking process closes the connection when the rank has gone.
+                while rank.life.recv(REPORT.size):
+                    """Its report."""
 
     def _failure(self, rank: Rank) -> Record | Death | None:
+        ended = rank.ended
         if rank.record is not None:
             return rank.record
-        ended = rank.ended
         if rank.has_result or ended is None:
             return None
-        if (
-            self._killed_at is not None
-            and ended.code == -signal.SIGKILL
-            and ended.time >= self._killed_at
-        ):
-            return None  # it was killed for another's failure
-        return Death(
-            rank.number, ended.time, self.board[rank.number], ended.code, rank.last_words()
-        )
+        is_killed = self._killed_at is not None and ended.time >= self._killed_at
+        if is_killed and ended.code == -signal.SIGKILL:
+            return None  # for another's failure
+        step = self.board[rank.number]
+        return Death(rank.number, ended.time, step, ended.code, rank.last_words())
+
+    def _raise(self, failures: list[Record | Death]) -> None:
+        """Raise the failure that came first."""
+        first = failure_records.guilty(failures)
+        failed = {failure.rank for failure in failures}
+        silent = []
+        for rank in self.ranks:
+            if not rank.has_result and rank.number not in failed:
+                silent.append(rank.number)
+        error = failure_records.to_raise(first, self.ranks[first.rank].devices, silent)
+        raise error from error.__cause__

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import LossError
-from lockstep.launch.processes.call import closed_over
+from lockstep.launch.processes.pickling import closed_over
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed

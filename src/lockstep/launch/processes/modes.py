@@ -1,0 +1,118 @@
+"""PyTorch's modes and settings that change numbers, as one process gives them to another."""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.launch.devices import Device
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of a thread.
+
+    Attributes:
+        grad: whether gradients are recorded.
+        inference: whether inference mode is on.
+        autocast: by type of device, the type that autocast computes in where it is on.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: dict[str, torch.dtype]
+
+    @classmethod
+    def here(cls, devices: tuple[Device, ...]) -> Modes:
+        """Return the modes of the calling thread.
+
+        Args:
+            devices: where another process is to compute.
+        """
+        autocast = {}
+        for kind in {"cpu"} | {device.type for device in devices}:
+            if torch.is_autocast_enabled(kind):
+                autocast[kind] = torch.get_autocast_dtype(kind)
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Compute in these modes for a while."""
+        with contextlib.ExitStack() as stack:
+            if self.inference:
+                stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, dtype in self.autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype))
+            yield
+
+
+_FLAGS = (
+    "cuda.matmul.allow_tf32",
+    "cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "cudnn.allow_tf32",
+    "cudnn.enabled",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "cudnn.fp32_precision",
+    "cudnn.conv.fp32_precision",
+    "cudnn.rnn.fp32_precision",
+    "mkldnn.matmul.fp32_precision",
+    "mkldnn.conv.fp32_precision",
+    "mkldnn.rnn.fp32_precision",
+    "cuda.matmul.fp32_precision",
+    "cuda.matmul.allow_fp16_accumulation",
+)
+"""Flags of ``torch.backends``, in an order in which they can be set: PyTorch's old names of a
+setting before its new ones.
+"""
+
+_MATMUL = "float32_matmul_precision"
+
+
+def _flag(name: str) -> Any:
+    """Return a flag; None where it was set under its new name, so PyTorch refuses its old one."""
+    with contextlib.suppress(RuntimeError):
+        return operator.attrgetter(name)(torch.backends)
+    return None
+
+
+def flags() -> dict[str, Any]:
+    """Return PyTorch's settings of how products round."""
+    found = {name: _flag(name) for name in _FLAGS}
+    with contextlib.suppress(RuntimeError):
+        found[_MATMUL] = torch.get_float32_matmul_precision()
+    return found
+
+
+def set_flags(wanted: dict[str, Any]) -> None:
+    """Set PyTorch's flags as ``flags`` found them."""
+    if _MATMUL in wanted:
+        torch.set_float32_matmul_precision(wanted[_MATMUL])
+    for flag in _FLAGS:
+        if wanted[flag] is not None and _flag(flag) != wanted[flag]:
+            owner, _, name = flag.rpartition(".")
+            setattr(operator.attrgetter(owner)(torch.backends), name, wanted[flag])
+
+
+def switches() -> dict[str, Any]:
+    """Return PyTorch's settings that belong to the whole process."""
+    return {
+        "dtype": torch.get_default_dtype(),
+        "flags": flags(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warns": torch.is_deterministic_algorithms_warn_only_enabled(),
+    }
+
+
+def set_switches(wanted: dict[str, Any]) -> None:
+    """Set what ``switches`` has found."""
+    torch.set_default_dtype(wanted["dtype"])
+    set_flags(wanted["flags"])
+    torch.use_deterministic_algorithms(wanted["deterministic"], warn_only=wanted["warns"])

@@ -1,0 +1,141 @@
+"""Functions and values on their way to another process.
+
+`cloudpickle` sends functions and classes of the person's script by value, so nothing has to be
+imported there. A call goes through ``torch.save``, so that tensors which share memory do so in the
+other process too (a loss that holds ``weight.detach()``, say).
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+from collections import ChainMap
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import cloudpickle
+import torch
+
+from lockstep.errors import InputError, first_line
+
+
+def dumps(value: Any) -> bytes:
+    """Return a value as bytes, for ``pickle.loads``."""
+    try:
+        return pickle.dumps(value)  # ten times as fast, and enough for numbers and names
+    except Exception:
+        return bytes(cloudpickle.dumps(value))
+
+
+def pickled_call(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return a function and its arguments as bytes; see ``pickled``."""
+    given = {"the function": fn}
+    for number, arg in enumerate(args):
+        given[f"args[{number}]"] = arg
+    return pickled(given)
+
+
+def pickled(given: dict[str, Any]) -> bytes:
+    """Return a function and its arguments as bytes, for ``loads``.
+
+    Args:
+        given: the function, then its arguments, by the names that messages have for them.
+
+    Raises:
+        InputError: one of them can't be pickled, or is a model in shared memory; it is named.
+    """
+    for name, value in given.items():
+        _refuse_shared(name, [value, *closed_over(value)])
+    try:
+        return _saved(tuple(given.values()))
+    except Exception as whole:
+        for name, value in given.items():
+            try:
+                _saved(value)
+            except Exception as error:
+                raise _cannot_be_sent(f"{name} ({_type_of(value)})", error) from error
+        raise _cannot_be_sent("the function with its arguments", whole) from whole
+
+
+def loads(body: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function and the arguments that ``pickled`` has made bytes of."""
+    fn, *args = torch.load(io.BytesIO(body), weights_only=False)
+    return fn, tuple(args)
+
+
+def closed_over(function: Any) -> list[Any]:
+    """Return what a function holds of the variables around it."""
+    found = []
+    for cell in getattr(function, "__closure__", None) or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:
+            continue  # the variable isn't assigned yet
+    return found
+
+
+def _refuse_shared(name: str, values: list[Any]) -> None:
+    for model in values:
+        if not isinstance(model, torch.nn.Module):
+            continue
+        if any(p.is_cpu and p.is_shared() for p in model.parameters()):  # type: ignore[no-untyped-call]
+            raise InputError(
+                f"{name} holds a model in shared memory, and each rank would get a copy of it: "
+                'make it in the function, or train it with strategy="hogwild"'
+            )
+
+
+def _cannot_be_sent(what: str, error: Exception) -> InputError:
+    return InputError(
+        f"{what} can't be sent to another process: {first_line(error)}: make what it holds inside "
+        "the function"
+    )
+
+
+def _type_of(value: object) -> str:
+    name = getattr(value, "__qualname__", None)
+    return name if isinstance(name, str) else f"a {type(value).__qualname__}"
+
+
+def _saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file, pickle_module=_CLOUDPICKLE, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return file.getvalue()
+
+
+def _reduced_cache(cached: Any) -> Any:
+    """Reduce what ``functools.lru_cache`` has made: one of the script goes by value."""
+    if cached.__module__ == "__main__":
+        return _cached, (cached.__wrapped__, cached.cache_parameters())
+    return cached.__qualname__
+
+
+def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
+    return functools.lru_cache(**settings)(function)
+
+
+def _reduced_property(kept: functools.cached_property[Any]) -> Any:
+    """Reduce a cached property without the lock that it has in Python 3.11."""
+    return _cached_property, (kept.func, kept.attrname)
+
+
+def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
+    made = functools.cached_property(function)
+    made.__set_name__(object, name)
+    return made
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
+    dispatch_table: ClassVar[Any] = ChainMap(
+        {
+            functools._lru_cache_wrapper: _reduced_cache,
+            functools.cached_property: _reduced_property,
+        },
+        cloudpickle.Pickler.dispatch_table,
+    )
+
+
+_CLOUDPICKLE = SimpleNamespace(__name__="cloudpickle", Pickler=_Pickler)
+"""What ``torch.save`` takes for the module that pickles."""
