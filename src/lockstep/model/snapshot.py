@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -17,6 +17,7 @@ from lockstep.tensors.seeding import (
     other_states,
     put_states,
     same_others,
+    state_on,
     states,
 )
 
@@ -41,6 +42,10 @@ _LIBRARIES = (
 _OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType, str, bytes)
 
 
+Restore = Callable[[Any, Any], Any]
+"""Puts a copy back into an object."""
+
+
 class Snapshot:
     """What a model, and objects beside it, hold, and the states of random number generators.
 
@@ -52,6 +57,9 @@ class Snapshot:
         beside: other objects with state: the loss.
         accelerators: devices whose generators are put back, too.
         parameters: whether parameters are put back, too.
+
+    Attributes:
+        parameters: the names of the parameters.
     """
 
     def __init__(
@@ -65,14 +73,17 @@ class Snapshot:
         self._model = model
         self._beside = beside
         self._accelerators = accelerators
-        held = _reachable([*model.modules(), *beside])
-        if not parameters:
-            held = (one for one in held if not isinstance(one, nn.Parameter))
-        self._kept = [(one, *_copied_with_restore(one)) for one in held]
-        self._before = {name: _copied(value) for name, value in self._named().items()}
+        self._kept: list[tuple[Any, Any, Restore]] = []
+        self._copies: dict[int, Any] = {}
+        for one in _reachable([*model.modules(), *beside]):
+            if parameters or not isinstance(one, nn.Parameter):
+                copied, restore = _copied(one)
+                self._kept.append((one, copied, restore))
+                self._copies[id(one)] = copied
+        self._before = dict(self._named())
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._random: States = states(accelerators)
+        self.parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def put_back(self) -> None:
         """Put all of it back."""
@@ -84,46 +95,49 @@ class Snapshot:
                 p.requires_grad_(is_trained)
         put_states(self._random, self._accelerators)
 
+    def drew(self) -> bool:
+        """Whether random numbers were drawn from a generator of PyTorch's."""
+        if not torch.equal(self._random.torch, torch.get_rng_state()):
+            return True
+        for device, before in zip(self._accelerators, self._random.accelerators, strict=True):
+            if not torch.equal(before, state_on(device)):
+                return True
+        for one, before, _ in self._kept:
+            if type(one) is torch.Generator and not torch.equal(before, one.get_state()):
+                return True
+        return False
+
     def drew_elsewhere(self) -> bool:
         """Whether random numbers of Python or numpy, which can't be replayed, were drawn."""
         return not same_others(self._random.others, other_states())
 
-    def _named(self) -> dict[str, Any]:
-        """Find parameters, buffers and numbers by name, and tensors of the loss."""
-        found: dict[str, Any] = {}
+    def changed(self) -> dict[str, Any]:
+        """Copy the values that have changed, by name.
+
+        They are parameters, buffers, numbers in attributes of modules, and tensors and numbers of
+        the loss. Tensors in attributes of modules are left out: mostly they are of the last batch.
+        """
+        found = {}
+        for name, value in self._named():
+            before = self._before.get(name)
+            if not same(value, self._copies.get(id(before), before)):
+                found[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        return found
+
+    def _named(self) -> Iterator[tuple[str, Any]]:
         for path, module in self._model.named_modules():
             prefix = f"{path}." if path else ""
-            for key, tensor in {**module._parameters, **module._buffers}.items():
-                if tensor is not None:
-                    found[prefix + key] = tensor
+            for held in (module._parameters, module._buffers):
+                for key, tensor in held.items():
+                    if tensor is not None:
+                        yield prefix + key, tensor
             for key, value in vars(module).items():
                 if isinstance(value, int | float):
-                    found[prefix + key] = value
+                    yield prefix + key, value
         for one in self._beside:
             for key, value in getattr(one, "__dict__", {}).items():
                 if isinstance(value, Tensor | int | float):
-                    found[f"the loss.{key}"] = value
-        return found
-
-    def values(self) -> dict[str, Any]:
-        """Copy the values that have changed, by name."""
-        changed = {}
-        for name, value in self._named().items():
-            if not same(value, self._before.get(name)):
-                changed[name] = _copied(value)
-        return changed
-
-    def written(self, ends: Mapping[str, Any]) -> list[str]:
-        """Find the parameters among values that have changed."""
-        return [name for name in ends if name in self._parameters]
-
-    def ends_otherwise(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-        """Find the values, other than parameters, that differ.
-
-        Tensors in attributes of the model are left out: mostly they are of the last batch.
-        """
-        names = [name for name in {**one, **other} if name not in self._parameters]
-        return [name for name in names if not same(one.get(name), other.get(name))]
+                    yield f"the loss.{key}", value
 
 
 def same(one: Any, other: Any) -> bool:
@@ -184,15 +198,7 @@ def _is_opaque(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] in _LIBRARIES
 
 
-def _copied(one: Any) -> Any:
-    """Copy what an object holds itself."""
-    for kind, copied, _ in _KINDS:
-        if isinstance(one, kind):
-            return copied(one)
-    return one
-
-
-def _copied_with_restore(one: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
+def _copied(one: Any) -> tuple[Any, Restore]:
     """Copy what an object holds itself; give the function that puts it back, too."""
     for kind, copied, restore in _KINDS:
         if isinstance(one, kind):
@@ -230,7 +236,7 @@ def _restore_array(one: Any, copied: Any) -> None:
         one[...] = copied
 
 
-_KINDS: list[tuple[Any, Callable[[Any], Any], Callable[[Any, Any], Any]]] = [
+_KINDS: list[tuple[Any, Callable[[Any], Any], Restore]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
     (dict, dict.copy, _restore_dict),
     (list, list.copy, _restore_sequence),

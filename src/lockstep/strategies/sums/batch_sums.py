@@ -21,8 +21,11 @@ from lockstep.tensors.rows import coprime_sizes, cut
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step
 
-_FEWEST = 16
-"""Samples that are checked where local batches are smaller."""
+_FIRST = 16
+"""Samples of the first check, where local batches are smaller."""
+
+_LATER = 8
+"""Samples of later checks: what cuts a batch wrongly nearly always shows in a few samples."""
 
 
 class BatchSums:
@@ -75,7 +78,8 @@ class BatchSums:
         step = self._step
         if summed is None:
             summed = SummedLoss(step.model, step.loss)
-        verdict = self._verdict(batch, summed, f"in update {step.number}")
+        is_first = not self._has_checked
+        verdict = self._verdict(batch, summed, f"in update {step.number}", is_first=is_first)
         self._is_owed = verdict is None and self._has_checked
         if verdict is None:
             return
@@ -83,6 +87,8 @@ class BatchSums:
         self.draws |= verdict.draws
         self.draws_elsewhere |= verdict.draws_elsewhere
         self.written |= set(verdict.written)
+        if verdict.communicates:
+            self._every = 0
         if step.world.is_first:
             step.tell_once(self._notes(verdict, in_turn=self._is_in_turn(batch)))
 
@@ -93,36 +99,41 @@ class BatchSums:
         back.
         """
         step = self._step
+        number = batch.index + 1
         if self._every == 0 or step.replicas == 1 or not step.together:
             return
-        if is_power_of_two(batch.index + 1):
-            summed = SummedLoss(step.model, step.loss, metrics=metrics, trains=False)
-            summed.holds = [*summed.holds, *holds]
-            verdict = self._verdict(batch, summed, f"in batch {batch.index + 1} of an evaluation")
-            if verdict is not None and step.world.is_first:
-                step.tell_once(self._notes_of_evaluation(verdict))
+        if not is_power_of_two(number):
+            return
+        summed = SummedLoss(step.model, step.loss, metrics=metrics, trains=False)
+        summed.holds = [*summed.holds, *holds]
+        when = f"in batch {number} of an evaluation"
+        verdict = self._verdict(batch, summed, when, is_first=number == 1)
+        if verdict is not None and step.world.is_first:
+            step.tell_once(self._notes_of_evaluation(verdict))
 
-    def _verdict(self, batch: Batch, summed: Summed, when: str) -> Verdict | None:
+    def _verdict(
+        self, batch: Batch, summed: Summed, when: str, *, is_first: bool
+    ) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
         step = self._step
-        in_turn = self._is_in_turn(batch)
-        sums = SumCheck(summed, in_turn=in_turn, accelerators=step.draws.accelerators)
+        check = SumCheck(
+            summed,
+            in_turn=self._is_in_turn(batch),
+            watches=self._watches(is_first=is_first),
+            accelerators=step.draws.accelerators,
+        )
         with step.layout.read():
-            fewer = () if batch.collate is None else (self._samples_of_a_part(batch),)
-            for most in (None, *fewer):
-                pieces = self._pieces(batch, most)
-                if pieces is None:
-                    return None
-                try:
-                    verdict = sums(*pieces)
-                    break
-                except Exception as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    verdict = Verdict(unchecked="out of memory")
-        assert pieces is not None
+            pieces = self._pieces(batch, self._most(batch, is_first=is_first))
+            if pieces is None:
+                return None
+            verdict = _checked(check, pieces)
+            if verdict is None and batch.collate is not None:
+                pieces = self._pieces(batch, self._samples_of_a_part(batch))
+                verdict = None if pieces is None else _checked(check, pieces)
+        if verdict is None or pieces is None:
+            return Verdict(unchecked="out of memory")
         self._refuse_written(verdict)
-        if verdict.difference and not verdict.communicates:
+        if verdict.difference:
             self._refuse(verdict, pieces, when)
         return verdict
 
@@ -130,19 +141,31 @@ class BatchSums:
         """Whether one model computes parts of the batch one after the other."""
         return self._step.replicas == 1 or len(batch.parts) > 1
 
+    def _watches(self, *, is_first: bool) -> bool:
+        """Whether the model is likely to draw random numbers, or may communicate with others."""
+        step = self._step
+        if is_first and step.world.size > 1:
+            return True
+        modules = step.model.modules()
+        return self.draws or any(module.training and draws_dropout(module) for module in modules)
+
     # ---- which samples ---------------------------------------------------------------------------
 
     def _samples_of_a_part(self, batch: Batch) -> int:
         """How many samples are computed at once in the largest local batch, or micro-batch."""
         return -(-max(part.of for part in batch.parts) // self._step.world.layout.local_batches)
 
-    def _pieces(self, batch: Batch, most: int | None) -> list[Piece] | None:
+    def _most(self, batch: Batch, *, is_first: bool) -> int:
+        """How many samples to check, where there are as many."""
+        return max(self._samples_of_a_part(batch), _FIRST) if is_first else _LATER
+
+    def _pieces(self, batch: Batch, most: int) -> list[Piece] | None:
         """The whole, and two parts of it without a common divisor; None where there are too few
         samples.
         """
         if batch.collate is None:
-            return self._cut_pieces(batch)
-        samples = min(batch.size, most or max(self._samples_of_a_part(batch), _FEWEST))
+            return self._cut_pieces(batch, most)
+        samples = min(batch.size, most)
         if samples < 2 or batch.samples is None:
             return None
         first, second = coprime_sizes(samples)
@@ -155,20 +178,22 @@ class BatchSums:
             for (inputs, targets), size, start in zip(pairs, sizes, starts, strict=True)
         ]
 
-    def _cut_pieces(self, batch: Batch) -> list[Piece] | None:
-        """The local batch, which nobody can collate anew, and two cuts of it."""
+    def _cut_pieces(self, batch: Batch, most: int) -> list[Piece] | None:
+        """Samples of the local batch, which nobody can collate anew, and two cuts of them."""
         step = self._step
         given = batch.parts
         if batch.shares is not None:
             given = [part for share in batch.shares for part in share]
         part = max(given, key=lambda part: part.size)
-        samples = part.size
-        if min(here for (here,) in over_ranks(step.world, samples)) < 2:
+        if min(here for (here,) in over_ranks(step.world, part.size)) < 2:
             return None
+        samples = min(part.size, most)
         first, second = coprime_sizes(samples)
-        pieces = [self._piece(part.inputs, part.targets, samples, 0)]
-        for start, size in ((0, first), (first, second)):
-            inputs, targets = cut((part.inputs, part.targets), start, size, samples)
+        pieces = []
+        for start, size in ((0, samples), (0, first), (first, second)):
+            inputs, targets = part.inputs, part.targets
+            if size < part.size:
+                inputs, targets = cut((inputs, targets), start, size, part.size)
             pieces.append(self._piece(inputs, targets, size, start))
         return pieces
 
@@ -244,6 +269,16 @@ class BatchSums:
             where = "single-device training" if of_replicas else "those of whole batches"
             text = f"the model draws random numbers in forward, which differ from {where}"
             yield Caveat("drawing", f"{text}; they are reproducible")
+
+
+def _checked(check: SumCheck, pieces: list[Piece]) -> Verdict | None:
+    """Check pieces; None where memory is too short for them."""
+    try:
+        return check(*pieces)
+    except Exception as error:
+        if is_out_of_memory(error):
+            return None
+        raise
 
 
 def _of_kept(name: str, *, in_turn: bool) -> Caveat:

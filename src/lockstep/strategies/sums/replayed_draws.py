@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,10 +11,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lockstep.model.communication import communicates
+from lockstep.strategies.sums.sums_of_pieces import Piece
 from lockstep.tensors.pytree import tensors
 
-COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+_COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 """Number formats, from the finest to the coarsest."""
+
+
+def coarsest(formats: Iterable[torch.dtype]) -> torch.dtype:
+    """Return the coarsest of some number formats; float64 where there is none."""
+    found = torch.float64
+    for dtype in formats:
+        if dtype.is_floating_point or dtype.is_complex:
+            real = dtype.to_real()
+            if real in _COARSER:
+                found = max(found, real, key=_COARSER.index)
+    return found
 
 
 class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -21,28 +34,29 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         samples: of the whole.
-        layout: how numbers belong to samples, where several do to each: "rows", those of a sample
-            lie together; "views", those of a first view of all samples come first, then those of a
-            second one; "one by one", samples draw in a loop, each as often.
+        by_views: how numbers belong to samples, where several do to each: whether those of a first
+            view of all samples come first, then those of a second one; else those of a sample lie
+            together.
 
     Attributes:
+        may_be_views: whether several numbers belonged to each sample.
         is_lost: whether a part has drawn what the whole has not.
-        coarsest: the coarsest format of floating numbers that was computed in.
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(self, samples: int, layout: str) -> None:
+    def __init__(self, samples: int, *, by_views: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
-        self._layout = layout
+        self._by_views = by_views
         self._drawn: list[Tensor] = []
         self._records = True
         self._at = 0
-        self._start, self._stop = 0, samples
+        self._start, self._size = 0, samples
+        self._backward_draws = True
         self._kinds: dict[int, _Kind] = {}  # by the id of an operator
         self._formats: set[torch.dtype] = set()
+        self.may_be_views = False
         self.is_lost = False
-        self.coarsest = torch.float64
         self.communicates = False
 
     @property
@@ -50,15 +64,33 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Whether the whole has drawn random numbers."""
         return bool(self._drawn)
 
-    def replay(self, start: int, stop: int) -> None:
-        """Begin with a piece, of these samples of the whole; the first one is the whole, which
-        is recorded.
-        """
-        self._records = not self._drawn and (start, stop) == (0, self._samples)
-        self._start, self._stop = start, stop
+    @property
+    def coarsest(self) -> torch.dtype:
+        """The coarsest format of floating numbers that was computed in."""
+        return coarsest(self._formats)
+
+    def begin(self, piece: Piece) -> None:
+        """Begin with a piece; the first one is the whole, which is recorded."""
+        self._records = not self._drawn and piece.size == self._samples
+        self._start, self._size = piece.start, piece.size
         self._at = 0
-        if self._layout == "one by one":
-            self._at = len(self._drawn) * start // self._samples
+
+    def end(self) -> None:
+        """End a piece, which should have drawn as often as the whole: each sample may draw."""
+        if self._at != len(self._drawn) and not self._records:
+            self.is_lost = True
+
+    @contextlib.contextmanager
+    def in_backward(self) -> Iterator[None]:
+        """Replay in backward, too, where that of the whole draws: it may recompute forward."""
+        if not self._backward_draws:
+            yield
+            return
+        drawn = len(self._drawn)
+        with self:
+            yield
+        if self._records:
+            self._backward_draws = len(self._drawn) > drawn
 
     def __torch_dispatch__(
         self,
@@ -76,59 +108,50 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.dropout_at is not None and kind.dropout_at < len(args):
             args = (*args[: kind.dropout_at], 0.0, *args[kind.dropout_at + 1 :])
         made = func(*args, **(kwargs or {}))
-        self._note_formats(made)
+        if type(made) is Tensor:
+            self._formats.add(made.dtype)
+        else:
+            self._formats.update(tensor.dtype for tensor in tensors(made))
         if not kind.draws:
-            return made
-        if kind.name == "randperm" and not self._records and self._shape_of_next() != made.shape:
-            self._at += 1  # one over samples, whose rows mean nothing
             return made
         if kind.name == "native_dropout":
             mask = self._replaced(made[1])
             return args[0] * mask / (1 - args[1]), mask
+        if kind.name == "randperm" and not self._records and self._kept().shape != made.shape:
+            self._at += 1  # one over samples, whose rows mean nothing
+            return made
         return self._replaced(made) if isinstance(made, Tensor) else made
 
-    def _note_formats(self, made: Any) -> None:
-        for tensor in (made,) if type(made) is Tensor else tensors(made):
-            dtype = tensor.dtype
-            if dtype in self._formats:
-                continue
-            self._formats.add(dtype)
-            if dtype.is_floating_point or dtype.is_complex:
-                of = dtype.to_real()
-                if of in COARSER:
-                    self.coarsest = max(self.coarsest, of, key=COARSER.index)
-
-    def _shape_of_next(self) -> torch.Size | None:
-        return self._drawn[self._at].shape if self._at < len(self._drawn) else None
+    def _kept(self) -> Tensor:
+        """What the whole has drawn in the place of what comes next."""
+        return self._drawn[self._at] if self._at < len(self._drawn) else torch.empty(0)
 
     def _replaced(self, drawn: Tensor) -> Tensor:
         if self._records:
             self._drawn.append(drawn.clone())
             return drawn
-        kept = self._drawn[self._at] if self._at < len(self._drawn) else torch.empty(0)
+        rows = self._rows(self._kept(), drawn)
         self._at += 1
-        rows = self._rows(kept, drawn)
-        if rows is None:
+        if rows.shape != drawn.shape:
             self.is_lost = True
             return drawn
         return drawn.copy_(rows)
 
-    def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor | None:
-        """The rows of what the whole has drawn that are a part's; None where there are none."""
+    def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor:
+        """The rows of what the whole has drawn that are a part's."""
         for dim in range(min(kept.dim(), drawn.dim())):
             if kept.shape[dim] != drawn.shape[dim]:
-                kept = self._of_part(kept, dim)
-                break
-        return kept if kept.shape == drawn.shape else None
+                return self._of_part(kept, dim)
+        return kept
 
     def _of_part(self, kept: Tensor, dim: int) -> Tensor:
-        each_sample = kept.shape[dim] // self._samples
-        size = self._stop - self._start
-        if self._layout == "rows" or kept.shape[dim] != each_sample * self._samples:
-            return kept.narrow(dim, each_sample * self._start, each_sample * size)
+        each_sample, others = divmod(kept.shape[dim], self._samples)
+        self.may_be_views |= each_sample > 1
+        if not self._by_views or others:
+            return kept.narrow(dim, each_sample * self._start, each_sample * self._size)
         shape = kept.shape
         views = kept.reshape(*shape[:dim], each_sample, self._samples, *shape[dim + 1 :])
-        return views.narrow(dim + 1, self._start, size).flatten(dim, dim + 1)
+        return views.narrow(dim + 1, self._start, self._size).flatten(dim, dim + 1)
 
 
 class _Kind:

@@ -9,10 +9,14 @@ agree, for a batch and any two parts of it::
 
 ``SumCheck`` computes all three by the model itself, and puts back what that changes: weights,
 buffers, attributes, gradients and random numbers. A training with checks ends on the same bits as
-one without.
+one without. A check is made in this order::
 
-Parts draw the numbers that the whole has drawn for their samples. What differs in float32 is
-computed again in float64 before anything is refused, since rounding may differ too.
+    the whole, then each part     as the model trains, but without autocast
+    the same in float64           where they differ: it may be rounding
+    layer by layer                where they still differ: which module shows it first
+
+Parts draw the numbers that the whole has drawn for their samples. That takes a dispatch mode, under
+which each operator takes several times as long, so models that draw nothing do without.
 """
 
 from __future__ import annotations
@@ -35,8 +39,8 @@ from lockstep.strategies.sums.reference_modes import (
     in_float64,
     known_in_evaluation_mode,
 )
-from lockstep.strategies.sums.replayed_draws import ReplayedDraws
-from lockstep.strategies.sums.sums_of_pieces import Piece, PieceSums, Summed
+from lockstep.strategies.sums.replayed_draws import ReplayedDraws, coarsest
+from lockstep.strategies.sums.sums_of_pieces import Piece, Summed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""
@@ -62,7 +66,8 @@ class Verdict:
         where: the first module whose outputs show it.
         error: an error that says more of the loss.
         unchecked: why nothing is known; "" where something is.
-        communicates: whether the model or the loss communicates with other ranks.
+        communicates: whether the model or the loss communicates with other ranks; nothing else is
+            known then.
         written: parameters that forward writes.
         drifts: those of them that a part of the batch writes otherwise than the whole does.
         kept: buffers and numbers that forward or the loss writes, and that end otherwise where the
@@ -94,6 +99,7 @@ class SumCheck:
         summed: computes the sums of a piece, by a model that is whole.
         in_turn: whether the parts are micro-batches of one model, each of which begins with what
             the one before has left; else they are those of replicas, which begin alike.
+        watches: whether the model may draw random numbers, or communicate.
         accelerators: whose random numbers are put back, too.
     """
 
@@ -102,236 +108,289 @@ class SumCheck:
         summed: Summed,
         *,
         in_turn: bool,
+        watches: bool = False,
         accelerators: Sequence[torch.device] = (),
     ) -> None:
         self._summed = summed
         self._model = summed.model
         self._in_turn = in_turn
+        self._watches = watches
         self._accelerators = accelerators
 
     def __call__(self, whole: Piece, *parts: Piece) -> Verdict:
         """Compare a batch with its parts, and leave everything as it was."""
         gradients = {p: p.grad for p in self._model.parameters()}
-        pieces = [whole, *parts]
         try:
-            verdict = self._judged(pieces, "rows")
-            if verdict.difference and verdict.draws:  # perhaps drawn in another order of samples
-                for layout in ("views", "one by one"):
-                    again = self._judged(pieces, layout)
-                    if not again.difference and not again.unchecked:
-                        return again
+            return self._judged([whole, *parts])
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient
-        return verdict
 
-    def _judged(self, pieces: list[Piece], layout: str) -> Verdict:
-        """Compare a batch with its parts; float64 decides whether a difference is rounding."""
-        verdict = self._compared(pieces, self._summed, layout)
-        if not verdict.difference or verdict.precision is torch.float64:
+    def _judged(self, pieces: list[Piece]) -> Verdict:
+        """Compare as the model trains; float64 decides whether a difference is rounding."""
+        draws = ReplayedDraws(pieces[0].size) if self._watches else None
+        verdict = self._compared(self._summed, pieces, draws)
+        if not verdict.difference:
             return verdict
         with in_float64(self._model):
-            doubled = [piece.doubled() for piece in pieces]
-            again = self._compared(doubled, self._summed.doubled(), layout)
+            again = self._in_float64(pieces)
         if not again.unchecked:
             return again
-        if verdict.apart <= _UNDECIDED:
-            return Verdict(unchecked=f"float64 can't decide ({again.unchecked})")
+        if again.communicates:
+            return again
+        if verdict.apart <= max(_UNDECIDED, TOLERANCE[again.precision]):
+            verdict.difference = ""
+            verdict.unchecked = f"float64 can't decide ({again.unchecked})"
+            return verdict
+        self._explain(verdict, self._summed, pieces, ReplayedDraws(pieces[0].size))
         return verdict
 
-    def _compared(self, pieces: list[Piece], summed: Summed, layout: str) -> Verdict:
+    def _in_float64(self, pieces: list[Piece]) -> Verdict:
+        """Compare with a model that is in float64."""
+        summed = self._summed.doubled()
+        doubled = [piece.doubled() for piece in pieces]
+        draws = ReplayedDraws(pieces[0].size)
+        verdict = self._compared(summed, doubled, draws)
+        if verdict.difference and draws.may_be_views:
+            draws = ReplayedDraws(pieces[0].size, by_views=True)
+            verdict = self._compared(summed, doubled, draws)
+        if verdict.difference:
+            self._explain(verdict, summed, doubled, draws)
+        return verdict
+
+    def _compared(
+        self, summed: Summed, pieces: list[Piece], draws: ReplayedDraws | None
+    ) -> Verdict:
+        """Compute the whole and its parts, and judge what they came to."""
         snapshot = Snapshot(self._model, summed.holds, self._accelerators)
-        draws = ReplayedDraws(pieces[0].size, layout)
-        comparison = _Comparison(self._model, snapshot, draws, in_turn=self._in_turn)
-        compute = _Computing(summed, draws)
+        comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
         try:
-            comparison.run(pieces, compute)
-            verdict = comparison.verdict()
-            if verdict.kept:
-                verdict.kept = comparison.repeatable(verdict.kept, pieces[0], compute)
-            if verdict.difference:
-                verdict.where = first_that_mixes(self._model, pieces, compute.outputs, snapshot)
-            if verdict.difference and not verdict.where:
-                snapshot.put_back()
-                verdict.error = summed.explained(pieces[0])
-                verdict.where = "it comes of the loss, or of backward"
-            return verdict
+            comparison.run(*pieces)
+            return comparison.verdict()
         except Exception as error:  # a part has too few samples for the model, say
             if is_out_of_memory(error):
                 raise
-            unchecked = (
-                f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
-            )
-            return Verdict(
-                unchecked=unchecked, communicates=draws.communicates, draws=draws.has_drawn
-            )
+            why = f"a part of a batch can't be computed: {type(error).__name__}"
+            return comparison.unchecked(f"{why}: {first_line(error)}")
         finally:
             snapshot.put_back()
             for p in self._model.parameters():
                 p.grad = None
 
+    def _explain(
+        self, verdict: Verdict, summed: Summed, pieces: list[Piece], draws: ReplayedDraws
+    ) -> None:
+        """Find where a difference comes from."""
+        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
 
-class _Computing:
-    """Computes pieces in full precision, with known layers in evaluation mode."""
+        def outputs(piece: Piece) -> Any:
+            draws.begin(piece)
+            with _as_compared(summed), draws:
+                return summed.outputs(piece)
 
-    def __init__(self, summed: Summed, draws: ReplayedDraws) -> None:
-        self.model = summed.model
-        self._summed = summed
-        self._draws = draws
+        try:
+            verdict.where = first_that_mixes(self._model, pieces, outputs, snapshot)
+            if not verdict.where:
+                snapshot.put_back()
+                verdict.error = summed.explained(pieces[0])
+                verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
+        finally:
+            snapshot.put_back()
 
-    def __call__(self, piece: Piece, *, divisor: float) -> PieceSums:
-        """Compute the sums of a piece, and add the gradient of its total / divisor.
 
-        A divisor of 0 is the count, as one device has it.
-        """
-        with self._computing(piece):
-            sums = self._summed(piece)
-            by = divisor or float(sums.count)
-            total = sums.with_gradient
-            if total is not None and by:
-                torch.autograd.backward(total / by)
-        return sums
+@contextlib.contextmanager
+def _as_compared(summed: Summed) -> Iterator[None]:
+    """Compute in full precision, with known layers in evaluation mode."""
+    with (
+        torch.set_grad_enabled(summed.trains),
+        known_in_evaluation_mode(summed.model),
+        full_precision(summed.model),
+    ):
+        yield
 
-    def outputs(self, piece: Piece) -> Any:
-        """Call the model alone."""
-        with self._computing(piece):
-            return self._summed.outputs(piece)
 
-    @contextlib.contextmanager
-    def _computing(self, piece: Piece) -> Iterator[None]:
-        self._draws.replay(piece.start, piece.start + piece.size)
-        grad = torch.set_grad_enabled(self._summed.trains)
-        known = known_in_evaluation_mode(self.model)
-        with grad, known, self._draws, full_precision(self.model):
-            yield
+@dataclass
+class _Computed:
+    """What a piece came to: totals and counts, and the values that were written, by name."""
+
+    count: float
+    numbers: dict[str, float]
+    written: dict[str, Any]
 
 
 class _Comparison:
-    """The whole and its parts, one after the other, and what they came to."""
+    """The whole and its parts, one after the other, and what they came to.
+
+    Attributes:
+        draws: replays what the whole draws; None where it draws nothing.
+    """
 
     def __init__(
-        self, model: nn.Module, snapshot: Snapshot, draws: ReplayedDraws, *, in_turn: bool
+        self,
+        summed: Summed,
+        snapshot: Snapshot,
+        draws: ReplayedDraws | None,
+        *,
+        in_turn: bool,
     ) -> None:
+        self._summed = summed
         self._snapshot = snapshot
-        self._draws = draws
+        self.draws = draws
         self._in_turn = in_turn
-        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._sums: list[dict[str, float]] = []  # of the whole, and of each part
-        self._counts: list[float] = []
-        self._is_finite = True  # the gradient of the whole
-        self._ends: list[dict[str, Any]] = []  # what the snapshot's things came to
-        self._sizes = dict.fromkeys(self._trained, 0.0)  # norms of gradients
+        self._trained: dict[str, nn.Parameter] = {}
+        for name, p in summed.model.named_parameters():
+            if p.requires_grad:
+                self._trained[name] = p
+        self._computed: list[_Computed] = []
+        self._norms: list[list[float]] = []
+        """Norms of the gradients after each piece."""
         self._draws_elsewhere = False
 
-    def run(self, pieces: list[Piece], compute: _Computing) -> None:
-        """Compute all pieces. Afterwards gradients are those of the parts, less that of the
-        whole.
-        """
-        whole = pieces[0]
+    @property
+    def _communicates(self) -> bool:
+        return self.draws is not None and self.draws.communicates
+
+    # ---- computing -------------------------------------------------------------------------------
+
+    def run(self, whole: Piece, *parts: Piece) -> None:
+        """Compute all pieces. Gradients end as those of the parts, less that of the whole."""
+        found = self._compute(whole, divisor=None)
+        if self.draws is None and self._snapshot.drew():
+            self._snapshot.put_back()
+            self.draws = ReplayedDraws(whole.size)
+            found = self._compute(whole, divisor=None)
+        self._computed.append(found)
+        if self._communicates:
+            return
         for p in self._trained.values():
-            p.grad = None
-        for piece in pieces:
-            is_whole = piece is whole
-            sums = compute(piece, divisor=0.0 if is_whole else whole.size)
-            self._sums.append(sums.numbers())
-            self._counts.append(float(sums.count))
-            self._draws_elsewhere |= self._snapshot.drew_elsewhere()
-            if is_whole:
-                self._negate(float(sums.count) / whole.size)
-                norms = [_norm(p.grad) for p in self._trained.values()]
-                self._is_finite = all(map(math.isfinite, norms))
-            self._ends.append(self._snapshot.values())
-            if piece is pieces[-1]:
-                break
-            if is_whole or not self._in_turn:
+            if p.grad is not None:
+                p.grad = p.grad * (-found.count / whole.size)
+        self._note_norms()
+        for part in parts:
+            if part is parts[0] or not self._in_turn:
                 self._snapshot.put_back()
-            self._note_sizes()
+            self._computed.append(self._compute(part, divisor=whole.size))
+            self._note_norms()
 
-    def _negate(self, by: float) -> None:
-        """Make gradients of total / count those of -total / samples."""
-        for p in self._trained.values():
-            p.grad = None if p.grad is None else p.grad * -by
+    def _compute(self, piece: Piece, *, divisor: int | None) -> _Computed:
+        """Compute the sums of a piece, and add the gradient of its total / divisor.
 
-    def _note_sizes(self) -> None:
-        for name, p in self._trained.items():
-            self._sizes[name] = max(self._sizes[name], _norm(p.grad))
+        The gradient of the whole, which has no divisor, is that of total / count, as one device
+        has it.
+        """
+        if divisor is None:
+            for p in self._trained.values():
+                p.grad = None
+        forward: Any = contextlib.nullcontext()
+        if self.draws is not None:
+            self.draws.begin(piece)
+            forward = self.draws
+        with _as_compared(self._summed):
+            with forward:
+                sums = self._summed(piece)
+            count = float(sums.count)
+            by = divisor or count
+            total = sums.with_gradient
+            if total is not None and by:
+                with self.draws.in_backward() if self.draws is not None else forward:
+                    torch.autograd.backward(total / by)
+        if self.draws is not None:
+            self.draws.end()
+        self._draws_elsewhere |= self._snapshot.drew_elsewhere()
+        return _Computed(count, sums.numbers(), self._snapshot.changed())
+
+    def _note_norms(self) -> None:
+        self._norms.append([_norm(p.grad) for p in self._trained.values()])
+
+    # ---- judging ---------------------------------------------------------------------------------
+
+    def unchecked(self, why: str) -> Verdict:
+        """Give the verdict of a batch that could not be compared."""
+        verdict = Verdict(unchecked=why, precision=self._precision())
+        verdict.communicates = self._communicates
+        verdict.draws_elsewhere = self._draws_elsewhere
+        verdict.draws = self._draws_elsewhere or bool(self.draws and self.draws.has_drawn)
+        return verdict
 
     def verdict(self) -> Verdict:
         """Judge what the pieces came to."""
-        verdict = Verdict(precision=self._draws.coarsest, communicates=self._draws.communicates)
-        whole, *parts = self._ends
-        ends = parts[-1:] if self._in_turn else parts
-        verdict.written = self._snapshot.written(whole)
-        others: set[str] = set()
-        for end in ends:
-            others.update(name for name in verdict.written if not same(whole[name], end.get(name)))
-            others.update(self._snapshot.ends_otherwise(whole, end))
-        verdict.drifts = [name for name in verdict.written if name in others]
-        verdict.kept = sorted(others.difference(verdict.written))
-        verdict.draws = self._draws.has_drawn or self._draws_elsewhere
-        verdict.draws_elsewhere = self._draws_elsewhere
-        if not all(map(math.isfinite, self._sums[0].values())):
+        verdict = self.unchecked("")
+        if verdict.communicates:
+            return verdict
+        self._note_writes(verdict)
+        whole = self._computed[0]
+        if not all(map(math.isfinite, whole.numbers.values())):
             verdict.unchecked = "the loss is not finite"
-            return verdict
-        if not self._is_finite:
+        elif not all(map(math.isfinite, self._norms[0])):
             verdict.unchecked = "a gradient is not finite"
-            return verdict
-        if not any(self._counts):
-            return verdict  # an update that counts no item is skipped
-        verdict.apart, difference = self._worst()
-        if verdict.apart <= TOLERANCE[verdict.precision]:
-            return verdict
-        if self._draws.is_lost or self._draws_elsewhere:
+        elif any(one.count for one in self._computed):  # an update that counts no item is skipped
+            verdict.apart, verdict.difference = self._worst(verdict.precision)
+        is_lost = self.draws is not None and self.draws.is_lost
+        if verdict.difference and (is_lost or self._draws_elsewhere):
+            verdict.difference = ""
             verdict.unchecked = "a part of a batch draws other random numbers than the whole"
-            return verdict
-        verdict.difference = difference
         return verdict
 
-    def repeatable(self, names: list[str], whole: Piece, compute: _Computing) -> list[str]:
-        """Leave out values that end otherwise for the same samples, too: a time, say."""
-        self._snapshot.put_back()
-        compute(whole, divisor=0.0)
-        again = self._snapshot.values()
-        return [name for name in names if same(self._ends[0].get(name), again.get(name))]
+    def _precision(self) -> torch.dtype:
+        """The coarsest format that is known of."""
+        if self.draws is not None:
+            return self.draws.coarsest
+        return coarsest(p.dtype for p in self._summed.model.parameters())
 
-    def _worst(self) -> tuple[float, str]:
-        """How far the worst sum is off, and what to say of it: rather of totals than of
-        gradients.
+    def _note_writes(self, verdict: Verdict) -> None:
+        whole, *parts = self._computed
+        differing: set[str] = set()
+        for part in parts[-1:] if self._in_turn else parts:
+            for name in {**whole.written, **part.written}:
+                if not same(whole.written.get(name), part.written.get(name)):
+                    differing.add(name)
+        parameters = self._snapshot.parameters
+        verdict.written = [name for name in whole.written if name in parameters]
+        verdict.drifts = [name for name in verdict.written if name in differing]
+        verdict.kept = sorted(differing - parameters)
+
+    def _worst(self, precision: torch.dtype) -> tuple[float, str]:
+        """How far the worst sum is off, and what to say where that is too far: rather of totals
+        than of gradients.
         """
-        tolerance = TOLERANCE[self._draws.coarsest]
-        whole, *parts = self._sums
+        apart, text = self._worst_number()
+        if apart <= TOLERANCE[precision]:
+            apart, text = self._worst_gradient(_FLOOR[precision])
+        return apart, text if apart > TOLERANCE[precision] else ""
+
+    def _worst_number(self) -> tuple[float, str]:
         worst = 0.0
         text = ""
-        for name, value in whole.items():
+        whole, *parts = self._computed
+        for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
-            of_parts = [part.get(name, 0.0) for part in parts]
-            far = _apart(value, of_parts)
-            if far > max(worst, tolerance):
-                added = " + ".join(f"{part:.6g}" for part in of_parts)
-                worst = far
+            of_parts = [part.numbers.get(name, 0.0) for part in parts]
+            largest = max(abs(number) for number in (value, *of_parts))
+            apart = _finite(abs(value - sum(of_parts)) / max(1e-300, largest))
+            if apart > worst:
+                worst = apart
+                added = " + ".join(f"{number:.6g}" for number in of_parts)
                 text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
-        if text:
-            return worst, text
-
-        mean = abs(whole.get("the total of the loss", 0.0)) / max(self._counts[0], 1.0)
-        # All gradients may be rounding: those of a constant, say.
-        largest = max([*self._sizes.values(), _OF_LOSS * mean])
-        floor = _FLOOR[self._draws.coarsest] * largest + 1e-300
-        for name, p in self._trained.items():
-            far = _finite(_norm(p.grad) / (self._sizes[name] + floor))
-            if far > worst:
-                worst = far
-                text = (
-                    f'the gradient of "{name}" for the whole batch is not the sum for its parts '
-                    f"({far:.1e})"
-                )
         return worst, text
 
-
-def _apart(whole: float, parts: Sequence[float]) -> float:
-    """How far parts are off the whole, relatively."""
-    largest = max(abs(value) for value in (whole, *parts))
-    return _finite(abs(whole - sum(parts)) / max(1e-300, largest))
+    def _worst_gradient(self, floor: float) -> tuple[float, str]:
+        whole = self._computed[0]
+        mean = abs(whole.numbers.get("the total of the loss", 0.0)) / max(whole.count, 1.0)
+        *before, left = self._norms
+        sizes = [max(norms) for norms in zip(*before, strict=True)]
+        # All gradients may be rounding: those of a constant, say.
+        smallest = floor * max([*sizes, _OF_LOSS * mean]) + 1e-300
+        worst = 0.0
+        text = ""
+        for name, size, apart in zip(self._trained, sizes, left, strict=True):
+            apart = _finite(apart / (size + smallest))
+            if apart > worst:
+                worst = apart
+                text = (
+                    f'the gradient of "{name}" for the whole batch is not the sum for its parts '
+                    f"({apart:.1e})"
+                )
+        return worst, text
 
 
 def _finite(number: float) -> float:
@@ -344,4 +403,4 @@ def _norm(gradient: Tensor | None) -> float:
     if gradient is None or not gradient.numel():
         return 0.0
     dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return float(dense.norm())
+    return float(torch.linalg.vector_norm(dense))

@@ -148,19 +148,25 @@ class SummedLoss(Summed):
 
     def explained(self, piece: Piece) -> LossError | None:
         """Give the error of a loss that is no sum over samples of these outputs."""
-        with torch.no_grad():
-            outputs = self.outputs(piece)
-            whole = self._loss(outputs, piece.targets, piece.size)
-            mean = mean_of(outputs)
-            if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
-                return LossError(
-                    f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of "
-                    "a batch have more labels or fewer",
-                    fix="take loss=lockstep.model_loss, which weights it by their number",
-                )
-            check = LossCheck(self._loss, cuts=True)
-            try:
-                check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
-            except LossError as error:
-                return error
+        outputs = self.outputs(piece)
+        try:
+            with torch.no_grad():
+                self._refuse(outputs, piece)
+        except LossError as error:
+            return error
+        except RuntimeError:  # a loss may need gradients
+            pass
         return None
+
+    def _refuse(self, outputs: Any, piece: Piece) -> None:
+        """Refuse a loss that is no sum over samples of these outputs."""
+        whole = self._loss(outputs, piece.targets, piece.size)
+        mean = mean_of(outputs)
+        if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
+            raise LossError(
+                f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of "
+                "a batch have more labels or fewer",
+                fix="take loss=lockstep.model_loss, which weights it by their number",
+            )
+        check = LossCheck(self._loss, cuts=True)
+        check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
