@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,12 +26,13 @@ from torch.nn.modules.batchnorm import _NormBase
 _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 """Types whose equal values are the same."""
 
-_MISSING = (object(), None)
-
 _CODE = (type, types.FunctionType, types.ModuleType, nn.Module)
 
 _LONG = 1000
 """Items of a container beyond which it holds data, say, and no state."""
+
+Key = tuple[str, str]
+"""The name of a module, and of what it holds."""
 
 
 class StateChanges:
@@ -39,38 +41,30 @@ class StateChanges:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules())
         self._held = self._snapshot()
-        self._moved: set[tuple[str, str]] = set()  # statistics of BatchNorm
+        self._moved: set[Key] = set()  # statistics of BatchNorm
 
     def found(self) -> str | None:
         """Return the name of a tensor or attribute that has changed since the last call, if any."""
         before = self._held
-        now = self._held = self._snapshot()
+        now = self._snapshot()
+        self._held = now
         changed = None
         for key in before | now:
-            old, old_state = before.get(key, _MISSING)
-            new, new_state = now.get(key, _MISSING)
-            if _same_state(old_state, new_state) and (old is new or _equal(old, new)):
+            if before.get(key) == now.get(key):
                 continue
             if self._is_statistic(*key) and key not in self._moved:
                 self._moved.add(key)
-                continue
-            changed = changed or ".".join(filter(None, key))
+            elif changed is None:
+                changed = ".".join(filter(None, key))
         return changed
 
-    def _snapshot(self) -> dict[tuple[str, str], tuple[Any, Any]]:
-        """Each attribute, tensor and submodule with its state, by its module's and own name."""
-        held: dict[tuple[str, str], tuple[Any, Any]] = {}
+    def _snapshot(self) -> dict[Key, list[Any]]:
+        """Note each attribute, tensor and submodule with its state."""
+        held: dict[Key, list[Any]] = {}
         for name, module in self._modules.items():
-            tables = vars(module), module._parameters, module._buffers, module._modules
-            for table in tables:
+            for table in (vars(module), module._parameters, module._buffers, module._modules):
                 for own, value in table.items():
-                    state: Any = None
-                    if isinstance(value, torch.Tensor):
-                        version = None if value.is_inference() else value._version
-                        state = version, value.requires_grad
-                    else:
-                        state = _contents(value)
-                    held[name, own] = value, state
+                    held[name, own] = _state(value)
         return held
 
     def _is_statistic(self, name: str, own: str) -> bool:
@@ -78,8 +72,31 @@ class StateChanges:
         return isinstance(module, _NormBase) and own in module._buffers
 
 
-def _contents(value: Any) -> Any:
-    """What lies in a container, or in an object that layers share; of long ones only the length."""
+@dataclass(eq=False)
+class _Held:
+    """A value that equals itself, or an equal number or text."""
+
+    value: Any
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.value
+        theirs = other.value if isinstance(other, _Held) else None
+        if mine is theirs:
+            return True
+        return type(mine) is type(theirs) and isinstance(mine, _PLAIN) and bool(mine == theirs)
+
+
+def _state(value: Any) -> list[Any]:
+    """Give what tells a changed value from what it was."""
+    state = [_Held(value)]
+    if not isinstance(value, torch.Tensor):
+        return state + [_Held(item) for item in _items(value)]
+    version = None if value.is_inference() else value._version
+    return [*state, version, value.requires_grad]
+
+
+def _items(value: Any) -> Collection[Any]:
+    """List what lies in a container, or in an object that layers share; of long ones the length."""
     if isinstance(value, dict):
         items: Collection[Any] = value.values()
     elif isinstance(value, list | set):
@@ -87,16 +104,5 @@ def _contents(value: Any) -> Any:
     elif hasattr(value, "__dict__") and not isinstance(value, _CODE):
         items = vars(value).values()
     else:
-        return None
-    return list(items) if len(items) <= _LONG else len(items)
-
-
-def _same_state(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(a is b or _equal(a, b) for a, b in pairs)
-    return bool(one == other)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and isinstance(one, _PLAIN) and bool(one == other)
+        return ()
+    return list(items) if len(items) <= _LONG else [len(items)]

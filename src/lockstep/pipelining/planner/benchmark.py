@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,11 +50,7 @@ class ModelBenchmark:
             self._place = torch.device("cpu")
             self._fits = False
             place_module(self.model, self._place)
-        loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
-        try:
-            self.first: Part = next(iter(loader.epoch(0))).parts[0]
-        finally:
-            loader.close()
+        self.first = _first_part(job, world)
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
@@ -66,27 +63,24 @@ class ModelBenchmark:
         return block.parameters + (1 + self._state_copies) * block.trained
 
     def part(self, size: int) -> Part:
-        """The first samples of the first micro-batch, on the device, in the job's format and
+        """Give the first samples of the first micro-batch, on the device, in the job's format and
         layout.
         """
         first = self.first
-        inputs = first.inputs
-        targets = first.targets
-        if size != first.size:
-            inputs = cut(inputs, start=0, size=size, whole=first.size)
-            targets = cut(targets, start=0, size=size, whole=first.size)
+        inputs, targets = cut((first.inputs, first.targets), 0, size, first.size)
         dtype = self._precision.whole
         inputs = to_device(inputs, self._place, dtype, channels_last=self._channels_last)
-        return Part(inputs, to_device(targets, self._place, dtype), size, first.of)
+        targets = to_device(targets, self._place, dtype)
+        return Part(inputs, targets, size, first.of)
 
     def blocks(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> ModelBlocks:
-        """The blocks with their costs for a part, estimated where the model and the part don't
-        fit on the device.
+        """Find the blocks with their costs for a part, estimated where the model and the part
+        don't fit on the device.
         """
         if measure and self._fits:
             try:
                 return self._measured(part, seconds)
-            except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
         return self._traced(part, fake=True)
@@ -116,8 +110,17 @@ class ModelBenchmark:
         return total
 
 
+def _first_part(job: Job, world: World) -> Part:
+    """Load the first micro-batch of the training data."""
+    loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
+    try:
+        return next(iter(loader.epoch(0))).parts[0]
+    finally:
+        loader.close()
+
+
 def state_copies(job: Job) -> float:
-    """How many times its parameters the job's optimizer keeps beside them: 0 for SGD, 1 with
+    """Count how many times the parameters the job's optimizer keeps beside them: 0 for SGD, 1 with
     momentum, 2 for Adam.
 
     It is asked with one small parameter; where it won't take that, it is taken for Adam.
@@ -129,9 +132,11 @@ def state_copies(job: Job) -> float:
         optimizer.step()
     except Exception:  # groups by name, say, which this parameter isn't in
         return 2.0
-    kept = optimizer.state.get(probe, {}).values()
-    sizes = [value.numel() for value in kept if isinstance(value, torch.Tensor)]
-    return sum(size for size in sizes if size > 1) / probe.numel()
+    kept = 0
+    for value in optimizer.state.get(probe, {}).values():
+        if isinstance(value, torch.Tensor) and value.numel() > 1:
+            kept += value.numel()
+    return kept / probe.numel()
 
 
 def measured(
@@ -144,7 +149,7 @@ def measured(
     seconds: float = 1.0,
     rounds: int = 3,
 ) -> tuple[Block, ...]:
-    """The same blocks with measured times, medians of a few rounds. The model is left as it is.
+    """Measure the times of blocks, as medians of a few rounds. The model is left as it is.
 
     One clock, and marks: when a block begins, the time until the next one begins is its own. In
     backward the gradient of a block's output is what says that its backward begins. Nothing is put
@@ -173,29 +178,30 @@ def measured(
             if not adds:
                 model.zero_grad()
             taken.append(_round(model, names, total, device))
-    usual = {key: statistics.median(one[key] for one in taken) for key in taken[0]}
-    return tuple(
-        replace(block, forward=usual["F", block.name], backward=usual["B", block.name])
-        for block in blocks
-    )
+    found = []
+    for block in blocks:
+        forward = statistics.median(one["F", block.name] for one in taken)
+        backward = statistics.median(one["B", block.name] for one in taken)
+        found.append(replace(block, forward=forward, backward=backward))
+    return tuple(found)
 
 
 def _round(
     model: nn.Module, names: Sequence[str], total: Callable[[], torch.Tensor], device: Device
 ) -> dict[tuple[str, str], float]:
-    """Seconds of one forward ("F") and backward ("B") by kind and block."""
-    taken = {(kind, name): 0.0 for kind in "FB" for name in names}
+    """Time one forward ("F") and backward ("B"), in seconds by kind and block."""
+    taken = dict.fromkeys(itertools.product("FB", names), 0.0)
+    here = "F", names[0]
 
     def now() -> float:
         if not device.is_slot:
             torch.accelerator.synchronize(device.index)
         return time.perf_counter()
 
-    here = "F", names[0]
     since = now()
 
     def mark(kind: str, name: str) -> None:
-        """The time until now was that of what began last; this begins."""
+        """Begin a block: the time until now was that of the block before."""
         nonlocal here, since
         moment = now()
         taken[here] += moment - since

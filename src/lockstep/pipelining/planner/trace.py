@@ -15,7 +15,7 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lockstep.model.snapshot import Snapshot
 from lockstep.tensors.pytree import call, each, tensors
-from lockstep.tensors.seeding import kept_states
 
 _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 """Operations and bytes in a second, roughly: only their ratio matters for a split."""
@@ -70,7 +70,8 @@ def trace(
         kind: the type of device that estimates are for.
         fake: follow the forward without running it, where that can be.
     """
-    forward = forward or functools.partial(call, model)
+    if forward is None:
+        forward = functools.partial(call, model)
     if fake:
         try:
             with model_kept(model), _faked(model) as mode:
@@ -90,10 +91,9 @@ def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     log.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            state = dict((*model.named_parameters(), *model.named_buffers()))
-            fakes: dict[str, torch.Tensor] = {
-                name: mode.from_tensor(tensor) for name, tensor in state.items()
-            }
+            fakes: dict[str, torch.Tensor] = {}
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                fakes[name] = mode.from_tensor(tensor)
             with _reparametrize_module(model, fakes, tie_weights=True):
                 yield mode
     finally:
@@ -103,12 +103,8 @@ def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
 def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str) -> Trace:
     found = Trace(model, inputs, kind)
     names = [name for name, _ in model.named_modules()]
-    with (
-        watched(model, names, found.begin, found.end),
-        torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor),
-        found,
-        torch.enable_grad(),
-    ):
+    saving = torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor)
+    with watched(model, names, found.begin, found.end), saving, found, torch.enable_grad():
         forward(inputs)
     return found
 
@@ -120,22 +116,27 @@ def watched(
     before: Callable[[str, Any], None],
     after: Callable[[str, Any], None],
 ) -> Iterator[None]:
-    """For a while each of these modules calls ``before`` with its name and inputs, ``after``
-    with name and outputs.
+    """Let modules call ``before`` with their name and inputs, and ``after`` with name and
+    outputs.
     """
     modules = dict(model.named_modules())
-    with ExitStack() as stack:
-        for name in names:
-            # Nested functions, so that each hook has its own name.
-            def begins(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
-                before(name, [*args, *kwargs.values()])
+    handles = []
+    for name in names:
+        # Nested functions, so that each hook has its own name.
+        def begins(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            before(name, [*args, *kwargs.values()])
 
-            def ends(module: nn.Module, args: Any, outputs: Any, name: str = name) -> None:
-                after(name, outputs)
+        def ends(module: nn.Module, args: Any, outputs: Any, name: str = name) -> None:
+            after(name, outputs)
 
-            stack.callback(modules[name].register_forward_pre_hook(begins, with_kwargs=True).remove)
-            stack.callback(modules[name].register_forward_hook(ends).remove)
+        module = modules[name]
+        handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.append(module.register_forward_hook(ends))
+    try:
         yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -191,31 +192,37 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         read = self._sizes([args, kwargs])
         written = self._sizes(out)
-        is_view = bool(written) and set(written) <= set(read) and not func._schema.is_mutable
-        moved = 0 if is_view else sum(read.values()) + sum(written.values())
-        flops_rate, bytes_rate = self._rates
-        seconds = max(_flops(func, args, kwargs, out) / flops_rate, moved / bytes_rate)
         segment = self.segments[-1]
-        segment.seconds += seconds
         segment.storages.update(read, written)
-        for name in set(self._open):
-            self.seconds[name] += seconds
         for number, size in written.items():
             self.sizes.setdefault(number, size)
+        moved = sum(read.values()) + sum(written.values())
+        if written and set(written) <= set(read) and not func._schema.is_mutable:
+            moved = 0  # it is a view
+        flops_rate, bytes_rate = self._rates
+        seconds = max(_flops(func, args, kwargs, out) / flops_rate, moved / bytes_rate)
+        segment.seconds += seconds
+        for name in set(self._open):
+            self.seconds[name] += seconds
         return out
 
     def _sizes(self, nest: Any) -> dict[int, int]:
         """The bytes of an operator's arguments or results, by their storages."""
-        strided = [tensor for tensor in tensors(nest) if tensor.layout == torch.strided]
-        return {self._number(tensor): bytes_of([tensor]) for tensor in strided}
+        found = {}
+        for tensor in tensors(nest):
+            if tensor.layout == torch.strided:
+                found[self._number(tensor)] = bytes_of([tensor])
+        return found
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """Of the tensor's storage, which is held, so that none is used again under the same
-        address.
+        """Give the number of a tensor's storage.
+
+        The storage is held, so that none is used again under the same address.
         """
         storage = tensor.untyped_storage()
-        self._held[storage._cdata] = storage
-        return int(storage._cdata)
+        number = int(storage._cdata)
+        self._held[number] = storage
+        return number
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
@@ -237,23 +244,10 @@ def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @contextmanager
 def model_kept(model: nn.Module) -> Iterator[None]:
-    """Put attributes, values of buffers, gradients and the states of generators back afterwards."""
-    tables: list[dict[Any, Any]] = []
-    for module in model.modules():
-        held = vars(module)
-        tables += [held, *(value for value in held.values() if isinstance(value, dict))]
-    contents = [dict(table) for table in tables]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with kept_states():
-        try:
-            yield
-        finally:
-            for table, content in zip(tables, contents, strict=True):
-                table.clear()
-                table.update(content)
-            with torch.no_grad():
-                for buffer, value in values:
-                    buffer.copy_(value)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
+    """Put attributes, buffers and the states of generators back afterwards, without gradients."""
+    snapshot = Snapshot(model, parameters=False)
+    try:
+        yield
+    finally:
+        snapshot.put_back()
+        model.zero_grad()
