@@ -31,7 +31,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
-from lockstep.model.losses.loss import Loss, Number
+from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.parallel import gather
@@ -43,7 +43,7 @@ from lockstep.strategies.replicas import (
 )
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_result import added, summed
+from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.pytree import to_device
 from lockstep.threads.replica_collectives import ThreadExchange
@@ -118,7 +118,7 @@ class ReplicaEvaluator(Evaluator):
         refuse_uncut(part.inputs, part.targets, part.size)
         results = self.results(Batch([part], part.size, 0, 0))
         outputs = [result[0] for result in results]
-        loss = added([result[2] for result in results], self._step.summed)
+        loss = added([result[2] for result in results], self._step.home)
         if len(outputs) == 1:
             return outputs[0], loss
         return gather(outputs, self._step.world.device), loss
@@ -129,6 +129,7 @@ class DPStep(Step):
 
     Attributes:
         copies: the replicas.
+        home: the device that sums are moved to; None where all replicas are on the CPU.
     """
 
     timed = "replica"
@@ -145,6 +146,7 @@ class DPStep(Step):
         super().__init__(model, optimizer, job, world)
         self.copies = Replicas(model, world.devices)
         self._shares_parameters = self.copies.share_storage
+        self.home = None if self._shares_parameters else world.device.torch
         self._exchange = exchange
         self._waits_in_backward = exchange is not None
         if exchange is not None:
@@ -169,7 +171,7 @@ class DPStep(Step):
         if self._updates == 1:
             self.copies.note_structure()  # the first forward may have registered hooks, in each
         self._reduce()
-        return added(losses, self.summed)
+        return added(losses, self.home)
 
     @phase("communicating", "refresh replicas")
     def _refresh(self) -> None:
@@ -227,16 +229,6 @@ class DPStep(Step):
     def _reduce(self) -> None:
         """Sum the replicas' gradients into the first one's."""
         self.copies.add_gradients()
-
-    def summed(self, values: list[Number]) -> Number:
-        """Sum numbers on the first device."""
-        first = self.world.device.torch
-        moved = []
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                value = value.to(first, non_blocking=True)
-            moved.append(value)
-        return summed(moved)
 
     # ---- random numbers --------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_result import added, summed
+from lockstep.strategies.steps.update_result import added
 from lockstep.threads.random_streams import Streams, stream
 
 T = TypeVar("T")
@@ -106,28 +106,8 @@ class StagedStep(Step):
             return made.detached()
 
         found = self._stages(Work(begin, forward, backward, len(parts)))
-        return added(found, self._sum_at_home)
-
-    def _sum_at_home(self, values: Iterable[Number]) -> Number:
-        """Sum totals or counts of micro-batches on the first device.
-
-        Targets, and so counts, are not where the loss is. One number is moved from each device, at
-        the end: a copy between accelerators holds the queues of both.
-        """
-        if not self.staged.moves:
-            return summed(list(values))
-        by_place: dict[torch.device | None, list[Number]] = {}
-        for value in values:
-            place = value.device if isinstance(value, torch.Tensor) else None
-            by_place.setdefault(place, []).append(value)
-        home = self.world.device.torch
-        sums = []
-        for on_one_device in by_place.values():
-            total = summed(on_one_device)
-            if isinstance(total, torch.Tensor):
-                total = total.to(home, non_blocking=True)
-            sums.append(total)
-        return summed(sums)
+        # Targets, and so counts, are not where the loss is.
+        return added(found, self.world.device.torch if self.staged.moves else None)
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:

@@ -85,30 +85,56 @@ class Result:
         return f"Result(loss={self.loss:.6g}, count={count:g}, size={self.size})"
 
 
-def summed(values: Sequence[Number]) -> Number:
-    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
-    return functools.reduce(operator.add, values) if values else 0
-
-
-def added(losses: Sequence[Loss], how: Callable[[list[Number]], Number] = summed) -> Loss:
+def added(losses: Sequence[Loss], home: torch.device | None = None) -> Loss:
     """Add up losses: totals, counts, and the parts of each name.
 
     Args:
         losses: any number of them.
-        how: sums numbers.
+        home: the device that sums are moved to; None where all numbers are on one device.
     """
-    if len(losses) == 1 and how is summed:
+    if len(losses) == 1 and home is None:
         return losses[0]
     pairs: dict[str, list[tuple[Number, Number]]] = {}
     for loss in losses:
         for name, pair in loss.parts.items():
             pairs.setdefault(name, []).append(pair)
-    parts = {}
-    for name, of_name in pairs.items():
-        parts[name] = (how([total for total, _ in of_name]), how([count for _, count in of_name]))
-    total = how([loss.total for loss in losses])
-    count = how([loss.count for loss in losses])
+    parts = {name: _sum_of_pairs(of_name, home) for name, of_name in pairs.items()}
+    total, count = _sum_of_pairs(losses, home)
     return Loss(total, count, parts)
+
+
+def _sum_of_pairs(
+    pairs: Sequence[tuple[Number, Number]], home: torch.device | None
+) -> tuple[Number, Number]:
+    """Sum totals, and counts."""
+    totals = [total for total, _ in pairs]
+    counts = [count for _, count in pairs]
+    if home is None:
+        return _sum(totals), _sum(counts)
+    return _sum_at(home, totals), _sum_at(home, counts)
+
+
+def _sum(values: Sequence[Number]) -> Number:
+    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
+    return functools.reduce(operator.add, values) if values else 0
+
+
+def _sum_at(home: torch.device, values: Iterable[Number]) -> Number:
+    """Sum numbers of several devices on one of them.
+
+    One number is moved from each device: a copy between accelerators holds the queues of both.
+    """
+    by_place: dict[torch.device | None, list[Number]] = {}
+    for value in values:
+        place = value.device if isinstance(value, Tensor) else None
+        by_place.setdefault(place, []).append(value)
+    sums = []
+    for on_one_device in by_place.values():
+        total = _sum(on_one_device)
+        if isinstance(total, Tensor):
+            total = total.to(home, non_blocking=True)
+        sums.append(total)
+    return _sum(sums)
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
