@@ -576,7 +576,7 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
             lambda: PP(chunks=2),
             "1f1b has one stage on each device, not 2: take interleaved or auto",
         ),
-        (lambda: PP(split_size=0), "micro-batches of 0 samples: give a number from 1"),
+        (lambda: PP(split_size=0), "micro-batches of 0 samples: give a whole number from 1"),
         (
             lambda: PP(split_size=5, microbatches=2),
             "microbatches=2 and split_size=5 say the same thing: give one of",

@@ -82,18 +82,15 @@ class PP(Strategy):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.microbatches != "auto" and not _is_count(self.microbatches):
-            raise StrategyError(
-                f"{self.name}: {self.microbatches!r} micro-batches: give a whole number from 1"
-            )
-        if not _is_count(self.chunks):
-            raise StrategyError(
-                f"{self.name}: {self.chunks!r} stages on each device: give a whole number from 1"
-            )
-        if not _is_count(self.split_size):
-            raise StrategyError(
-                f"{self.name}: micro-batches of {self.split_size!r} samples: give a number from 1"
-            )
+        microbatches = None if self.microbatches == "auto" else self.microbatches
+        counts = {
+            f"{microbatches!r} micro-batches": microbatches,
+            f"{self.chunks!r} stages on each device": self.chunks,
+            f"micro-batches of {self.split_size!r} samples": self.split_size,
+        }
+        for what, count in counts.items():
+            if not _is_count(count):
+                raise StrategyError(f"{self.name}: {what}: give a whole number from 1")
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
@@ -105,11 +102,16 @@ class PP(Strategy):
                 f'{self.name}: there is no schedule "{self.schedule}": '
                 f"{nearest(self.schedule, known)}"
             )
-        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+        if self._has_one_stage_each and (self.chunks or 1) > 1:
             raise StrategyError(
                 f"{self.name}: {self.schedule} has one stage on each device, not {self.chunks}: "
                 "take interleaved or auto"
             )
+
+    @property
+    def _has_one_stage_each(self) -> bool:
+        """Whether the schedule is one of those with one stage on each device."""
+        return self.schedule in ("1f1b", "gpipe")
 
     def num_microbatches(self, job: Recipe) -> int:
         """How many micro-batches a global batch is cut into."""
@@ -122,11 +124,16 @@ class PP(Strategy):
         """How many stages each of so many devices has."""
         if self.chunks is not None:
             return self.chunks
-        if self.device_map and self.schedule not in ("1f1b", "gpipe"):
+        if self.device_map and not self._has_one_stage_each:
             stages = [stage for stage in self.device_map.values() if isinstance(stage, int)]
             number = 1 + max(stages, default=0)
             return max(1, -(-number // devices))
         return 2 if self.schedule == "interleaved" and devices > 1 else 1
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether a simulation chooses the micro-batches or the schedule."""
+        return "auto" in (self.microbatches, self.schedule)
 
     # ---- stages, found by measuring --------------------------------------------------------------
 
@@ -141,30 +148,29 @@ class PP(Strategy):
         """
         self.refuse_function(job)
         way = self._as_before(before, len(world.devices)) if before else self
-        choosing = "auto" in (way.microbatches, way.schedule)
-        if way.device_map is not None and not choosing:
-            return way
-        if len(world.devices) == 1 and not choosing:
-            return replace(way, device_map={"": 0})
-        if is_stream(job.train_data):
-            if choosing:
-                raise StrategyError(
-                    f"{self.name}: what is auto is chosen by looking at the first batch, and a "
-                    "stream can't be begun twice: give numbers (lockstep partition finds them)"
-                )
-            return way
+        if not way._is_open:
+            if way.device_map is not None:
+                return way
+            if len(world.devices) == 1:
+                return replace(way, device_map={"": 0})
+            if is_stream(job.train_data):
+                return way
+        elif is_stream(job.train_data):
+            raise StrategyError(
+                f"{self.name}: what is auto is chosen by looking at the first batch, and a "
+                "stream can't be begun twice: give numbers (lockstep partition finds them)"
+            )
 
         try:
             found, choice = way._measured(job, world)
-        except TooFewLayers:
-            if choosing:
-                raise
-            return way  # cut by parameters, also those that this forward didn't come to
         except Exception as error:
-            if choosing or isinstance(error, LockstepError):
+            is_known = isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)
+            if way._is_open or is_known:
                 raise
             why = f"looking at a forward raised {told(error)}: stages by their parameters"
-            world.tell(Line(why, "plan"))
+            # Too few layers are cut by parameters, also those that this forward didn't come to.
+            if not isinstance(error, TooFewLayers):
+                world.tell(Line(why, "plan"))
             return way
 
         _log_stages(found, world)
@@ -174,15 +180,13 @@ class PP(Strategy):
     def _chosen(self, choice: Choice, world: World) -> PP:
         """Take over what a simulation chose, where it is open."""
         best = choice.best
-        microbatches = self.microbatches
-        if "auto" in (microbatches, self.schedule):
+        if self._is_open:
             world.tell(Line(choice.why, "plan"))
-        return replace(
-            self,
-            microbatches=best.microbatches if microbatches == "auto" else microbatches,
-            schedule=best.schedule,
-            chunks=len(best.plan.places) // len(world.devices),
-        )
+        microbatches = self.microbatches
+        if microbatches == "auto":
+            microbatches = best.microbatches
+        chunks = len(best.plan.places) // len(world.devices)
+        return replace(self, microbatches=microbatches, schedule=best.schedule, chunks=chunks)
 
     def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
         """Find the stages, and a schedule where it is open or a device has several stages."""
@@ -191,7 +195,7 @@ class PP(Strategy):
         number = self.num_microbatches(job) // job.accumulate
         chunks = self.chunks_on(len(devices))
         job = self.seen_by_a_replica(job)
-        if chunks == 1 and "auto" not in (self.microbatches, self.schedule):
+        if chunks == 1 and not self._is_open:
             cut = job.replace(accumulate=self.num_microbatches(job))
             schedule = _order_of(self, len(devices))(number)
             return found_for(cut, devices, schedule, capacity), None
