@@ -8,19 +8,16 @@
 The first of epoch 1 shows the update after the smaller batch. Of each evaluation set the batches
 are 0, 1 and the last.
 
-They come from the job's own loader in its own order. A stream, which can't be skipped through, is
-taken to end after two and a half batches.
+They come from the job's own loader in its own order. Of a stream, which can't be skipped through,
+they are the first two of each epoch.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
-import torch
-
-from lockstep.data import AnyLoader, Batch, is_stream
+from lockstep.data import AnyLoader, Batch
 
 EPOCHS = 2
 
@@ -29,8 +26,7 @@ def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
     """Return the numbers of the batches of an epoch that both sides train on."""
     batches = loader.batches_of(epoch)
     if batches is None:
-        # A stream that ends early: all of it, but no more than is wanted.
-        return [0, 1, 2] if epoch == 0 else [0, 1]
+        return [0, 1]
 
     assert loader.samples is not None
     wanted = {0, 1}
@@ -43,7 +39,7 @@ def evaluated_places(loader: AnyLoader) -> list[int]:
     """Return the numbers of the batches of an evaluation set: the first two and the last."""
     batches = loader.batches_of(0)
     if batches is None:
-        return [0, 1, 2]
+        return [0, 1]
     last = batches - 1
     return sorted({0, min(1, last), last})
 
@@ -67,28 +63,3 @@ class Excerpt:
         for run in runs:
             batches = self._loader.epoch(epoch, run[0])
             yield from itertools.islice(batches, len(run))
-
-
-def begun(dataset: Any, batch_size: int) -> Any:
-    """Return a dataset as it is; of a stream the first two and a half batches."""
-    if not is_stream(dataset):
-        return dataset
-    half = (batch_size + 1) // 2
-    return _StreamStart(dataset, 2 * batch_size + half)
-
-
-class _StreamStart(torch.utils.data.IterableDataset[Any]):
-    """The first ``samples`` of a stream."""
-
-    def __init__(self, stream: Any, samples: int) -> None:
-        self._stream = stream
-        self._samples = samples
-        self.draws_random = getattr(stream, "draws_random", True)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on to the stream, if it has a method for it."""
-        if callable(getattr(self._stream, "set_epoch", None)):
-            self._stream.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._stream), self._samples)

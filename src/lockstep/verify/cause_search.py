@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError, LossError
 from lockstep.launch.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
 from lockstep.verify.cause_texts import cause, of_refusal, quoted
-from lockstep.verify.comparison import Comparison, Difference, Experiment
+from lockstep.verify.comparison import Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
 
@@ -75,8 +75,6 @@ class Diagnosis:
             if causes:
                 return causes
 
-        if self.found.notes:
-            return [cause("announced", text=note) for note in self.found.notes]
         return [cause("unknown")]
 
     def first_layer(self) -> Layer | None:
@@ -84,10 +82,10 @@ class Diagnosis:
         if self.first is None or self.first.samples_apart:
             return None
         if self.first.number == 1:
-            return _layer_of(self.found, self._beyond)
+            return self.found.layer
 
         watched = self._try(self._again.but(watched=self.first.number))
-        return None if watched is None else _layer_of(watched, self._beyond)
+        return None if watched is None else watched.layer
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
@@ -234,18 +232,3 @@ class Diagnosis:
             return self.laboratory.compared(experiment)
         except (LockstepError, RuntimeError):
             return None
-
-
-def _layer_of(watched: Comparison, beyond: list[Difference]) -> Layer | None:
-    """Return the first layer that differs; where only backward does, the one where it begins to."""
-    if watched.layer is not None:
-        return watched.layer
-    apart = set()
-    for kind, name, _ in beyond:
-        if kind == "gradients":
-            apart.add(name.rpartition(".")[0])
-
-    for name in reversed(watched.called):
-        if name in apart:
-            return name, "in backward"
-    return None

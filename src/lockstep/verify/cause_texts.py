@@ -150,10 +150,6 @@ declared
   {text}
   -> an exact strategy: ddp, dp, mp or pp
 
-announced
-  not traced to one layer; said before training: {text}
-  -> as the line says
-
 failed
   the strategy fails: {error}
   -> a forward that takes any local batch
@@ -165,8 +161,8 @@ refused
 unknown
   none of the known causes: repeated runs agree, and so does single-device training when its
   batches are split
-  -> look at the first layer that differs; where the strategy is one of Lockstep's, please
-  report it
+  -> look at the notes above and at the first layer that differs; where the strategy is one of
+  Lockstep's, please report it
 """)
 
 

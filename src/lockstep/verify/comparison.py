@@ -171,7 +171,6 @@ class Comparison:
         whole_outputs: the model's outputs without a row for each sample.
         collated: whether collate made other rows of local batches than of the whole batch.
         layer: name and class of the first module that gave other numbers, where watched.
-        called: the modules in the order of their first call, where watched.
         notes: what was logged before training, and while it ran.
         still: what was taken out of the model on both sides.
     """
@@ -188,7 +187,6 @@ class Comparison:
     whole_outputs: tuple[str, ...] = ()
     collated: bool = False
     layer: tuple[str, str] | None = None
-    called: tuple[str, ...] = ()
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
 

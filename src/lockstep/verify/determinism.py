@@ -8,7 +8,7 @@ about their mean, so that parts of a batch draw what the whole drew.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -32,8 +32,10 @@ def without_draws(job: Job, things: frozenset[Thing]) -> Job:
     step = job.step and functools.partial(_still, job.step, things)
     model = functools.partial(_built, job.model, things)
     job = job.replace(model=model, step=step)
-    # Accelerators compute activations again in threads where draws aren't held.
-    return job.replace(activation_checkpointing=None) if "draws" in things else job
+    if "draws" in things:
+        # Accelerators compute activations again in threads where draws aren't held.
+        job = job.replace(activation_checkpointing=None)
+    return job
 
 
 def _built(build: Callable[[], nn.Module], things: frozenset[Thing]) -> nn.Module:
@@ -74,7 +76,7 @@ _MOST = 1000
 @contextmanager
 def drawing_nothing(*, only_masks: bool = False) -> Iterator[None]:
     """Draw nothing in this thread meanwhile; with ``only_masks``, no masks of dropout."""
-    with _NoDropoutInAttention(), _Means(_MASKS if only_masks else _INSTEAD):
+    with _NoDropoutInAttention(), _Means(_MASKS if only_masks else _DRAWS):
         yield
 
 
@@ -101,9 +103,9 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
     drawn in another way still show.
     """
 
-    def __init__(self, instead: Mapping[str, Callable[..., Any]]) -> None:
+    def __init__(self, operators: Sequence[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._instead = instead
+        self._operators = operators
         self._calls = 0
 
     def __torch_dispatch__(
@@ -114,35 +116,56 @@ class _Means(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        instead = self._instead.get(func.overloadpacket.__name__)
-        if instead is None or self._calls >= _MOST:
+        operator = func.overloadpacket.__name__
+        if operator not in self._operators or self._calls >= _MOST:
             return func(*args, **named)
         self._calls += 1
         given = next((arg.device for arg in args if isinstance(arg, Tensor)), None)
         device = named.get("device") or given or torch.device("cpu")
         with kept_state_on(device):
             made = func(*args, **named)
-        return instead(made, *args)
+        return _instead(operator, made, args)
 
 
-def _filled(value: float) -> Callable[..., Tensor]:
-    return lambda made, *args: made.fill_(value)
+_MEANS = {
+    "rand": 0.5,
+    "rand_like": 0.5,
+    "randn": 0.0,
+    "randn_like": 0.0,
+    "normal": 0.0,
+    "normal_": 0.0,
+    "exponential_": 1.0,
+    "geometric_": 1.0,
+}
+"""By operator, what is given in the place of what it drew."""
+
+_CHANCES = ("bernoulli", "bernoulli_")
+
+_MASKS = ("bernoulli_", "native_dropout")
+"""The operators that draw the masks of dropout."""
+
+_INTEGERS = ("randint", "randint_like", "random_")
+
+_DRAWS = (*_MEANS, *_CHANCES, *_MASKS, *_INTEGERS, "uniform_")
 
 
-def _chance(made: Tensor, itself: Tensor, chance: Any = 0.5) -> Tensor:
-    return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
+def _instead(operator: str, made: Any, args: tuple[Any, ...]) -> Any:
+    """Return what is given in the place of what an operator made of its arguments."""
+    if operator in _MEANS:
+        return made.fill_(_MEANS[operator])
+    if operator == "native_dropout":
+        return _kept(made, *args)
+    if operator == "uniform_":
+        lower = args[1] if len(args) > 1 else 0.0
+        upper = args[2] if len(args) > 2 else 1.0
+        return made.fill_((lower + upper) / 2)
+    if operator in _CHANCES:
+        chance = 0.5 if operator == "bernoulli_" else args[0]
+        if len(args) > 1:
+            chance = args[1]
+        return made.copy_(torch.as_tensor(chance, dtype=made.dtype))
 
-
-def _chances(made: Tensor, chances: Tensor, chance: Any = None) -> Tensor:
-    return _chance(made, made, chances if chance is None else chance)
-
-
-def _middle(made: Tensor, itself: Tensor, lower: float = 0.0, upper: float = 1.0) -> Tensor:
-    return made.fill_((lower + upper) / 2)
-
-
-def _lowest(made: Tensor, *args: Any) -> Tensor:
-    """Give the lowest integer that may be drawn; it is an argument where there are two bounds."""
+    # The lowest integer that may be drawn is an argument where there are two bounds.
     bounds = [arg for arg in args if isinstance(arg, int)]
     lowest = bounds[0] if len(bounds) > 1 else 0
     return made.fill_(lowest)
@@ -154,21 +177,3 @@ def _kept(made: Any, inputs: Tensor, p: float, *args: Any) -> Any:
         return made
     mask = made[1].fill_(True)
     return inputs / (1 - p), mask
-
-
-_INSTEAD: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("rand", "rand_like"), _filled(0.5)),
-    **dict.fromkeys(("randn", "randn_like", "normal", "normal_"), _filled(0)),
-    **dict.fromkeys(("exponential_", "geometric_"), _filled(1)),
-    **dict.fromkeys(("randint", "randint_like", "random_"), _lowest),
-    "bernoulli": _chances,
-    "bernoulli_": _chance,
-    "uniform_": _middle,
-    "native_dropout": _kept,
-}
-"""By operator, what is given in the place of what it drew: a function of that, and of the
-operator's arguments.
-"""
-
-_MASKS = {name: _INSTEAD[name] for name in ("bernoulli_", "native_dropout")}
-"""The operators that draw the masks of dropout."""

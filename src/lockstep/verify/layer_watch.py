@@ -35,11 +35,6 @@ class Watch:
         self._mine = threading.local()
         self._lock = threading.Lock()
 
-    @property
-    def order(self) -> tuple[str, ...]:
-        """Return the names of the modules, in the order of their first call."""
-        return tuple(dict.fromkeys(name for name, *_ in self.sums))
-
     @contextmanager
     def looking(self, models: list[nn.Module]) -> Iterator[None]:
         """Look at what these replicas compute meanwhile."""

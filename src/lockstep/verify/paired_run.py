@@ -254,7 +254,6 @@ class _PairedRun:
         if self.experiment.watched:
             bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
             found.layer = first_apart(sums, theirs.watch.sums, bound)
-            found.called = theirs.watch.order
 
     def _evaluate(self) -> None:
         """Evaluate both sides, and keep the values that both have."""

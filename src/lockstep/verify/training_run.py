@@ -25,7 +25,7 @@ from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import same, states
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.scheduler import move_on, scheduler_of
-from lockstep.verify.batches import EPOCHS, Excerpt, begun, evaluated_places, places_of
+from lockstep.verify.batches import EPOCHS, Excerpt, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment
 from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
@@ -88,8 +88,7 @@ class Side(Observer):
                 hold_norms(model)
 
         self.scheduler = scheduler_of(job, self.step)
-        data = begun(self.data, job.batch_size)
-        self.loader = experiment.strategy.training_loader(job, world, data)
+        self.loader = experiment.strategy.training_loader(job, world, self.data)
 
         self.watch = Watch()
         self.drew = False
@@ -162,11 +161,7 @@ class Side(Observer):
         if job.eval_data is None:
             return {}
 
-        size = job.eval_batch_size or job.batch_size
-        sets = {}
-        for name, data in resolve_sets(job.eval_data, self.world).items():
-            sets[name] = begun(data, size)
-
+        sets = resolve_sets(job.eval_data, self.world)
         excerpts: Any = {}
         for name, loader in eval_loaders(job, self.world, sets).items():
             excerpts[name] = Excerpt(loader, evaluated_places(loader))

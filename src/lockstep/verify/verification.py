@@ -166,11 +166,7 @@ class Verification:
         where = f"(epoch {first.epoch}, batch {first.batch})"
         texts = [f"{what} from update {first.number} on {where}"]
         if self.layer is not None:
-            name, kind = self.layer
-            if kind == "in backward":
-                texts.append(f'backward begins to differ in "{name}"')
-            else:
-                texts.append(f"first layer that differs: {named(name, kind)}")
+            texts.append(f"first layer that differs: {named(*self.layer)}")
 
         for kind in _KINDS:
             apart = [f'"{name}" {value:.1e}' for of, name, value in self.beyond if of == kind]
