@@ -3,8 +3,7 @@
 ``torch.nn.parallel.replicate`` needs GPUs, copies the parameters even where the device already
 holds them, and gives replicas without ``parameters()``. Here slots share the memory of the
 parameters: nothing is copied. Replicas are made anew for each forward, so that whatever was changed
-    in the module is seen; an ordinary module of a replica costs the
-copy of a few dictionaries.
+in the module is seen; an ordinary module of a replica costs the copy of a few dictionaries.
 """
 
 from __future__ import annotations
@@ -14,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
+from lockstep.tensors.pytree import is_lazy
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -54,92 +54,91 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     return replicas_of(network, places, followed, _spread(followed, places, detach), own)
 
 
-def tensors_of(network: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What is the same in all replicas (parameters, and buffers that want gradients), and other
-    buffers.
+def tensors_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what is the same in all replicas (parameters, and buffers that want gradients), and
+    other buffers.
     """
-    followed: dict[torch.Tensor | None, None] = {}
-    own: dict[torch.Tensor | None, None] = {}
+    followed: dict[Tensor, None] = {}
+    own: dict[Tensor, None] = {}
     for name, module in network.named_modules():
-        _refuse_special(module, name)
-        followed.update(dict.fromkeys(module._parameters.values()))
-        for tensor in module._buffers.values():
-            (followed if tensor is not None and tensor.requires_grad else own)[tensor] = None
-    return [t for t in followed if t is not None], [t for t in own if t is not None]
+        _refuse_special(module, name or type(module).__name__)
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                followed[parameter] = None
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                found = followed if buffer.requires_grad else own
+                found[buffer] = None
+
+    return list(followed), list(own)
 
 
 def replicas_of(
     network: M,
     places: Sequence[torch.device],
-    followed: Sequence[torch.Tensor],
+    followed: Sequence[Tensor],
     copies: Sequence[Sequence[Any]],
-    own: Sequence[torch.Tensor],
+    own: Sequence[Tensor],
 ) -> list[M]:
-    """A replica for each place, with its ``copies`` where the original has the tensors
-    ``followed``.
+    """Return a replica for each place.
 
-    Of the other buffers, ``own``, the first has the original's, and the others have copies.
+    Args:
+        network: the original.
+        places: of the replicas.
+        followed: tensors of the original.
+        copies: for each replica what it has in the place of these.
+        own: other buffers: the first replica has the original's, and the others have copies.
     """
     modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
     replicas = []
     for number, (place, mine) in enumerate(zip(places, copies, strict=True)):
-        known: dict[int, Any] = {
-            id(tensor): copy for tensor, copy in zip(followed, mine, strict=True)
-        }
+        known: dict[int, Any] = dict(zip(map(id, followed), mine, strict=True))
         for buffer in own:
-            at_home = number == 0 and buffer.device == place
-            known[id(buffer)] = buffer if at_home else buffer.detach().to(place, copy=True)
+            is_first = number == 0 and buffer.device == place
+            known[id(buffer)] = buffer if is_first else buffer.detach().to(place, copy=True)
         for module, name, _ in modules:
             known[id(module)] = _shell(module, name)
         for module, _, attributes in modules:
-            replica = known[id(module)]
-            inside = vars(replica)
-            for kind in ("_parameters", "_buffers", "_modules"):
-                parts = vars(module)[kind]
-                inside[kind] = {
-                    key: None if part is None else known[id(part)] for key, part in parts.items()
-                }
-            inside.update((key, _of_replica(value, known)) for key, value in attributes)
+            _fill(known[id(module)], module, attributes, known)
         replicas.append(known[id(network)])
+
     return replicas
 
 
 def _refuse_special(module: nn.Module, name: str) -> None:
-    called = name or type(module).__name__
+    """Refuse a module that replicas can't be made of."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
-            f"{called} was compiled by torch.jit, and can't be replicated: give the module it was "
+            f"{name} was compiled by torch.jit, and can't be replicated: give the module it was "
             "made of"
         )
     if "_orig_mod" in module._modules:
         raise InputError(
-            f"{called} was compiled by torch.compile: replicate the module itself, and compile "
+            f"{name} was compiled by torch.compile: replicate the module itself, and compile "
             "replicas"
         )
-    if (
-        vars(module).get("_compiled_call_impl") is not None
-    ):  # it would compute with the original's tensors
+    # It would compute with the original's tensors.
+    if vars(module).get("_compiled_call_impl") is not None:
         raise InputError(
-            f"{called} was compiled in place, by its compile(), for itself alone: leave that out, "
-            "and compile "
-            "functions that its forward calls"
+            f"{name} was compiled in place, by its compile(), for itself alone: leave that out, "
+            "and compile functions that its forward calls"
         )
     for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if isinstance(tensor, (nn.UninitializedParameter, nn.parameter.UninitializedBuffer)):
+        if tensor is not None and is_lazy(tensor):
             raise InputError(
-                f"{called} ({type(module).__name__}) has uninitialized parameters, and can't be "
-                "replicated: run the "
-                "module once before"
+                f"{name} ({type(module).__name__}) has uninitialized parameters, and can't be "
+                "replicated: run the module once before"
             )
 
 
 def _shell(module: nn.Module, name: str) -> Any:
-    """A module of the same type and attributes."""
+    """Return a module of the same type and attributes."""
     kind = type(module)
     if kind._replicate_for_data_parallel is nn.Module._replicate_for_data_parallel:
         made = kind.__new__(kind)  # as that method does, in a tenth of the time
         object.__setattr__(made, "__dict__", {**vars(module), "_is_replica": True})
         return made
+
     try:
         return module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
     except Exception as error:
@@ -148,28 +147,60 @@ def _shell(module: nn.Module, name: str) -> Any:
         ) from error
 
 
+def _fill(
+    replica: nn.Module,
+    module: nn.Module,
+    attributes: list[tuple[str, Any]],
+    known: Mapping[int, Any],
+) -> None:
+    """Give a replica its own parts.
+
+    Args:
+        replica: a shell of the module.
+        module: the original.
+        attributes: its attributes that may hold parts of it.
+        known: the replica's modules and tensors by the id of the original's.
+    """
+    inside = vars(replica)
+    for kind in ("_parameters", "_buffers", "_modules"):
+        parts = {}
+        for key, part in vars(module)[kind].items():
+            parts[key] = None if part is None else known[id(part)]
+        inside[kind] = parts
+
+    for key, value in attributes:
+        inside[key] = _of_replica(value, known)
+
+
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """Those that may hold a part of the module: neither numbers nor words, nor what every module
-    has.
+    """Return the attributes that may hold a part of the module: neither numbers nor words, nor
+    what every module has.
 
     With ``self.forward = self.forward_impl`` or ``self.blocks = [self.a, self.b]`` a replica would
     compute with the original's layers, in all threads at once, and write into their buffers.
     """
     found = []
     for key, value in vars(module).items():
-        kinds = map(type, value) if type(value) is tuple else (type(value),)
-        if key not in _BARE and not _PLAIN.issuperset(kinds):
-            found.append((key, value))
+        if key in _BARE or type(value) in _PLAIN:
+            continue
+        if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
+            continue
+        found.append((key, value))
+
     return found
 
 
 def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
-    """An attribute with the replica's parts in the place of the original's; the same object where
-    there are none.
+    """Return an attribute with the replica's parts in the place of the original's.
 
-    ``known`` has the replica's modules and tensors by the id of the original's.
+    It is the same object where there are none.
+
+    Args:
+        value: of the original.
+        known: the replica's modules and tensors by the id of the original's.
+        depth: how deep in containers is looked.
     """
-    if isinstance(value, (nn.Module, torch.Tensor)):
+    if isinstance(value, (nn.Module, Tensor)):
         return known.get(id(value), value)
     kind = type(value)
     if kind is types.MethodType:
@@ -186,23 +217,27 @@ def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> An
 
 
 def _spread(
-    tensors: list[torch.Tensor], places: list[torch.device], detach: bool
-) -> list[Sequence[torch.Tensor]]:
-    """For each place the tensors as its replica has them; gradients are summed, unless they are
-    cut off.
+    tensors: list[Tensor], places: list[torch.device], detach: bool
+) -> list[Sequence[Tensor]]:
+    """Return for each place the tensors as its replica has them.
+
+    Gradients are summed, unless they are cut off.
     """
     if not tensors:
         return [() for _ in places]
-    several = len(set(places)) == len(places) and all(place.type == "cuda" for place in places)
+
+    is_cuda = all(place.type == "cuda" for place in places)
+    is_spread = len(set(places)) == len(places)
+    is_first = all(tensor.device == places[0] for tensor in tensors)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not detach):
-        if several and all(tensor.device == places[0] for tensor in tensors):
-            from torch.nn.parallel._functions import (
-                Broadcast,
-            )  # few large copies instead of many small ones
+        if is_cuda and is_spread and is_first:
+            # Few large copies instead of many small ones.
+            from torch.nn.parallel._functions import Broadcast
 
             flat = Broadcast.apply([place.index for place in places], *tensors)  # type: ignore[no-untyped-call]
         else:
             flat = _Spread.apply(places, *tensors)  # type: ignore[no-untyped-call]
+
     return [flat[start : start + len(tensors)] for start in range(0, len(flat), len(tensors))]
 
 
@@ -214,34 +249,30 @@ class _Spread(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, places: list[torch.device], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, places: list[torch.device], *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Give the tensors of the first replica, then those of the next ..."""
         ctx.homes = [tensor.device for tensor in tensors]
         ctx.set_materialize_grads(False)
-        spread = tuple(
-            target_devices.move(tensor.detach(), place) for place in places for tensor in tensors
-        )
-        wanted = ctx.needs_input_grad[1:]
-        ctx.mark_non_differentiable(
-            *(copy for i, copy in enumerate(spread) if not wanted[i % len(wanted)])
-        )
-        return spread
+        spread: list[Tensor] = []
+        unwanted: list[Tensor] = []
+        for place in places:
+            for tensor, is_wanted in zip(tensors, ctx.needs_input_grad[1:], strict=True):
+                copy = target_devices.move(tensor.detach(), place)
+                spread.append(copy)
+                if not is_wanted:
+                    unwanted.append(copy)
+        ctx.mark_non_differentiable(*unwanted)
+        return tuple(spread)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        homes, sums = ctx.homes, dict[int, torch.Tensor]()
-        for start in range(
-            0, len(grads), len(homes)
-        ):  # in the order of the replicas: the same bits each time
-            of_replica = zip(grads[start : start + len(homes)], homes, strict=True)
-            new = {
-                i: target_devices.move(grad, home)
-                for i, (grad, home) in enumerate(of_replica)
-                if grad is not None
-            }
-            if both := sorted(sums.keys() & new.keys()):
-                added = torch._foreach_add([sums[i] for i in both], [new[i] for i in both])
-                new.update(zip(both, added, strict=True))
-            sums.update(new)
-        return None, *(sums.get(i) for i in range(len(homes)))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Sum the gradients in the order of the replicas, so that the same bits come each time."""
+        count = len(ctx.homes)
+        sums: list[Tensor | None] = [None] * count
+        for i, grad in enumerate(grads):
+            if grad is None:
+                continue
+            moved = target_devices.move(grad, ctx.homes[i % count])
+            so_far = sums[i % count]
+            sums[i % count] = moved if so_far is None else so_far + moved
+        return None, *sums
