@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lockstep.launch.devices import Device
@@ -32,7 +33,7 @@ from lockstep.threads.thread_pool import borrowed
 _here = threading.local()
 
 
-def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+def stand_in(tensor: Tensor) -> Tensor:
     """A leaf in the place of ``tensor``, which shares its memory and version.
 
     Where somebody runs backward through a replica's graph by another way than its outputs (from
@@ -43,7 +44,7 @@ def stand_in(tensor: torch.Tensor) -> torch.Tensor:
     return leaf
 
 
-def _send_on(tensor: torch.Tensor, leaf: torch.Tensor) -> None:
+def _send_on(tensor: Tensor, leaf: Tensor) -> None:
     if getattr(_here, "collects", False):
         return
     grad, leaf.grad = leaf.grad, None
@@ -66,12 +67,12 @@ class Aside(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         """Give an alias."""
         return tensor.data
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         """Give the gradient on."""
         return grad
 
@@ -79,8 +80,8 @@ class Aside(torch.autograd.Function):
 def joined(
     outputs: Sequence[Any],
     devices: Sequence[Device],
-    shared: Sequence[torch.Tensor],
-    leaves: Sequence[dict[int, torch.Tensor]],
+    shared: Sequence[Tensor],
+    leaves: Sequence[dict[int, Tensor]],
     *,
     overlaps: bool = False,
 ) -> list[Any]:
@@ -122,19 +123,18 @@ class _Joined(torch.autograd.Function):
         leaves: Any,
         edges: Any,
         overlaps: bool,
-        roots: list[torch.Tensor],
+        roots: list[Tensor],
         *shared: Any,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         ctx.graphs = devices, leaves, edges
         ctx.overlaps = overlaps  # the first to run must leave the others what they need
         ctx.save_for_backward(*shared)
         ctx.set_materialize_grads(False)
-        return tuple(
-            root.detach() for root in roots
-        )  # with its version: autograd sees what is changed in place
+        # With their versions: autograd sees what is changed in place.
+        return tuple(root.detach() for root in roots)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """The gradients of the shared tensors, summed in the order of the replicas.
 
         Where they are to be differentiated themselves, they have a graph to these tensors, in which
@@ -142,58 +142,73 @@ class _Joined(torch.autograd.Function):
         """
         devices, leaves, edges = ctx.graphs
         differentiable = torch.is_grad_enabled()
+        everything = _goes_everywhere()
         ctx.overlaps = ctx.overlaps or differentiable
-        keep, everything = ctx.overlaps or _keeps_graph(), _goes_everywhere()
-        # Asking for saved tensors refuses those that were written since, which only a second
-        # derivative would need.
-        sources = list(ctx.saved_tensors) if differentiable else []
-        again, given = [dict(mine) for mine in leaves], list(grads)
+        given = list(grads)
+        again = [dict(mine) for mine in leaves]
+        sources: list[Tensor] = []
         if differentiable:
+            # Asking for saved tensors refuses those that were written since, which only a second
+            # derivative would need.
+            sources = list(ctx.saved_tensors)
             owners = [i for i, its in enumerate(edges) for _ in its]
             for k, (i, grad) in enumerate(zip(owners, grads, strict=True)):
                 if grad is not None and grad.requires_grad:
                     given[k] = again[i][len(sources)] = stand_in(grad)
                     sources.append(grad)
-        tasks: list[Callable[[], dict[int, torch.Tensor | None]] | None] = []
+
+        settings = {
+            "create_graph": differentiable,
+            "retain_graph": ctx.overlaps or _keeps_graph(),
+        }
+        tasks: list[Callable[[], dict[int, Tensor | None]] | None] = []
         start = 0
         for mine, its in zip(leaves, edges, strict=True):
-            used = [
-                (edge, grad)
-                for edge, grad in zip(its, given[start:], strict=False)
-                if grad is not None
-            ]
+            pairs = zip(its, given[start:], strict=False)
+            used = [(edge, grad) for edge, grad in pairs if grad is not None]
             start += len(its)
-            work = functools.partial(
-                _collected, mine, used, everything, create_graph=differentiable, retain_graph=keep
-            )
+            work = functools.partial(_collected, mine, used, everything, **settings)
             tasks.append(work if used else None)
+
         with borrowed(devices) as team:
             found = [theirs or {} for theirs in team.run(tasks)]
         if differentiable:
             found = joined(found, devices, sources, again, overlaps=True)
-        sums: list[torch.Tensor | None] = [None] * (len(ctx.needs_input_grad) - 5)
-        for theirs in found:
-            for number, grad in theirs.items():
-                so_far = sums[number]
-                if so_far is None or grad is None:
-                    sums[number] = so_far if grad is None else grad
-                elif (
-                    everything
-                    and not differentiable
-                    and so_far.layout is grad.layout is torch.strided
-                ):
-                    so_far.add_(grad)
-                else:  # what ``autograd.grad`` gives may be the gradient of several tensors at once
-                    sums[number] = so_far + grad
+        # What ``autograd.grad`` gives may be the gradient of several tensors at once.
+        in_place = everything and not differentiable
+        sums = _sums(found, len(ctx.needs_input_grad) - 5, in_place=in_place)
         return None, None, None, None, None, *sums
 
 
+def _sums(
+    found: list[dict[int, Tensor | None]], count: int, *, in_place: bool
+) -> list[Tensor | None]:
+    """Add the gradients of replicas, which are given by the number of the tensor.
+
+    Args:
+        found: of each replica.
+        count: of the tensors.
+        in_place: add to the first replica's, where they are dense.
+    """
+    sums: list[Tensor | None] = [None] * count
+    for theirs in found:
+        for number, grad in theirs.items():
+            so_far = sums[number]
+            if so_far is None:
+                sums[number] = grad
+            elif grad is not None:
+                is_dense = so_far.layout is grad.layout is torch.strided
+                sums[number] = so_far.add_(grad) if in_place and is_dense else so_far + grad
+
+    return sums
+
+
 def _collected(
-    leaves: dict[int, torch.Tensor],
-    used: list[tuple[GradientEdge, torch.Tensor]],
+    leaves: dict[int, Tensor],
+    used: list[tuple[GradientEdge, Tensor]],
     everything: bool,
     **settings: Any,
-) -> dict[int, torch.Tensor | None]:
+) -> dict[int, Tensor | None]:
     """Backward of one replica from the outputs that have a gradient, in its thread: the gradients
     of its leaves.
 
@@ -202,13 +217,14 @@ def _collected(
     """
     edges, given = zip(*used, strict=True)
     if not everything:
-        found = torch.autograd.grad(
-            edges, list(leaves.values()), given, allow_unused=True, **settings
-        )
+        wanted = list(leaves.values())
+        found = torch.autograd.grad(edges, wanted, given, allow_unused=True, **settings)
         return dict(zip(leaves, found, strict=True))
+
     for leaf in leaves.values():
         leaf.grad = None
-    before, _here.collects = getattr(_here, "collects", False), True
+    before = getattr(_here, "collects", False)
+    _here.collects = True
     try:
         torch.autograd.backward(edges, given, **settings)
         return {number: leaf.grad for number, leaf in leaves.items()}

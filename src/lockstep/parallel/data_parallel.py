@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
@@ -30,6 +30,7 @@ from lockstep.parallel.parallel_apply import in_streams, parallel_apply
 from lockstep.parallel.replicate import replicas_of, replicate, tensors_of
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
 from lockstep.tensors import pytree
+from lockstep.tensors.common_memory import tensors_of as named_tensors_of
 from lockstep.tensors.placing import place_module
 from lockstep.threads import recompute
 from lockstep.threads.thread_pool import borrowed
@@ -154,51 +155,53 @@ class DataParallel(nn.Module, Generic[M]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """What ``module`` gives for the whole batch."""
-        if len(self.devices) == 1:
-            return self._forward(inputs, kwargs)
-        before = _compile_with(None)
+        before = _compile_with(None) if len(self.devices) > 1 else None
         try:
-            return self._forward(inputs, kwargs)
+            with torch.autograd.profiler.record_function("DataParallel.forward"):
+                return self._forward(inputs, kwargs)
         finally:
-            _compile_with(before)
+            if len(self.devices) > 1:
+                _compile_with(before)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch.autograd.profiler.record_function("DataParallel.forward"):
-            args, named = self.scatter(inputs, kwargs, self.devices)
-            shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
-            self.sizes = sizes = _sizes(
-                shares, self.dim
-            )  # another thread's forward may write its own there
-            devices = self.devices[: len(shares)]
-            if len(self.devices) == 1:
-                outputs = [self.module(*shares[0][0], **shares[0][1])]
-            else:
-                outputs = self._outputs(shares, devices)
-            whole: Any
-            if self.balanced:
-                whole = Balanced(outputs, list(devices))
-            elif len(self.devices) == 1:
-                whole = outputs[0]
-            else:
-                self._warn_of_means(outputs, sizes)
-                whole = self.gather(outputs, self.output_device)
-            trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
-            return whole
+        args, named = self.scatter(inputs, kwargs, self.devices)
+        shares = list(zip(args, named, strict=True)) or [((), {})]  # without arguments: once
+        sizes = _sizes(shares, self.dim)  # another thread's forward may write its own there
+        self.sizes = sizes
+        devices = self.devices[: len(shares)]
+
+        if len(self.devices) == 1:
+            ((given, keywords),) = shares
+            outputs = [self.module(*given, **keywords)]
+        else:
+            outputs = self._outputs(shares, devices)
+
+        whole: Any
+        if self.balanced:
+            whole = Balanced(outputs, list(devices))
+        elif len(self.devices) == 1:
+            whole = outputs[0]
+        else:
+            self._warn_of_means(outputs, sizes)
+            whole = self.gather(outputs, self.output_device)
+        trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
+        return whole
 
     def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
+        """Call a replica for each share."""
         followed, own = tensors_of(self.module)
         _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
-        is_overridden = (kind.replicate, kind.parallel_apply) != (
-            DataParallel.replicate,
-            DataParallel.parallel_apply,
+        is_own = (
+            kind.replicate is DataParallel.replicate
+            and kind.parallel_apply is DataParallel.parallel_apply
         )
-        if all(device.is_slot for device in self.devices) and not is_overridden:
+        if is_own and all(device.is_slot for device in self.devices):
             return _on_slots(self.module, followed, own, shares, devices)
+
         replicas = self.replicate(self.module, devices)
-        return self.parallel_apply(
-            replicas, [args for args, _ in shares], [named for _, named in shares]
-        )
+        args, named = zip(*shares, strict=True)
+        return self.parallel_apply(replicas, args, named)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[Any]:
         """Make replicas. To be called or overridden; on slots forward makes its own where it
@@ -222,21 +225,24 @@ class DataParallel(nn.Module, Generic[M]):
         """Put the outputs together. To be overridden where they are to be put together in
         another way.
         """
-        scalars = self.dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs))
-        is_new, self._said = scalars and not self._said, self._said or scalars
-        return gathered(outputs, output_device, self.dim, says=_CALL + 1 if is_new else 0)
+        line = 0
+        has_scalars = any(tensor.dim() == 0 for tensor in pytree.tensors(outputs))
+        if self.dim == 0 and has_scalars and not self._said:
+            self._said = True
+            line = _CALL + 1
+        return gathered(outputs, output_device, self.dim, says=line)
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
+        """Warn once of a scalar from each of unequal shares."""
         if self._warned or len(set(sizes)) < 2 or len(outputs) < 2:
             return
         if any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
             self._warned = True
             warnings.warn(
                 f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they "
-                "are means, their "
-                "mean() is not that of the batch. Write (losses * "
-                "losses.new_tensor(net.sizes)).sum() / sum(net.sizes) "
-                "with this DataParallel as net, or return a value for each sample",
+                "are means, their mean() is not that of the batch. Write (losses * "
+                "losses.new_tensor(net.sizes)).sum() / sum(net.sizes) with this DataParallel as "
+                "net, or return a value for each sample",
                 stacklevel=_CALL,
             )
 
@@ -265,7 +271,10 @@ def data_parallel(
     """
     devices = target_devices.many(device_ids)
     _refuse_elsewhere(module, (*module.parameters(), *module.buffers()), devices[0].torch)
-    given = inputs if isinstance(inputs, tuple) else () if inputs is None else (inputs,)
+    if inputs is None:
+        given: tuple[Any, ...] = ()
+    else:
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
     net = DataParallel(module, devices, output_device, dim)
     output = net(*given, **(module_kwargs or {}))
     if len(devices) == 1 and output_device is not None:
@@ -275,77 +284,87 @@ def data_parallel(
 
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
     """What each share has along ``dim``, by its first tensor that is cut."""
-    firsts = [
-        next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None)
-        for share in shares
-    ]
-    return tuple(first.shape[dim] for first in firsts if first is not None)
+    sizes = []
+    for share in shares:
+        first = next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None)
+        if first is not None:
+            sizes.append(first.shape[dim])
+    return tuple(sizes)
 
 
-def _refuse_elsewhere(
-    module: nn.Module, tensors: Sequence[torch.Tensor], place: torch.device
-) -> None:
+def _refuse_elsewhere(module: nn.Module, tensors: Sequence[Tensor], place: torch.device) -> None:
     for tensor in tensors:
         if tensor.device != place:
             raise InputError(
                 f"module must have its parameters and buffers on device {place} (device_ids[0]) "
-                "but "
-                f'"{_name_of(tensor, module)}" is on {tensor.device}: call .to("{place}") first'
+                f'but "{_name_of(tensor, module)}" is on {tensor.device}: call .to("{place}") first'
             )
 
 
-def _name_of(tensor: torch.Tensor, module: nn.Module) -> str:
-    return next(
-        name for name, t in (*module.named_parameters(), *module.named_buffers()) if t is tensor
-    )
+def _name_of(tensor: Tensor, module: nn.Module) -> str:
+    return next(name for name, found in named_tensors_of(module) if found is tensor)
 
 
 def _on_slots(
     module: nn.Module,
-    followed: list[torch.Tensor],
-    own: list[torch.Tensor],
+    followed: list[Tensor],
+    own: list[Tensor],
     shares: Sequence[Arguments],
     devices: Sequence[Device],
 ) -> list[Any]:
-    """Each replica in a thread of its slot, with a graph of its own that is joined to the
+    """Call each replica in a thread of its slot, with a graph of its own that is joined to the
     caller's.
+
+    Args:
+        module: the original.
+        followed, own: its tensors, as ``tensors_of`` gives them.
+        shares: of the batch.
+        devices: as many slots.
     """
-    shared = [tensor for tensor in followed if tensor.requires_grad and torch.is_grad_enabled()]
-    leaves: list[dict[int, torch.Tensor]] = []
+    learns = torch.is_grad_enabled()
+    shared = [tensor for tensor in followed if tensor.requires_grad and learns]
+    leaves: list[dict[int, Tensor]] = []
     copies = []
     for _ in devices:
         stand_ins = {id(tensor): backward_threads.stand_in(tensor) for tensor in shared}
         leaves.append(dict(enumerate(stand_ins.values())))
         copies.append([stand_ins.get(id(tensor), tensor) for tensor in followed])
+
     replicas = replicas_of(module, [device.torch for device in devices], followed, copies, own)
     calls: list[Callable[[], Any]] = []
-    for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
-        args, kwargs = pytree.each(functools.partial(_of_its_own, shared, leaves[i]), share)
+    for replica, share, mine in zip(replicas, shares, leaves, strict=True):
+        args, kwargs = share
+        if learns:
+            args, kwargs = pytree.each(functools.partial(_of_its_own, shared, mine), share)
         calls.append(functools.partial(replica, *args, **kwargs))
+
     before = [(tensor, tensor._version) for tensor in followed if not tensor.is_inference()]
     with borrowed(devices) as team:
         outputs = team.run(in_streams(calls))
     for tensor, version in before:
         if tensor._version != version:
             raise InputError(
-                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every '
-                "replica, and they share its "
-                "memory: make it a buffer (the first replica's is kept), or change it outside of "
-                "forward"
+                f'parameter "{_name_of(tensor, module)}" was changed in forward, by every replica, '
+                "and they share its memory: make it a buffer (the first replica's is kept), or "
+                "change it outside of forward"
             )
     return backward_threads.joined(outputs, devices, shared, leaves)
 
 
-def _of_its_own(
-    shared: list[torch.Tensor], leaves: dict[int, torch.Tensor], tensor: torch.Tensor
-) -> torch.Tensor:
-    """A share that a replica may differentiate by, and change in place."""
-    if not tensor.requires_grad or not torch.is_grad_enabled():
+def _of_its_own(shared: list[Tensor], leaves: dict[int, Tensor], tensor: Tensor) -> Tensor:
+    """Return a share that a replica may differentiate by, and change in place.
+
+    Args:
+        shared: the tensors that gradients go to; this one is added.
+        leaves: of the replica, by the number in ``shared``; the stand-in is added.
+        tensor: the share.
+    """
+    if not tensor.requires_grad:
         return tensor
     leaf = backward_threads.stand_in(tensor)
     leaves[len(shared)] = leaf
     shared.append(tensor)
-    alias: torch.Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
+    alias: Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
 
 

@@ -73,8 +73,8 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
         if not pytree.same_kind(first, other):
             raise InputError(
                 "outputs of different structure can't be gathered: device 0 gave "
-                f"{pytree.described(outputs[0])}, "
-                f"device {number} {pytree.described(outputs[number])}"
+                f"{pytree.described(outputs[0])}, device {number} "
+                f"{pytree.described(outputs[number])}"
             )
     inside = [pytree.parts(item) for item in column]
     if inside[0] is None:
@@ -136,7 +136,6 @@ def _agreed(column: list[Any]) -> Any:
         if not same:
             raise InputError(
                 f"device 0 gave {first!r} and device {number} {other!r}, which aren't tensors and "
-                "can't be joined: "
-                "return tensors, or the same value everywhere"
+                "can't be joined: return tensors, or the same value everywhere"
             )
     return first

@@ -64,12 +64,11 @@ def parallel_apply(
         return []
     places = _places(devices, inputs, named)
     _same_length(count, len(places), "devices")
-    calls = [
-        functools.partial(
-            module, *(given if isinstance(given, (list, tuple)) else (given,)), **(kwargs or {})
-        )
-        for module, given, kwargs in zip(modules, inputs, named, strict=True)
-    ]
+
+    calls = []
+    for module, given, kwargs in zip(modules, inputs, named, strict=True):
+        args = given if isinstance(given, (list, tuple)) else (given,)
+        calls.append(functools.partial(module, *args, **(kwargs or {})))
     if not places[0].is_slot and len(set(places)) == 1:
         return _one_after_another(calls, places[0])
     with borrowed(places) as team:
@@ -115,18 +114,20 @@ def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[
     wanted = [None] * len(inputs) if devices is None else devices
     if not isinstance(wanted, (list, tuple)) or None not in wanted:
         return target_devices.many(wanted)
+    _same_length(len(inputs), len(wanted), "devices")
+
     slots = _devices.slots(len(inputs))
-    if len(wanted) != len(inputs):
-        return tuple(
-            slots[0] for _ in wanted
-        )  # their number is wrong, which is all that will be said
-    return tuple(
-        _found((given, kwargs), slot) if place is None else target_devices.many([place])[0]
-        for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True)
-    )
+    found = []
+    for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True):
+        if place is None:
+            found.append(_device_of((given, kwargs), slot))
+        else:
+            found += target_devices.many([place])
+    return tuple(found)
 
 
-def _found(arguments: Any, slot: Device) -> Device:
+def _device_of(arguments: Any, slot: Device) -> Device:
+    """Return the accelerator that the first tensor is on, or else the slot."""
     tensor = next(pytree.tensors(arguments), None)
     if tensor is None or tensor.device.type == "cpu":
         return slot

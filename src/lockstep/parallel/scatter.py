@@ -88,33 +88,28 @@ def refuse_uncuttable(inputs: Any) -> None:
         if tensor.is_nested:
             raise InputError(
                 "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, "
-                "and nest inside of the "
-                "module"
+                "and nest inside of the module"
             )
         if not is_plain(tensor):
+            layout = str(tensor.layout).removeprefix("torch.")
             raise InputError(
-                f"a tensor of layout {str(tensor.layout).removeprefix('torch.')} (shape "
-                f"{tuple(tensor.shape)}) can't "
-                "be cut: give its to_dense(), or, if all replicas share it, keep it in the module "
-                "as a buffer"
+                f"a tensor of layout {layout} (shape {tuple(tensor.shape)}) can't be cut: give its "
+                "to_dense(), or, if all replicas share it, keep it in the module as a buffer"
             )
 
 
 def _refuse_transforms() -> None:
     """Refuse what follows a computation in the caller's thread only."""
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-        what, done = (
-            "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives",
-            "transform",
+        raise InputError(
+            "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives don't follow a "
+            "batch to the threads of replicas: transform the module itself (net.module)"
         )
-    elif torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
-        what, done = "torch.jit.trace and torch.export", "give them"
-    else:
-        return
-    raise InputError(
-        f"{what} don't follow a batch to the threads of replicas: {done} the module itself "
-        "(net.module)"
-    )
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        raise InputError(
+            "torch.jit.trace and torch.export don't follow a batch to the threads of replicas: "
+            "give them the module itself (net.module)"
+        )
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -129,22 +124,22 @@ def _shares(
         refuse_uncuttable(inputs)
         _refuse_transforms()
     total = _batch_size(inputs, dim)
+    homes = [device.torch for device in places]
     if len(places) == 1 and sizes is None:  # as it is: nothing is cut
-        return [pytree.each(lambda tensor: target_devices.move(tensor, places[0].torch), inputs)]
+        return [pytree.each(lambda tensor: target_devices.move(tensor, homes[0]), inputs)]
     if total is None:
-        return _cut(inputs, [device.torch for device in places], dim, [])
+        return _cut(inputs, homes, dim, [])
+
     if sizes is None:
-        cuts = chunk_sizes(total, len(places))
-    else:
-        cuts = list(sizes)
-        if len(cuts) != len(places):
-            raise InputError(f"{len(cuts)} sizes for {len(places)} devices: give one size for each")
-        if sum(cuts) != total or min(cuts) < 0:
-            raise InputError(
-                f"sizes {cuts} add up to {sum(cuts)}, but the batch has {total} along dimension "
-                f"{dim}"
-            )
-    return _cut(inputs, [device.torch for device in places[: len(cuts)]], dim, cuts)
+        sizes = chunk_sizes(total, len(places))
+    elif len(sizes) != len(places):
+        raise InputError(f"{len(sizes)} sizes for {len(places)} devices: give one size for each")
+    if sum(sizes) != total or min(sizes) < 0:
+        raise InputError(
+            f"sizes {list(sizes)} add up to {sum(sizes)}, but the batch has {total} along "
+            f"dimension {dim}"
+        )
+    return _cut(inputs, homes[: len(sizes)], dim, list(sizes))
 
 
 def _batch_size(inputs: Any, dim: int) -> int | None:
@@ -162,10 +157,8 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
         elif tensor.shape[dim] != first.shape[dim]:
             raise InputError(
                 f"the tensors of a batch have different sizes along dimension {dim} (shapes "
-                f"{tuple(first.shape)} and "
-                f"{tuple(tensor.shape)}): give them all the same size there, or keep what isn't "
-                "part of the batch in "
-                "the module"
+                f"{tuple(first.shape)} and {tuple(tensor.shape)}): give them all the same size "
+                "there, or keep what isn't part of the batch in the module"
             )
     if first is None:
         return None
@@ -200,17 +193,13 @@ class _Cut(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], places: list[torch.device]
     ) -> tuple[torch.Tensor, ...]:
-        ctx.dim, ctx.home = dim, tensor.device
-        return tuple(
-            target_devices.move(share.data, place)
-            for share, place in zip(torch.split(tensor, sizes, dim), places, strict=True)
-        )
+        ctx.dim = dim
+        ctx.home = tensor.device
+        shares = torch.split(tensor, sizes, dim)
+        moved = [target_devices.move(s.data, p) for s, p in zip(shares, places, strict=True)]
+        return tuple(moved)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return (
-            torch.cat([target_devices.move(grad, ctx.home) for grad in grads], ctx.dim),
-            None,
-            None,
-            None,
-        )
+        moved = [target_devices.move(grad, ctx.home) for grad in grads]
+        return torch.cat(moved, ctx.dim), None, None, None

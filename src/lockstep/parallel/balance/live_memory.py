@@ -71,10 +71,9 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         return _Mode(self, str(device) if device.is_slot else self._caller)
 
     def _see(self, tensor: torch.Tensor, owner: str) -> None:
-        if tensor.layout is not torch.strided or tensor.is_meta:
-            return
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if not tensor.is_cpu:
             owner = str(tensor.device)
         with self._lock:
@@ -97,16 +96,19 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, live: LiveBytes, owner: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._live, self._owner = live, owner
+        self._live = live
+        self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {
-            tensor.untyped_storage()._cdata
-            for tensor in tree_leaves((args, kwargs))
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-        }
+        given = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
         made = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given:
+        for tensor in _strided(made):
+            if tensor.untyped_storage()._cdata not in given:
                 self._live._see(tensor, self._owner)
         return made
+
+
+def _strided(nest: Any) -> list[torch.Tensor]:
+    """Return the tensors of a nest that have one piece of memory."""
+    found = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+    return [tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta]
