@@ -289,27 +289,15 @@ class Loader(AnyLoader):
             return
 
         # Loader workers are asked ahead of what is used, so each side has rows of its own.
-        answers = self._answers(
-            (epoch, [share.tolist() for share in shares])
-            for row in self._cutting.rows(order, start)
-            for shares in self._asked(row)
+        requests = (
+            (epoch, [share.tolist() for share in shares if len(share)])
+            for _, *shares in self._cutting.rows(order, start)
         )
-        for row in rows:
-            pairs: list[Pair] = []
-            for _ in self._asked(row):
-                pairs += next(answers)
-            yield row, pairs
+        yield from zip(rows, self._answers(requests), strict=True)
 
     def _indexed(self, row: tuple[Tensor, ...]) -> list[Pair]:
         """Return the rows of a tensor dataset that are the shares of a row."""
         return [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
-
-    def _asked(self, row: tuple[Tensor, ...]) -> Iterator[list[Tensor]]:
-        """Yield the shares of each rank in a row that aren't empty: a request each."""
-        for shares in self._cutting.by_rank(row[1:]):
-            full = [share for share in shares if len(share)]
-            if full:
-                yield full
 
     def orders(self, epoch: int) -> Order:
         """Return the order of an epoch; the last one asked for is kept.
@@ -323,12 +311,11 @@ class Loader(AnyLoader):
         return self._held[1]
 
     def _order_of(self, epoch: int) -> Order:
-        if self._by_person is None:
-            if self._shuffle:
-                return permutation(self._length, self._seed, epoch)
-            return Ascending(self._length)
-
-        return by_person(self._by_person, self._length, self._seed, epoch)
+        if self._by_person is not None:
+            return by_person(self._by_person, self._length, self._seed, epoch)
+        if self._shuffle:
+            return permutation(self._length, self._seed, epoch)
+        return Ascending(self._length)
 
     def _compare(self, epoch: int, order: Order) -> None:
         """Raise on every rank where the person's order isn't the same on all of them."""

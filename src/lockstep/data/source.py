@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lockstep.data.fetch import Collate, base_of, lookup_of, together
+from lockstep.data.fetch import Collate, base_of, together
 from lockstep.errors import InputError, JobError, LockstepError, nearest, told
 from lockstep.job import Job
 from lockstep.jobfile import loaded
@@ -44,11 +44,11 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     """
     source = _given(source, world, name)
     _refuse_loaders(source, name)
+    if isinstance(source, GeneratorType):
+        raise JobError(
+            f"{name}: a generator can be iterated only once: give the function that makes it"
+        )
     if is_stream(source):
-        if isinstance(source, GeneratorType):
-            raise JobError(
-                f"{name}: a generator can be iterated only once: give the function that makes it"
-            )
         return source
 
     if not _is_map_style(source):
@@ -63,12 +63,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
             "torch.utils.data.ConcatDataset"
         )
 
-    try:
-        length = len(source)
-    except Exception as error:
-        raise JobError(f"{name}: its length can't be told ({told(error)})") from error
-
-    if not length:
+    if not len(source):
         raise JobError(f"{name}: it is empty")
     return source
 
@@ -170,22 +165,14 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
             "samples, or a dataset with __getitem__ and __len__"
         )
 
+    if isinstance(dataset, Tensor) and dataset.is_cpu:
+        dataset = TensorDataset(dataset)
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 1:
+        dataset = TensorDataset(*dataset.tensors, torch.zeros(1).expand(len(dataset)))
     base = base_of(dataset)
-    tensors: Any = ()
-    if type(base) is TensorDataset:
-        tensors = base.tensors
-    elif isinstance(base, Tensor) and base.is_cpu:
-        tensors = (base,)
-
-    if collate is not None or len(tensors) not in (1, 2):
-        return dataset, functools.partial(_collated, collate, name)
-    if len(tensors) == 1:
-        lookup = lookup_of(dataset)
-        dataset = TensorDataset(tensors[0], torch.zeros(1).expand(len(base)))
-        if lookup is not None:
-            dataset = Subset(dataset, lookup.tolist())
-
-    return dataset, None  # tensors are indexed, as in training
+    if collate is None and type(base) is TensorDataset and len(base.tensors) == 2:
+        return dataset, None  # tensors are indexed, as in training
+    return dataset, functools.partial(_collated, collate, name)
 
 
 def _collated(collate: Collate | None, name: str, samples: list[Any]) -> tuple[Any, Any]:

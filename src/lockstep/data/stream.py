@@ -79,7 +79,7 @@ class StreamLoader(AnyLoader):
     _begins: tuple[int, int, Any] | None = None
 
     def keep_states(self) -> None:
-        """As any loader's; the first rank keeps them, since all read the same."""
+        """Keep the dataset's states on the first rank, since all ranks read the same."""
         super().keep_states()
         self._fetching.sends_state = not self._cutting.rank
 

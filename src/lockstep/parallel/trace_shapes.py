@@ -25,7 +25,7 @@ from lockstep.tensors import pytree
 
 
 @dataclass(frozen=True)
-class Seen:
+class ForwardShapes:
     """One forward.
 
     Attributes:
@@ -47,7 +47,7 @@ class Shapes:
         calls: an entry for each forward of a ``DataParallel`` inside the ``with``, in order.
     """
 
-    calls: list[Seen] = field(default_factory=list)
+    calls: list[ForwardShapes] = field(default_factory=list)
 
     def __str__(self) -> str:
         tables = [
@@ -97,7 +97,7 @@ def note(
     rows = [("outside", _arguments(*inputs), pytree.described(whole))]
     for device, (args, kwargs), output in zip(devices, shares, outputs, strict=True):
         rows.append((str(device), _arguments(args, kwargs), pytree.described(output)))
-    shapes.calls.append(Seen(sum(sizes) if sizes else None, tuple(sizes), tuple(rows)))
+    shapes.calls.append(ForwardShapes(sum(sizes) if sizes else None, tuple(sizes), tuple(rows)))
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

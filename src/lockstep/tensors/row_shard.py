@@ -23,10 +23,10 @@ class RowShard:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the whole tensor."""
+        """The shape of the whole tensor."""
         return torch.Size([sum(self.sizes), *self.local.shape[1:]])
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its number format."""
+        """The number format of the rows."""
         return self.local.dtype

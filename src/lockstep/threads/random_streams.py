@@ -52,7 +52,7 @@ def current() -> torch.Generator | None:
 
 
 def source() -> Source | None:
-    """The same, as a function where nothing has been drawn yet."""
+    """Give the generator that ``current`` gives, or a function of it if nothing was drawn yet."""
     found: list[_Stream] = _here.__dict__.get("streams", [])
     return found[-1].resolved if found else None
 

@@ -53,20 +53,14 @@ class Level:
         return _most_to_mean(self.seconds)
 
     def __str__(self) -> str:
-        rows = [
-            (name, f"{self.bytes[name] / 1e6:,.1f} MB", f"{self.seconds[name]:.3f} s")
-            for name in self.bytes
-        ]
-        rows = [
-            ("", "peak", "busy"),
-            *rows,
-            ("most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"),
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            f"{name:<{widths[0]}}  {peak:>{widths[1]}}  {busy:>{widths[2]}}".rstrip()
-            for name, peak, busy in rows
-        )
+        rows = [("", "peak", "busy")]
+        for name, count in self.bytes.items():
+            rows.append((name, f"{count / 1e6:,.1f} MB", f"{self.seconds[name]:.3f} s"))
+        rows.append(("most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"))
+
+        first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
+        lines = [f"{name:<{first}}  {peak:>{second}}  {busy:>{third}}" for name, peak, busy in rows]
+        return "\n".join(line.rstrip() for line in lines)
 
 
 def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int = 3) -> Level:

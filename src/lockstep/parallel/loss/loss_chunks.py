@@ -103,10 +103,10 @@ class Share:
             return hidden if self.steps is None else hidden.flatten(0, 1)
         logits = self.generator(hidden)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
+            rows = ", ".join(map(str, hidden.shape[:-1]))
             raise InputError(
                 f"the generator gave {pytree.described(logits)} for hidden states "
-                f"{tuple(hidden.shape)}: a tensor "
-                f"{(*hidden.shape[:-1], 'vocabulary')} is expected".replace("'", "")
+                f"{tuple(hidden.shape)}: a tensor ({rows}, vocabulary) is expected"
             )
         return logits.flatten(0, -2)
 
@@ -126,6 +126,6 @@ def _refuse_others(total: Tensor, known: list[Tensor]) -> None:
         if leaf is not None and id(leaf) not in own:
             raise InputError(
                 f"a tensor {tuple(leaf.shape)} that wants gradients is used by the loss, and is "
-                "neither a parameter of "
-                "the generator nor its input: make it a parameter of the generator, or detach it"
+                "neither a parameter of the generator nor its input: make it a parameter of the "
+                "generator, or detach it"
             )

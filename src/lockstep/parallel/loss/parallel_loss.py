@@ -123,15 +123,14 @@ class ParallelLoss:
             raise InputError(
                 f"generator is a {type(generator).__name__}, a module or None is expected"
             )
-        if chunk_size is not None and (
-            isinstance(chunk_size, bool) or not isinstance(chunk_size, int)
-        ):
+        if chunk_size is not None and type(chunk_size) is not int:
             raise InputError(
                 f"chunk_size is a {type(chunk_size).__name__}, an int (time steps) or None is "
                 "expected"
             )
         if chunk_size is not None and chunk_size < 1:
             raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
+
         self.generator = generator
         self.criterion = criterion
         self.devices = target_devices.many(devices)
@@ -182,49 +181,47 @@ class ParallelLoss:
         """Time steps of a chunk, or None where nothing is cut in chunks."""
         if self.generator is None and self.chunk_size is None:
             return None
+
         for part in hidden:
-            if (
-                not isinstance(part, Tensor)
-                or part.dim() not in (2, 3)
-                or not part.is_floating_point()
-            ):
+            is_floating = isinstance(part, Tensor) and part.is_floating_point()
+            if not is_floating or part.dim() not in (2, 3):
                 raise InputError(
                     f"the hidden states are {pytree.described(part)}: one tensor (batch, time, "
-                    "width) or "
-                    "(batch, width) is expected"
+                    "width) or (batch, width) is expected"
                 )
             if part.shape[1:] != hidden[0].shape[1:]:
                 raise InputError(
                     f"hidden states {tuple(hidden[0].shape)} and {tuple(part.shape)} don't make "
-                    "one batch: pad them to "
-                    "one time"
+                    "one batch: pad them to one time"
                 )
+
         if hidden[0].dim() == 3:
             return self.chunk_size or -(-TOKENS // max(sizes))
         if self.chunk_size is not None:
             raise InputError(
                 f"chunk_size {self.chunk_size} cuts time, and hidden states "
-                f"{tuple(hidden[0].shape)} have none: give "
-                "(batch, time, width), or leave chunk_size out"
+                f"{tuple(hidden[0].shape)} have none: give (batch, time, width), or leave "
+                "chunk_size out"
             )
         return None
 
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
     """The targets have the batch of the hidden states, and their time where that is cut."""
+    expected: tuple[int, ...] = (batch,)
+    outputs = f"outputs of {batch} samples"
+    if time is not None:
+        expected = batch, time
+        outputs += f" and {time} time steps"
+
     for tensor in pytree.tensors(wanted):
         if tensor.requires_grad:
             raise InputError(
                 "the targets want gradients, which a parallel loss doesn't give them: detach them"
             )
-        if not tensor.dim():
-            continue
-        expected = (batch,) if time is None else (batch, time)
-        if tensor.shape[: len(expected)] != expected:
+        if tensor.dim() and tensor.shape[: len(expected)] != expected:
             raise InputError(
-                f"targets {tuple(tensor.shape)} beside outputs of {batch} samples"
-                + ("" if time is None else f" and {time} time steps")
-                + ": both must have the same"
+                f"targets {tuple(tensor.shape)} beside {outputs}: both must have the same"
             )
 
 
@@ -233,64 +230,81 @@ def _refuse_batch_norm(generator: nn.Module) -> None:
         if normalizes_by_batch(module):
             raise InputError(
                 f"{name or 'the generator'} is a {type(module).__name__}, which would normalize "
-                "each chunk of tokens "
-                "by itself: move it to the model in front of the generator, or call its eval()"
+                "each chunk of tokens by itself: move it to the model in front of the generator, "
+                "or call its eval()"
             )
 
 
 def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor, Count]:
-    """Total and count of all shares (none of them empty), the total with gradient where
-    something wants one.
+    """Return total and count of all shares, the total with gradient where something wants one.
+
+    Args:
+        shares: none of them is empty.
+        generator: the original; None without one.
     """
     weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
-    inputs = [*(tensor for share in shares for tensor in pytree.tensors(share.outputs)), *weights]
+    inputs = [tensor for share in shares for tensor in pytree.tensors(share.outputs)] + weights
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    devices = [share.device for share in shares]
-    calls: list[Callable[[], Any]] = [functools.partial(share.work, learns) for share in shares]
-    if all(device.is_slot for device in devices):
-        calls = (
-            in_streams(calls)
-            if len(calls) > 1
-            else [functools.partial(in_stream, random_streams.source(), *calls)]
-        )
+    home = inputs[0].device
     with torch.no_grad():
-        replicas: list[nn.Module] = []
-        if generator is not None:
-            replicas = replicate(generator, devices, detach=True)
-            for share, replica in zip(shares, replicas, strict=True):
-                share.generator = replica
-                for mine, original in zip(
-                    replica.parameters(), generator.parameters(), strict=True
-                ):
-                    mine.requires_grad_(original.requires_grad)
-        with borrowed(devices) as team:
-            results = [result for result in team.run(calls) if result is not None]
-        home = inputs[0].device
+        replicas = _give_replicas(shares, generator)
+        with borrowed([share.device for share in shares]) as team:
+            results = [result for result in team.run(_calls(shares, learns)) if result is not None]
+
         # In the order of the shares: the same bits each time.
-        totals = [target_devices.move(found, home) for found, _, _ in results if found is not None]
-        total = functools.reduce(torch.add, totals) if totals else torch.zeros((), device=home)
-        counts = [
-            target_devices.move(c, home) if isinstance(c, Tensor) else c for _, c, _ in results
-        ]
-        count = functools.reduce(operator.add, counts)
-        grads = [grad for _, _, those in results for grad in those]
+        total = torch.zeros((), device=home)
+        counts: list[Count] = []
+        grads: list[Tensor | None] = []
+        totals = []
+        for found, count, those in results:
+            if found is not None:
+                totals.append(target_devices.move(found, home))
+            counts.append(target_devices.move(count, home) if isinstance(count, Tensor) else count)
+            grads += those
+        if totals:
+            total = functools.reduce(torch.add, totals)
+
         trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
         columns = zip(*trained, strict=True)
-        grads += [
-            _sum_of(column, weight.device) for column, weight in zip(columns, weights, strict=True)
-        ]
+        for column, weight in zip(columns, weights, strict=True):
+            grads.append(_sum_of(column, weight.device))
+
     if learns:
         total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
-    return total, count
+    return total, functools.reduce(operator.add, counts)
+
+
+def _calls(shares: list[Share], learns: bool) -> list[Callable[[], Any]]:
+    """Return the work of each share; slots draw from streams of their own."""
+    calls: list[Callable[[], Any]] = [functools.partial(share.work, learns) for share in shares]
+    if not all(share.device.is_slot for share in shares):
+        return calls
+    if len(calls) > 1:
+        return in_streams(calls)
+    return [functools.partial(in_stream, random_streams.source(), *calls)]
+
+
+def _give_replicas(shares: list[Share], generator: nn.Module | None) -> list[nn.Module]:
+    """Give each share a replica of the generator, whose parameters are leaves."""
+    if generator is None:
+        return []
+    replicas = replicate(generator, [share.device for share in shares], detach=True)
+    for share, replica in zip(shares, replicas, strict=True):
+        share.generator = replica
+        for mine, original in zip(replica.parameters(), generator.parameters(), strict=True):
+            mine.requires_grad_(original.requires_grad)
+    return replicas
 
 
 def _sum_of(replicas: Iterable[Tensor], home: torch.device) -> Tensor | None:
-    """The sum of the gradients that replicas of a weight have."""
+    """Return the sum of the gradients that replicas of a weight have, and take them away."""
     total: Tensor | None = None
     for mine in replicas:
-        if mine.grad is not None:
-            grad, mine.grad = target_devices.move(mine.grad, home), None
-            total = grad if total is None else total.add_(grad)
+        if mine.grad is None:
+            continue
+        grad = target_devices.move(mine.grad, home)
+        mine.grad = None
+        total = grad if total is None else total.add_(grad)
     return total
 
 
@@ -308,17 +322,15 @@ class _Total(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise InputError(
                 "a parallel loss can't be differentiated twice (create_graph=True): its gradients "
-                "were computed with "
-                "it; take the plain loss for that"
+                "were computed with it; take the plain loss for that"
             )
-        kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
         scaled: list[Tensor | None] = []
         for found in ctx.saved_tensors:
             if found is None:
                 scaled.append(None)
                 continue
             scale = target_devices.move(grad, found.device)
-            scaled.append(
-                found * scale if kept else found.mul_(scale)
-            )  # nobody comes back for them: no copy
+            # Without a copy where nobody comes back for them.
+            scaled.append(found * scale if is_kept else found.mul_(scale))
         return None, *scaled

@@ -56,8 +56,7 @@ class Criterion:
         if count is None:
             raise LossError(
                 f"{self._totalled.name} returned a scalar, which says nothing of how many tokens "
-                "it "
-                "sums over: return (total, count) from it, or give their number: "
+                "it sums over: return (total, count) from it, or give their number: "
                 "parallel_loss(..., count=tokens)"
             )
         if not self._probed:
@@ -71,14 +70,21 @@ class Criterion:
         value = total.item()
         if rows < 2 or value != value or abs(value) == float("inf"):
             return  # nothing can be learned from these
+
         first = max(1, rows // 3)
         found = []
         for start, size in ((0, first), (first, rows - first)):
-            its_outputs, its_targets = (cut(nest, start, size, rows) for nest in (outputs, targets))
-            found.append(self._totalled(its_outputs, its_targets, 1)[0].item())
+            some, wanted = cut((outputs, targets), start, size, rows)
+            loss, _ = self._totalled(some, wanted, 1)
+            found.append(loss.item())
         together = sum(found)
+
         formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
-        tolerance = 2e-2 if formats & set(HALF) else 1e-8 if formats <= {torch.float64} else 1e-4
+        tolerance = 1e-4
+        if formats & set(HALF):
+            tolerance = 2e-2
+        elif formats <= {torch.float64}:
+            tolerance = 1e-8
         if abs(together - value) > tolerance * max(abs(value), sum(map(abs, found))):
             raise LossError(
                 f"{self._totalled.name} is not a sum over tokens ({value:.6g} for all of them, and "
@@ -96,11 +102,11 @@ def _as_mean(criterion: Any) -> Any:
         mean = copy.copy(criterion)
         mean.reduction = "mean"
         return mean if Totalled(mean).is_known else criterion  # a subclass may compute anything
+
     if not isinstance(criterion, functools.partial) or criterion.args:
         return criterion
-    if (
-        criterion.func in (F.cross_entropy, F.nll_loss)
-        and criterion.keywords.get("reduction") == "sum"
-    ):
-        return functools.partial(criterion.func, **{**criterion.keywords, "reduction": "mean"})
+    settings = criterion.keywords
+    is_torchs = criterion.func in (F.cross_entropy, F.nll_loss)
+    if is_torchs and settings.get("reduction") == "sum":
+        return functools.partial(criterion.func, **{**settings, "reduction": "mean"})
     return criterion
