@@ -82,29 +82,32 @@ def blocks_of(model: nn.Module, seen: Trace) -> ModelBlocks:
     for place, segments in enumerate(inside):
         for storage in set().union(*(segment.storages for segment in segments)):
             used.setdefault(storage, []).append(place)
+
     crossing = [0] * len(names)
-    for storage in used.keys() - seen.state.keys():
-        for place in range(used[storage][0], used[storage][-1]):
+    first_use: dict[str, int] = {}
+    for storage, places in used.items():
+        if storage in seen.state:
+            first_use.update(dict.fromkeys(seen.state[storage], places[0]))
+            continue
+        for place in range(places[0], places[-1]):
             crossing[place] += seen.sizes.get(storage, 0)
-    blocks = [
-        _block(model, name, segments, size, seen.calls[name])
-        for name, segments, size in zip(names, inside, crossing, strict=True)
-    ]
-    first_use = {}
-    for storage, names_of_state in seen.state.items():
-        if storage in used:
-            first_use.update(dict.fromkeys(names_of_state, used[storage][0]))
+
+    blocks = []
+    for name, segments, size in zip(names, inside, crossing, strict=True):
+        blocks.append(_block(model, name, segments, size, seen.calls[name]))
     return ModelBlocks(tuple(blocks), loose_of(model, names, first_use))
 
 
 def _names_in_order(model: nn.Module, seen: Trace) -> list[str]:
     """The names of a model's blocks, in the order in which forward comes to them."""
-    whole = sum(segment.seconds for segment in seen.segments)
-    shares = {name: seconds / whole if whole else 0.0 for name, seconds in seen.seconds.items()}
+    whole = sum(segment.seconds for segment in seen.segments) or 1.0
+    shares = {name: seconds / whole for name, seconds in seen.seconds.items()}
     repeated = {name for name, times in seen.calls.items() if times > 1}
-    begun = [segment.name for segment in seen.segments]
+    begun: dict[str, int] = {}
+    for place, segment in enumerate(seen.segments):
+        begun.setdefault(segment.name, place)
     names = block_names(model, shares, repeated)
-    return sorted(names, key=lambda name: begun.index(name) if name in begun else 0)
+    return sorted(names, key=lambda name: begun.get(name, 0))
 
 
 def _segments_of(names: Sequence[str], segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -212,18 +215,28 @@ def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[
 
     A container whose layers are on several stages is not in it, but its parts are.
     """
-    places = {block.name: place for place, block in enumerate(found.blocks)} | found.loose
-    stages = {name: bisect.bisect_right(bounds, place) - 1 for name, place in places.items()}
-    of_module = {module: stages[name] for name, module in model.named_modules() if name in stages}
-    of_tensor = {id(tensor): stages[name] for name, tensor in named_state(model) if name in stages}
+    places = dict(found.loose)
+    for place, block in enumerate(found.blocks):
+        places[block.name] = place
+    of_module: dict[nn.Module, int] = {}
+    for name, module in model.named_modules():
+        if name in places:
+            of_module[module] = _stage_at(places[name], bounds)
+    of_tensor: dict[int, int] = {}
+    for name, tensor in named_state(model):
+        if name in places:
+            of_tensor[id(tensor)] = _stage_at(places[name], bounds)
     device_map: dict[str, int] = {}
 
     def stages_in(module: nn.Module) -> set[int]:
-        """The stages of what is in a module."""
+        """Find the stages of what is in a module."""
         if module in of_module:
             return {of_module[module]}
-        own = {of_tensor[id(tensor)] for _, tensor in _own_state(module) if id(tensor) in of_tensor}
-        return own.union(*map(stages_in, module.children()))
+        found = set[int]()
+        for _, tensor in _own_state(module):
+            if id(tensor) in of_tensor:
+                found.add(of_tensor[id(tensor)])
+        return found.union(*map(stages_in, module.children()))
 
     def write(module: nn.Module, name: str) -> None:
         all_here = stages_in(module)
@@ -239,3 +252,8 @@ def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[
 
     write(model, "")
     return device_map
+
+
+def _stage_at(place: int, bounds: Sequence[int]) -> int:
+    """Find the stage of the block at a place, by where the stages begin."""
+    return bisect.bisect_right(bounds, place) - 1

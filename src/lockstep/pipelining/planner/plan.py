@@ -14,6 +14,7 @@ memory is left out.
 from __future__ import annotations
 
 import bisect
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
 from lockstep.pipelining.planner.benchmark import ModelBenchmark
-from lockstep.pipelining.planner.blocks import ModelBlocks
+from lockstep.pipelining.planner.blocks import Block, ModelBlocks
 from lockstep.pipelining.planner.partition import Partition, divided
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
@@ -169,14 +170,10 @@ def choose_schedule(
         StrategyError: nothing fits (the message has both sizes), or there is nothing to choose
             from.
     """
-    found = [
-        candidate
-        for plan in plans
-        for number in microbatches
-        if 1 <= number <= batch
-        for candidate in _candidates(batch, plan, number, capacity)
-        if schedules is None or candidate.schedule in schedules
-    ]
+    found: list[Candidate] = []
+    for plan, number in itertools.product(plans, microbatches):
+        if 1 <= number <= batch:
+            found += _candidates(batch, plan, number, capacity, schedules)
     if not found:
         raise StrategyError(
             f"schedule: there is nothing to choose from: {len(plans)} plans, schedules "
@@ -221,23 +218,36 @@ def at(points: Mapping[int, float], samples: int) -> float:
 
 
 def _candidates(
-    batch: int, plan: Plan, microbatches: int, capacity: Sequence[float] | None
+    batch: int,
+    plan: Plan,
+    microbatches: int,
+    capacity: Sequence[float] | None,
+    schedules: Sequence[str] | None,
 ) -> Iterator[Candidate]:
-    """Simulate each schedule of a plan with so many micro-batches."""
+    """Simulate each schedule of a plan that may be taken, with so many micro-batches."""
     sizes = share_sizes(batch, microbatches)
-    forward = [[at(cost.forward, size) for size in sizes] for cost in plan.costs]
-    backward = [[at(cost.backward, size) for size in sizes] for cost in plan.costs]
-    whole = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
-    cutting = sum(map(sum, [*forward, *backward])) / whole if whole else 1.0
-    kept = {stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}
+    forward = []
+    backward = []
+    kept = {}
+    whole = 0.0
+    cut = 0.0
+    for stage, cost in enumerate(plan.costs):
+        forward.append([at(cost.forward, size) for size in sizes])
+        backward.append([at(cost.backward, size) for size in sizes])
+        kept[stage] = cost.kept * sizes[0]
+        whole += at(cost.forward, batch) + at(cost.backward, batch)
+        cut += sum(forward[stage]) + sum(backward[stage])
+    cutting = cut / whole if whole else 1.0
     room = capacity or [math.inf] * plan.devices
     for name, schedule in plan.schedules(microbatches).items():
+        if schedules is not None and name not in schedules:
+            continue
         timeline = simulate(schedule, forward, backward)
         peak = list(timeline.held(kept))
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
-        filled = tuple(need / max(there, 1.0) for need, there in zip(peak, room, strict=True))
-        yield Candidate(plan, name, microbatches, timeline, tuple(peak), filled, cutting)
+        filled = [need / max(there, 1.0) for need, there in zip(peak, room, strict=True)]
+        yield Candidate(plan, name, microbatches, timeline, tuple(peak), tuple(filled), cutting)
 
 
 def planned(
@@ -325,10 +335,11 @@ def _costs(
 ) -> tuple[Costs, ...]:
     """What each stage of a partition costs, at each size with which forward goes the same way."""
     names = {block.name for block in found.blocks}
-    blocks = {
-        size: {block.name: block for block in of_size.blocks} for size, of_size in by_size.items()
-    }
-    same = {size: by_name for size, by_name in blocks.items() if set(by_name) == names}
+    same: dict[int, dict[str, Block]] = {}
+    for size, of_size in by_size.items():
+        by_name = {block.name: block for block in of_size.blocks}
+        if set(by_name) == names:
+            same[size] = by_name
     costs = []
     for stage in found.stages:
         forward = {}
@@ -337,6 +348,6 @@ def _costs(
             own = [by_name[block.name] for block in stage.blocks]
             forward[size] = sum(block.forward for block in own)
             backward[size] = sum(block.backward for block in own)
-        kept = stage.activations / found.samples
-        costs.append(Costs(forward, backward, kept, sum(map(bench.fixed, stage.blocks))))
+        fixed = sum(bench.fixed(block) for block in stage.blocks)
+        costs.append(Costs(forward, backward, stage.activations / found.samples, fixed))
     return tuple(costs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 
 from lockstep.errors import StrategyError
@@ -87,24 +87,36 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
         measured: timelines of it, of equal updates. Several visits of a stage count as one; an
             action that is in none (the backward of a frozen stage) takes no time.
     """
-    taken = [dict.fromkeys(itertools.chain(*schedule), 0.0) for _ in measured]
-    for seconds, timeline in zip(taken, measured, strict=True):
-        for action, start, end in itertools.chain(*timeline.devices):
-            seconds[action] += end - start
-    usual = {action: statistics.median(one[action] for one in taken) for action in taken[0]}
+    taken = [_seconds_of_actions(timeline) for timeline in measured]
+    usual: dict[Action, float] = {}
+    for action in itertools.chain(*schedule):
+        usual[action] = statistics.median(seconds[action] for seconds in taken)
     stages = range(len(devices_of(schedule)))
     microbatches = range(1 + max(action.microbatch for action in usual))
-    forward = [[usual[Action(stage, "F", m)] for m in microbatches] for stage in stages]
-    backward = [[usual[Action(stage, "B", m)] for m in microbatches] for stage in stages]
+    forward = []
+    backward = []
+    for stage in stages:
+        forward.append([usual[Action(stage, "F", m)] for m in microbatches])
+        backward.append([usual[Action(stage, "B", m)] for m in microbatches])
     return simulate(schedule, forward, backward)
+
+
+def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
+    """Add up the visits that make each action."""
+    seconds: defaultdict[Action, float] = defaultdict(float)
+    for action, start, end in itertools.chain(*timeline.devices):
+        seconds[action] += end - start
+    return seconds
 
 
 def _before(action: Action, last: int) -> Action | None:
     """What has to be done before an action, ``last`` being the last stage."""
     stage, kind, microbatch = action
-    if kind == "F":
-        return Action(stage - 1, "F", microbatch) if stage else None
-    return Action(stage + 1, "B", microbatch) if stage < last else Action(stage, "F", microbatch)
+    if kind == "B" and stage < last:
+        return Action(stage + 1, "B", microbatch)
+    if kind == "B":
+        return Action(stage, "F", microbatch)
+    return Action(stage - 1, "F", microbatch) if stage else None
 
 
 def _time_of(action: Action, times: Times) -> float:
