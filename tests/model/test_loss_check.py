@@ -236,6 +236,20 @@ def test_a_loss_that_counts_its_calls_is_left_alone() -> None:
     assert loss.calls == 3  # checks call copies
 
 
+def test_a_function_that_counts_its_calls_in_a_variable_around_it_is_left_alone() -> None:
+    calls = 0
+    seen: list[int] = []
+
+    def annealed(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        seen.append(calls)
+        return calls * F.cross_entropy(outputs, targets)
+
+    assert checked(annealed, batches_of(3)).notes == []
+    assert (calls, seen) == (3, [1, 2, 3])
+
+
 PACKED = nn.utils.rnn.pack_sequence([drawn(3), drawn(2)])
 WITH_A_SCALAR = {"balance": torch.tensor(1.5), "logits": drawn(8, 3)}
 UNCUT: dict[str, tuple[Loss, Any]] = {

@@ -251,6 +251,23 @@ def test_numbers_that_are_drawn_in_another_order_of_samples_stop_no_training(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_a_variable_around_the_loss_is_put_back(tmp_path: Path) -> None:
+    calls = 0
+
+    def counted(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        nonlocal calls
+        calls += 1
+        return nn.functional.cross_entropy(outputs, targets, reduction="sum"), len(targets)
+
+    ends = []
+    for every in (0, 1):
+        calls = 0
+        job = ZOO["mlp"].replace(loss=counted, check_every=every, eval_data=None, metrics={})
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
+        ends.append(calls)
+    assert ends[0] == ends[1] > 0
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -11,6 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from lockstep.model.attributes import cells_of
 from lockstep.tensors.seeding import (
     GENERATORS,
     States,
@@ -54,7 +55,7 @@ class Snapshot:
 
     Args:
         model: the model.
-        beside: other objects with state: the loss.
+        beside: other objects with state: the loss; a function has the variables around it.
         accelerators: devices whose generators are put back, too.
         parameters: whether parameters are put back, too.
 
@@ -75,7 +76,8 @@ class Snapshot:
         self._accelerators = accelerators
         self._kept: list[tuple[Any, Any, Restore]] = []
         self._copies: dict[int, Any] = {}
-        for one in _reachable([*model.modules(), *beside]):
+        variables = [cell for one in beside for cell in cells_of(one)]
+        for one in _reachable([*model.modules(), *beside, *variables]):
             if parameters or not isinstance(one, nn.Parameter):
                 copied, restore = _copied(one)
                 self._kept.append((one, copied, restore))
@@ -177,6 +179,8 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
 
 def _within(one: Any) -> list[Any]:
     """List what an object holds."""
+    if isinstance(one, types.CellType):
+        one = (one.cell_contents,)
     if isinstance(one, dict):
         one = tuple(one.values())
     if isinstance(one, list | tuple | set | collections.deque):
@@ -236,6 +240,14 @@ def _restore_array(one: Any, copied: Any) -> None:
         one[...] = copied
 
 
+def _content(cell: types.CellType) -> Any:
+    return cell.cell_contents
+
+
+def _restore_content(cell: types.CellType, content: Any) -> None:
+    cell.cell_contents = content
+
+
 _KINDS: list[tuple[Any, Callable[[Any], Any], Restore]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
     (dict, dict.copy, _restore_dict),
@@ -243,6 +255,7 @@ _KINDS: list[tuple[Any, Callable[[Any], Any], Restore]] = [
     (set, set.copy, _restore_set),
     (collections.deque, collections.deque.copy, _restore_sequence),
     (numpy.ndarray, numpy.copy, _restore_array),
+    (types.CellType, _content, _restore_content),
     *GENERATORS,
 ]
 """How each kind of object is copied and put back."""

@@ -12,6 +12,11 @@ _SELDOM = 1.5
 since little of its data is in a cache.
 """
 
+_SELDOMEST = 32
+"""The loss is checked at least in every so many updates: a machine that is busy while they are
+timed makes a check seem longer.
+"""
+
 TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
@@ -63,7 +68,7 @@ class CheckInterval:
         share = self._check / self._update
         if share <= _LARGEST_SHARE:
             return None
-        self.every = math.ceil(_SELDOM * share / _LARGEST_SHARE)
+        self.every = min(_SELDOMEST, math.ceil(_SELDOM * share / _LARGEST_SHARE))
         return (
             f"whether the loss is additive over samples is checked in one of {self.every} updates, "
             f"since a check takes {100 * share:.0f} % of the time of one"

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
+from lockstep.model.attributes import cells_of, is_plain
 from lockstep.model.losses.followed_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -167,6 +168,8 @@ class Totalled:
         Args:
             double: whether the copy of a module is in float64.
         """
+        if isinstance(self.loss, types.FunctionType) and self.loss.__closure__:
+            return self._copy_with(_with_own_variables(self.loss))
         if not self.may_have_state:
             return self
         shared: dict[int, Any] = {}
@@ -181,7 +184,10 @@ class Totalled:
             return self
         if double and isinstance(copied, nn.Module):
             copied = copied.double()
-        made = Totalled(copied)
+        return self._copy_with(copied)
+
+    def _copy_with(self, loss: Callable[..., Any]) -> Totalled:
+        made = Totalled(loss)
         made._called = True
         made._seen = self._seen
         made.within = self.within
@@ -322,6 +328,24 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+
+
+def _with_own_variables(function: types.FunctionType) -> types.FunctionType:
+    """Copy a function with copies of the variables around it: one of them may count its calls."""
+    copies: dict[int, types.CellType] = {}
+    for cell in cells_of(function):
+        value = cell.cell_contents
+        copies[id(cell)] = types.CellType(copy.copy(value) if is_plain(value) else value)
+    cells = [copies.get(id(cell), cell) for cell in function.__closure__ or ()]
+    copied = types.FunctionType(
+        function.__code__,
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        tuple(cells),
+    )
+    copied.__kwdefaults__ = function.__kwdefaults__
+    return copied
 
 
 def _refuse_learning(loss: nn.Module) -> None:

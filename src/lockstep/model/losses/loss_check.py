@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
@@ -99,30 +99,28 @@ class LossCheck:
         nest = self._nest_to_cut(outputs, targets, samples)
         if nest is None or (self._accepts and not waits):
             return None
-        loss = self._loss.copied()
-        if loss is self._loss and loss.may_have_state:
-            # It can't be copied, and the check would change its state.
-            self._checks = False
-            return None
+        tolerance = _tolerance(nest, whole.total)
         with torch.no_grad(), _drawing_apart(nest) as drawn:
-            if self._is_first and self._communicates(loss, nest, samples):
-                return None
-            parts = self._parts(loss, nest, samples)
+            if self._is_first:
+                self._is_first = False
+                self._checks = self._may_be_called(nest, samples)
+            parts = self._parts(nest, samples) if self._checks else None
             if parts is None:
+                self._checks = False
                 return None
-            tolerance = _tolerance(nest, whole.total)
             if not waits:
-                return _are_apart(whole, parts, tolerance)
-            if not _is_apart(whole, parts, tolerance):
+                wrong: Tensor = ~_add_up(map(_items_of, (whole, *parts)), tolerance)
+                return wrong
+            if _add_up(map(_pair, (whole, *parts)), tolerance):
                 self._has_passed = True
                 return None
-            if drawn or not self._is_conclusive(nest, whole, samples):
+            if drawn or self._is_doubtful(nest, whole, samples):
                 # The sum check decides: its parts are collated, and draw what the whole does.
                 self._checks = False
                 return None
             if self._is_rounding(nest, samples):
                 return None
-            error = not_additive(self._loss, whole, parts, samples, step)
+        error = not_additive(self._loss, whole, parts, samples, step)
         if not self._accepts:
             raise error
         self._checks = False
@@ -133,17 +131,30 @@ class LossCheck:
         """Give outputs, without graph, and targets; None where they can't be cut by samples."""
         if samples < 2 or holds_packed((outputs, targets)):
             return None
-        nest = each(torch.Tensor.detach, outputs), targets
+        nest = each(_detached, outputs), targets
         if _may_be_of_samples_or_batches(nest, samples):
             return None
-        if _holds_parameters(outputs) or not _can_be_cut(nest, samples):
+        if not _can_be_cut(nest, samples):
             # A batch of as many samples as a tensor has rows would be cut by chance.
             self._checks = False
             return None
         return nest
 
-    def _parts(self, loss: Totalled, nest: Nest, samples: int) -> list[Loss] | None:
-        """Compute both parts; None, now and later, where the loss can't take them."""
+    def _may_be_called(self, nest: Nest, samples: int) -> bool:
+        """Whether the loss may be called once more: other ranks, with which it communicates, may
+        not be checking; and where it has state, a copy of it is called.
+        """
+        loss = self._loss.copied()
+        if loss is self._loss and loss.may_have_state:
+            return False
+        noted = NotedCommunication()  # type: ignore[no-untyped-call]
+        with noted, contextlib.suppress(LossError):
+            loss(*copied_nest(nest), samples)
+        return not noted.found
+
+    def _parts(self, nest: Nest, samples: int, *, double: bool = False) -> list[Loss] | None:
+        """Compute both parts; None where the loss can't take them."""
+        loss = self._loss.copied(double=double)
         first, second = coprime_sizes(samples)
         try:
             return [
@@ -153,31 +164,15 @@ class LossCheck:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            self._checks = False
             return None
 
-    def _is_conclusive(self, nest: Nest, whole: Loss, samples: int) -> bool:
-        """Whether parts that don't add up are the loss's doing."""
+    def _is_doubtful(self, nest: Nest, whole: Loss, samples: int) -> bool:
+        """Whether parts that don't add up may not be the loss's doing."""
         if not self._has_passed and _holds_numbers_of_all(nest, samples):
-            return False
-        return self._is_repeatable(nest, whole, samples)
-
-    def _communicates(self, loss: Totalled, nest: Nest, samples: int) -> bool:
-        """Whether the loss communicates with other ranks, which may not be checking.
-
-        Such a loss isn't checked at all.
-        """
-        self._is_first = False
-        noted = NotedCommunication()  # type: ignore[no-untyped-call]
-        with noted, contextlib.suppress(LossError):
-            loss(*copied_nest(nest), samples)
-        self._checks = not noted.found
-        return bool(noted.found)
-
-    def _is_repeatable(self, nest: Nest, whole: Loss, samples: int) -> bool:
-        """Whether the loss is the same again: one that draws, or remembers something, isn't."""
+            return True
+        # One that draws, or remembers something, is not the same again.
         again = self._loss.copied()(*copied_nest(nest), samples)
-        return not _is_apart(whole, [again], _tolerance(nest, whole.total))
+        return not _add_up([_pair(whole), _pair(again)], _tolerance(nest, whole.total))
 
     def _is_rounding(self, nest: Nest, samples: int) -> bool:
         """Whether the parts add up in float64."""
@@ -186,12 +181,12 @@ class LossCheck:
         try:
             with torch.autocast(place_of(nest).type, enabled=False):
                 whole = loss(*copied_nest(wide), samples)
-                parts = self._parts(loss, wide, samples)
+                parts = self._parts(wide, samples, double=True)
         except (LossError, TypeError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
             return False
-        return parts is not None and not _is_apart(whole, parts, _DOUBLE)
+        return parts is not None and bool(_add_up(map(_pair, (whole, *parts)), _DOUBLE))
 
     def found_later(self, step: int) -> LossError:
         """Give the error of an update that an accelerator has found wrong."""
@@ -223,9 +218,9 @@ class LossCheck:
             self.notes.append(note)
 
 
-def _holds_parameters(outputs: Any) -> bool:
-    """Whether there are parameters of a model among its outputs."""
-    return any(tensor.is_leaf and tensor.requires_grad for tensor in tensors(outputs))
+def _detached(tensor: Tensor) -> Tensor:
+    """Give a tensor without its graph; a parameter, which has no rows of samples, stays one."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
@@ -302,37 +297,28 @@ def _tolerance(nest: Nest, total: Any) -> float:
     return _DOUBLE if total.dtype == torch.float64 else 1e-4
 
 
-def _is_apart(whole: Loss, parts: list[Loss], tolerance: float) -> bool:
-    """Whether parts don't add up to the whole."""
-    columns = zip(*map(_pair, parts), strict=True)
-    for value, of_parts in zip(_pair(whole), columns, strict=True):
+def _add_up(sums: Iterable[tuple[Any, Any]], tolerance: float) -> Any:
+    """Whether total and count of the first, the whole, are those of the others, its parts, together.
+
+    They are numbers, or tensors on an accelerator.
+    """
+    fine: Any = True
+    for value, *of_parts in zip(*sums, strict=True):
         size = abs(value) + sum(map(abs, of_parts))
         # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample.
-        if math.isfinite(value) and not abs(sum(of_parts) - value) <= tolerance * size:
-            return True
-    return False
+        is_not_finite = value - value != 0
+        fine = fine & (is_not_finite | (abs(sum(of_parts) - value) <= tolerance * size))
+    return fine
 
 
-def _are_apart(whole: Loss, parts: list[Loss], tolerance: float) -> Tensor:
-    """Whether parts don't add up to the whole, computed by the accelerator."""
-    wrong = torch.zeros_like(whole.total, dtype=torch.bool)
-    every = [(_total_of_items(loss), loss.count) for loss in (whole, *parts)]
-    for value, one, other in zip(*every, strict=True):
-        if isinstance(value, Tensor):
-            bound = tolerance * (abs(value) + abs(one) + abs(other))
-            wrong = wrong | (torch.isfinite(value) & ~(abs(one + other - value) <= bound))
-        elif one + other != value:
-            wrong = torch.ones_like(wrong)
-    return wrong
-
-
-def _total_of_items(loss: Loss) -> Tensor:
-    """The total, which is 0 where it is of no item, also where it is NaN times 0."""
+def _items_of(loss: Loss) -> tuple[Tensor, Any]:
+    """Give total and count on an accelerator; the total of no item is 0, as that of `_pair`."""
     total: Tensor = loss.total
-    if isinstance(loss.count, Tensor):
-        is_of_none = loss.count.to(total.device, non_blocking=True) == 0
-        return torch.where(is_of_none, total.nan_to_num(), total)
-    return total if loss.count else total.nan_to_num()
+    count = loss.count
+    if not isinstance(count, Tensor):
+        return (total if count else total.nan_to_num()), count
+    count = count.to(total.device, non_blocking=True)
+    return torch.where(count == 0, total.nan_to_num(), total), count
 
 
 def not_additive(
