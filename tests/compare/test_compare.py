@@ -524,17 +524,19 @@ def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(
         compared(strategies=["single", "mp", "pp"], sweep={"microbatches": ["4", "1", "2"]}),
         "microbatches",
     )
-    assert (chart.x, list(chart.series), list(chart.levels)) == (
-        "micro-batches",
-        ["pp"],
-        ["single, 4 cores", "mp"],
-    )
+    assert chart.x == "micro-batches"
+    assert list(chart.series) == ["pp", "single, 4 cores", "mp"]
+    assert list(chart.spreads) == ["pp"]
     assert [(value, round(ratio, 2)) for value, ratio in chart.series["pp"]] == [
         (1, 0.99),
         (2, 1.32),
         (4, 1.65),
     ]
-    assert round(chart.levels["mp"], 3) == 0.975
+    assert [(value, round(ratio, 3)) for value, ratio in chart.series["mp"]] == [
+        (1, 0.975),
+        (2, 0.975),
+        (4, 0.975),
+    ]
 
 
 def swept(found: Comparison, setting: str) -> Lines:
@@ -552,7 +554,7 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(
         compared(strategies=["ddp"], sweep={"batch_size": ["4", "8"], "seed": ["1"]}), "batch_size"
     )
     assert list(chart.series) == ["single, 4 cores seed=1", "ddp seed=1"]
-    assert not chart.levels and [value for value, _ in chart.series["ddp seed=1"]] == [4, 8]
+    assert [value for value, _ in chart.series["ddp seed=1"]] == [4, 8]
     chart = swept(
         compared(strategies=["ddp"], devices="auto", sweep={"devices": ["2", "4"]}), "devices"
     )

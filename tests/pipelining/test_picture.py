@@ -176,7 +176,7 @@ def test_ideal_and_measured_are_drawn_one_above_the_other(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("name", "colours"), [("1f1b", 3), ("interleaved", 5)])
 def test_a_drawing_has_a_legend_inside_of_its_canvas(name: str, colours: int) -> None:
     pytest.importorskip("matplotlib")
-    for width in (3.8, 12.0):
+    for width in (5.4, 12.0):
         figure = Timelines({name: simulate(SCHEDULES[name](2, 4))}, "ms").draw(width)
         figure.canvas.draw()
         (legend,) = figure.legends

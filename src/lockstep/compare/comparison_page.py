@@ -116,51 +116,65 @@ def _speed(found: Comparison) -> Figure:
 
 
 def sweeps_of(found: Comparison) -> Iterator[Figure]:
-    """Each setting of which some strategy was measured with several numbers, in the order of the
-    rows.
+    """Yield a figure for each setting that some strategy was measured with several numbers of.
 
-    A line is named by the rest of its rows' names, and a level by its row, which has no such
-    setting.
+    A line is named by its rows without that setting. A row without it is a level line.
     """
-    ratios = {row.name: found.speed_up(row) for row in found.measured if row.role != "one device"}
-    numbers = {name: _numbers_of(found[name]) for name in ratios}
-    for key in dict.fromkeys(key for its in numbers.values() for key in its):
+    ratios = {}
+    numbers = {}
+    for row in found.measured:
+        ratio = found.speed_up(row)
+        if row.role != "one device" and ratio is not None:
+            ratios[row.name] = ratio
+            numbers[row.name] = _numbers_of(row)
+
+    for key in dict.fromkeys(key for settings in numbers.values() for key in settings):
         lines: dict[str, list[tuple[float, Timing]]] = {}
-        levels: dict[str, float] = {}
         for name, ratio in ratios.items():
-            if ratio is None:
-                continue
             if key in numbers[name]:
-                rest = " ".join(word for word in name.split(" ") if not word.startswith(f"{key}="))
-                lines.setdefault(rest, []).append((numbers[name][key], ratio))
-            elif key not in found[name].settings:
-                levels[name] = ratio.median
-        if all(len(points) < 2 for points in lines.values()):
-            continue
-        lines = {name: sorted(points, key=lambda point: point[0]) for name, points in lines.items()}
-        least, *_, most = sorted(value for points in lines.values() for value, _ in points)
-        axis = _AXES.get(key, key.replace("_", " "))
-        chart = Lines(
-            axis,
-            f"times {one_device(found)}",
-            {
-                name: [(value, ratio.median) for value, ratio in points]
-                for name, points in lines.items()
-            },
-            {name: [ratio.spread for _, ratio in points] for name, points in lines.items()},
-            levels,
-            # Values that were chosen by factors rather than by steps are as far apart as their
-            # factors.
-            chosen="doubling" if least > 0 and most >= 4 * least else "even",
-        )
-        caption = (
-            "Each at the median of its turns, from the lowest to the highest; higher is faster."
-        )
-        if levels:
-            caption += " Lines that are level all the way are of rows without that setting."
-        yield Figure(
-            f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption
-        )
+                words = [word for word in name.split(" ") if not word.startswith(f"{key}=")]
+                points = lines.setdefault(" ".join(words), [])
+                points.append((numbers[name][key], ratio))
+        if any(len(points) > 1 for points in lines.values()):
+            levels = {
+                name: ratio.median
+                for name, ratio in ratios.items()
+                if key not in numbers[name] and key not in found[name].settings
+            }
+            yield _sweep(found, key, lines, levels)
+
+
+def _sweep(
+    found: Comparison,
+    key: str,
+    lines: dict[str, list[tuple[float, Timing]]],
+    levels: dict[str, float],
+) -> Figure:
+    """Return the figure of one setting.
+
+    Args:
+        found: the comparison.
+        key: the setting.
+        lines: by name, its values with the speed-ups.
+        levels: by name, the speed-up of a row without that setting.
+    """
+    series = {}
+    spreads = {}
+    values = set()
+    for name, points in lines.items():
+        points.sort(key=lambda point: point[0])
+        series[name] = [(value, ratio.median) for value, ratio in points]
+        spreads[name] = [ratio.spread for _, ratio in points]
+        values |= {value for value, _ in points}
+    for name, level in levels.items():
+        series[name] = [(value, level) for value in sorted(values)]
+
+    axis = _AXES.get(key, key.replace("_", " "))
+    chart = Lines(axis, f"times {one_device(found)}", series, spreads, chosen=True)
+    caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
+    if levels:
+        caption += " Lines that are level all the way are of rows without that setting."
+    return Figure(f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption)
 
 
 def _numbers_of(row: Row) -> dict[str, float]:

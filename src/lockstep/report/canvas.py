@@ -17,13 +17,19 @@ if TYPE_CHECKING:
 INK, FAINT, GRID = "#222222", "#666666", "#dddddd"
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
-"""Told apart by the colour-blind too (Okabe and Ito, 2008), as far as there are eight of them."""
+"""The colour-blind can tell these apart too (Okabe and Ito, 2008), as far as there are eight."""
+
+WIDTH = 5.4
+"""Inches of a chart on a page."""
+
+LETTERS = 10
+"""Points of the letters of a chart."""
 
 DPI = 160
 
 
 def new_figure(width: float, height: float, what: str) -> Figure:
-    """An empty figure, so many inches wide and high; a message calls it ``what``.
+    """Return an empty figure, its size in inches; a message calls it ``what``.
 
     Raises:
         InputError: matplotlib isn't installed.
@@ -42,30 +48,31 @@ def new_figure(width: float, height: float, what: str) -> Figure:
 
 
 def plain_axes(figure: Figure) -> Axes:
-    """Axes without a frame, and with faint lines across."""
+    """Return axes without a frame."""
     axes: Axes = figure.add_subplot()
     for side in ("top", "right", "left", "bottom"):
         axes.spines[side].set_visible(False)
-    axes.tick_params(length=0, labelsize=9, labelcolor=INK)
+    axes.tick_params(length=0, labelsize=LETTERS, labelcolor=INK)
     axes.set_axisbelow(True)
     return axes
 
 
 def words(text: str) -> str:
-    """Text as it is: a dollar is no formula."""
+    """Return a text that matplotlib shows as it is: a dollar begins no formula."""
     return text.replace("$", r"\$")
 
 
-def png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
+def image(figure: Figure, format: str) -> bytes:
+    """Return the figure as ``png`` or ``svg``."""
     out = io.BytesIO()
-    figure.savefig(out, format="png", dpi=DPI)
+    figure.savefig(out, format=format, dpi=DPI)
     return out.getvalue()
 
 
 def check_file(path: Path, what: str) -> None:
-    """Refuse a file that can't be drawn to, before what is to be drawn is there; a message calls
-    that ``what``.
+    """Refuse a file that can't be drawn to, before there is anything to draw.
+
+    A message calls what is drawn ``what``.
 
     Raises:
         InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
@@ -76,7 +83,7 @@ def check_file(path: Path, what: str) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure to a file, whose ending says the format.
+    """Write the figure to a file; its ending names the format.
 
     Raises:
         InputError: the format isn't known, or the file can't be written.
@@ -89,11 +96,9 @@ def save(figure: Figure, path: Path) -> None:
 
 def _format_of(path: Path, figure: Figure) -> str:
     ending = path.suffix.lstrip(".").lower()
-    if ending not in figure.canvas.get_supported_filetypes():
-        what = (
-            f'"{path.suffix}" is no picture that can be drawn'
-            if ending
-            else "a name without an ending says no format"
-        )
-        raise InputError(f"{path}: {what}: take .png, .svg or .pdf")
-    return ending
+    if ending in figure.canvas.get_supported_filetypes():
+        return ending
+    what = "a name without an ending says no format"
+    if ending:
+        what = f'"{path.suffix}" is no picture that can be drawn'
+    raise InputError(f"{path}: {what}: take .png, .svg or .pdf")

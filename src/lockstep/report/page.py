@@ -5,7 +5,7 @@ network.
 
     folder/
       report.html        pictures inside of it; each figure also as a table, and as CSV to take away
-      figures/NAME.png   the same pictures
+      figures/NAME.png   each figure as a picture
       figures/NAME.csv   the same tables
 """
 
@@ -21,34 +21,46 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import FolderError, InputError
-from lockstep.report.canvas import png
+from lockstep.report.canvas import image
 from lockstep.report.charts import Bars, Cell, Lines, Stacks, short
 from lockstep.report.timeline_charts import Timelines
 from lockstep.tensors.new_file import write_over
 
-WIDE, SLIM = 8.6, 3.8
-"""Inches of a drawing for a desk, and for a telephone."""
-
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart on a page."""
+    """A chart on a page.
 
-    name: str  # of its files
+    Attributes:
+        name: of its files.
+        title: what it shows.
+        chart: the chart.
+        caption: what should be known to read it.
+    """
+
+    name: str
     title: str
     chart: Bars | Stacks | Lines | Timelines
-    caption: str = ""  # what should be known to read it
+    caption: str = ""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table on a page."""
+    """A table on a page.
 
-    name: str  # of its file
+    Attributes:
+        name: of its file.
+        title: what it shows.
+        head: the names of the columns.
+        rows: the cells as they are shown.
+        caption: what should be known to read it.
+    """
+
+    name: str
     title: str
     head: Sequence[str]
-    rows: Sequence[Sequence[str]]  # of words, as they are shown
-    caption: str = ""  # what should be known to read it
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,19 +74,29 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """All of it."""
+    """A whole page.
+
+    Attributes:
+        title: of the page.
+        verdict: the result, in a sentence.
+        notes: what has to be known to believe it.
+        sections: the parts of the page.
+        facts: of the machine and the versions.
+        command: the command that repeats it, or "".
+        advice: the command that the verdict recommends, or "".
+    """
 
     title: str
-    verdict: str  # what came out, in a sentence
-    notes: Sequence[str] = ()  # what has to be known to believe it
+    verdict: str
+    notes: Sequence[str] = ()
     sections: Sequence[Section] = ()
-    facts: Sequence[tuple[str, str]] = ()  # of the machine and the versions
-    command: str = ""  # what repeats it; "" where there is none
-    advice: str = ""  # the command that the verdict comes to; "" where there is none
+    facts: Sequence[tuple[str, str]] = ()
+    command: str = ""
+    advice: str = ""
 
 
 def write(page: Page, folder: Path) -> Path:
-    """Write the page into a folder; gives the path of the HTML file.
+    """Write the page into a folder, and return the path of the HTML file.
 
     Raises:
         InputError: matplotlib or jinja2 isn't installed.
@@ -92,58 +114,67 @@ def write(page: Page, folder: Path) -> Path:
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     template = environment.from_string((here / "page.html").read_text())
+    css = (here / "page.css").read_text()
     figures = folder / "figures"
+    out = folder / "report.html"
     try:
         figures.mkdir(parents=True, exist_ok=True)
-        sections = [(one, [_shown(part, figures) for part in one.parts]) for one in page.sections]
-        out = folder / "report.html"
-        write_over(
-            out, template.render(page=page, sections=sections, css=(here / "page.css").read_text())
-        )
+        sections = []
+        for section in page.sections:
+            parts = [_shown(part, figures) for part in section.parts]
+            sections.append((section, parts))
+        write_over(out, template.render(page=page, sections=sections, css=css))
     except OSError as error:
-        raise FolderError(
-            f"{folder}: the report can't be written: {error.strerror or error}"
-        ) from error
+        reason = error.strerror or error
+        raise FolderError(f"{folder}: the report can't be written: {reason}") from error
     return out
 
 
 def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
-    """A part of a section as the template has it, with its files written."""
-    head, rows = (part.head, part.rows) if isinstance(part, Table) else part.chart.numbers()
+    """Return a part of a section for the template, with its files written."""
+    if isinstance(part, Table):
+        head: Sequence[str] = part.head
+        rows: Sequence[Sequence[Cell]] = part.rows
+    else:
+        head, rows = part.chart.numbers()
+
     text = _csv(head, rows)
     write_over(folder / f"{part.name}.csv", text)
-    words = [
-        ["" if cell is None else cell if isinstance(cell, str) else short(cell) for cell in row]
-        for row in rows
-    ]
-    # Columns, counted from 1, whose cells are sentences rather than numbers.
-    wordy = {
-        i for i, column in enumerate(zip(*words, strict=True), 1) if max(map(len, column)) > 30
-    }
+    words = []
+    wordy = set()  # the columns, counted from 1, that hold sentences rather than numbers
+    for row in rows:
+        cells = [_word(cell) for cell in row]
+        words.append(cells)
+        wordy |= {i for i, cell in enumerate(cells, 1) if len(cell) > 30}
+
     shown: dict[str, Any] = {
         "part": part,
         "head": head,
         "rows": words,
         "wordy": wordy,
-        "csv": _data("text/csv", text),
+        "csv": _data("text/csv", text.encode()),
     }
     if isinstance(part, Figure):
-        wide = png(part.chart.draw(WIDE))
-        write_over(folder / f"{part.name}.png", wide)
+        figure = part.chart.draw()
+        write_over(folder / f"{part.name}.png", image(figure, "png"))
         shown["told"] = part.chart.told()
-        shown["wide"] = _data("image/png", wide)
-        shown["slim"] = _data("image/png", png(part.chart.draw(SLIM)))
+        shown["picture"] = _data("image/svg+xml", image(figure, "svg"))
     return shown
+
+
+def _word(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    return cell if isinstance(cell, str) else short(cell)
 
 
 def _csv(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["name" if i == 0 and not name else name for i, name in enumerate(head)])
+    writer.writerow([name or "name" for name in head])
     writer.writerows(rows)
     return out.getvalue()
 
 
-def _data(kind: str, content: str | bytes) -> str:
-    raw = content.encode() if isinstance(content, str) else content
-    return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
+def _data(kind: str, content: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"

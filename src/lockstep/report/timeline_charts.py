@@ -10,147 +10,157 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import counted
-from lockstep.report.canvas import new_figure
-from lockstep.report.charts import Numbers
-from lockstep.report.timeline import Timeline
+from lockstep.report.canvas import LETTERS, WIDTH, new_figure
+from lockstep.report.charts import Cell, Numbers
+from lockstep.report.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 _WAITING = "#eeeeee"
+
+_KINDS = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True)
 class Timelines:
-    """A chart of timelines, simulated or measured."""
+    """A chart of timelines, simulated or measured.
 
-    timelines: Mapping[str, Timeline]  # by title: ``{"ideal": ..., "measured": ...}``
-    unit: str = ""  # of the time axis
+    Attributes:
+        timelines: by title: ``{"ideal": ..., "measured": ...}``.
+        unit: of the time axis.
+    """
+
+    timelines: Mapping[str, Timeline]
+    unit: str = ""
 
     def numbers(self) -> Numbers:
-        """A row for each action: whose timeline, device, stage, kind, micro-batch, start, end."""
-        rows = [
-            (
-                title,
-                device,
-                span.action.stage,
-                span.action.kind,
-                span.action.microbatch,
-                span.start,
-                span.end,
-            )
-            for title, timeline in self.timelines.items()
-            for device, spans in enumerate(timeline.devices)
-            for span in spans
-        ]
+        """Return a row for each action: title, device, stage, kind, micro-batch, start, end."""
+        rows: list[list[Cell]] = []
+        for title, timeline in self.timelines.items():
+            for device, spans in enumerate(timeline.devices):
+                for action, start, end in spans:
+                    what = [action.stage, action.kind, action.microbatch]
+                    rows.append([title, device, *what, start, end])
         return ["", "device", "stage", "kind", "micro-batch", "start", "end"], rows
 
     def told(self) -> str:
-        """How long each takes, on how many devices."""
-        ends = [
-            f"{title}: {counted(len(timeline.devices), 'device')}, {timeline.makespan:.4g} "
-            f"{self.unit}".strip()
-            for title, timeline in self.timelines.items()
-        ]
+        """Return how long each takes, on how many devices."""
+        ends = []
+        for title, timeline in self.timelines.items():
+            devices = counted(len(timeline.devices), "device")
+            ends.append(f"{title}: {devices}, {timeline.makespan:.4g} {self.unit}".strip())
         return f"What each device of a pipeline does over time. {'; '.join(ends)}."
 
-    def draw(self, width: float) -> Figure:
-        """A row for each device; forwards blue, backwards orange, with the number of the
+    def draw(self, width: float = WIDTH) -> Figure:
+        """Draw a row for each device: blue forwards, orange backwards, with the number of the
         micro-batch.
         """
-        heights = [len(timeline.devices) + 1 for timeline in self.timelines.values()]
-        figure = new_figure(width, 1.0 + 0.42 * sum(heights) + 0.33 * len(heights), "a timeline")
-        axes = figure.subplots(
-            len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-        )
-        longest = max((timeline.makespan for timeline in self.timelines.values()), default=0.0)
+        timelines = list(self.timelines.values())
+        heights = [len(timeline.devices) + 1 for timeline in timelines]
+        height = 1.0 + 0.42 * sum(heights) + 0.33 * len(heights)
+        figure = new_figure(width, height, "a timeline")
+        ratios = {"height_ratios": heights}
+        axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=ratios)
+        longest = max((timeline.makespan for timeline in timelines), default=0.0)
+
         for (title, timeline), axis in zip(self.timelines.items(), axes[:, 0], strict=True):
-            _draw_one(axis, title, timeline, longest)
-        axes[-1, 0].set_xlabel(f"time, {self.unit}" if self.unit else "time")
-        self._explain(figure, narrow=width < 5.0)
+            axis.set_title(title, fontsize=LETTERS, loc="left", wrap=True)
+            axis.set_xlim(0, longest)
+            _draw_one(axis, timeline, longest)
+
+        axis.set_xlabel(f"time, {self.unit}" if self.unit else "time")
+        _explain(figure, max(map(_chunks, timelines)))
         return figure
-
-    def _explain(self, figure: Figure, *, narrow: bool) -> None:
-        """A legend: what each colour is, and that a number is a micro-batch."""
-        from matplotlib.patches import Patch
-
-        chunks = max(map(_chunks, self.timelines.values()), default=1)
-        which = (
-            [""] if chunks == 1 else [f", stage {chunk + 1} of a device" for chunk in range(chunks)]
-        )
-        handles = [
-            Patch(color=_colour(kind, chunk, chunks), label=f"{word}{which[chunk]}")
-            for chunk in range(chunks)
-            for kind, word in (("F", "forward"), ("B", "backward"))
-        ]
-        handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
-        columns = (2 if chunks == 1 else 1) if narrow else 3
-        figure.legend(
-            handles=handles, loc="outside lower left", ncols=columns, frameon=False, fontsize=8.5
-        )
 
 
 def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
-    """A pipeline's turns (by title, ``Timeline.plain`` in seconds) as a chart in ms; its caption
-    with the bubbles.
+    """Return a pipeline's turns as a chart in milliseconds, and its caption with the bubbles.
+
+    Args:
+        kept: by title, ``Timeline.plain`` in seconds.
     """
-    timelines = {title: Timeline.of(one).times(1e3) for title, one in kept.items()}
-    bubbles = "; ".join(f"{title}: {100 * one.bubble:.1f} %" for title, one in timelines.items())
+    timelines = {}
+    bubbles = []
+    for title, plain in kept.items():
+        timeline = Timeline.of(plain).times(1e3)
+        timelines[title] = timeline
+        bubbles.append(f"{title}: {100 * timeline.bubble:.1f} %")
+
     caption = (
         "Each number is a micro-batch: blue forward, orange backward, grey waiting. Ideally a "
-        "stage would wait for "
-        "nothing but what another gives. The bubble, the share of the devices' time that is "
-        f"waited: {bubbles}."
+        "stage waits only for what another stage gives. The bubble is the share of the devices' "
+        f"time that is waited: {'; '.join(bubbles)}."
     )
     return Timelines(timelines, "ms"), caption
 
 
-def _draw_one(axis: Axes, title: str, timeline: Timeline, longest: float) -> None:
-    chunks = _chunks(timeline)
-    axis.set_title(title, fontsize=10, loc="left", wrap=True)
-    for device, spans in enumerate(timeline.devices):
-        for action, start, end in spans:
-            begin = start - timeline.start
-            colour = _colour(action.kind, action.stage // len(timeline.devices), chunks)
-            axis.barh(
-                device,
-                end - start,
-                left=begin,
-                height=0.86,
-                color=colour,
-                edgecolor="white",
-                linewidth=0.6,
-            )
-            if end - start > longest / 110:
-                middle = begin + (end - start) / 2
-                axis.text(
-                    middle,
-                    device,
-                    str(action.microbatch),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="white",
-                )
-    axis.set_yticks(
-        range(len(timeline.devices)), [f"device {d}" for d in range(len(timeline.devices))]
+def _explain(figure: Figure, chunks: int) -> None:
+    """Draw a legend: what each colour is, and that a number is a micro-batch."""
+    from matplotlib.patches import Patch
+
+    handles = []
+    for chunk in range(chunks):
+        which = f", stage {chunk + 1} of a device" if chunks > 1 else ""
+        for kind, word in _KINDS.items():
+            handles.append(Patch(color=_colour(kind, chunk, chunks), label=f"{word}{which}"))
+    handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower left",
+        ncols=1 if chunks > 1 else 2,
+        frameon=False,
+        fontsize=LETTERS,
     )
-    axis.set_ylim(len(timeline.devices) - 0.5, -0.5)
-    axis.set_xlim(0, longest)
+
+
+def _draw_one(axis: Axes, timeline: Timeline, longest: float) -> None:
+    """Draw the rows of one timeline."""
+    chunks = _chunks(timeline)
+    count = len(timeline.devices)
+    for device, spans in enumerate(timeline.devices):
+        for span in spans:
+            colour = _colour(span.action.kind, span.action.stage // count, chunks)
+            _draw_span(axis, device, span, timeline.start, colour)
+            if span.end - span.start > longest / 90:
+                middle = (span.start + span.end) / 2 - timeline.start
+                number = str(span.action.microbatch)
+                axis.text(
+                    middle, device, number, ha="center", va="center", fontsize=7, color="white"
+                )
+
+    axis.set_yticks(range(count), [f"device {device}" for device in range(count)])
+    axis.set_ylim(count - 0.5, -0.5)
     axis.set_facecolor(_WAITING)
     for side in ("top", "right", "left"):
         axis.spines[side].set_visible(False)
 
 
+def _draw_span(
+    axis: Axes, device: int, span: Span, start: float, colour: tuple[float, float, float]
+) -> None:
+    """Draw an action of a device as a bar; ``start`` is the left end of the axis."""
+    axis.barh(
+        device,
+        span.end - span.start,
+        left=span.start - start,
+        height=0.86,
+        color=colour,
+        edgecolor="white",
+        linewidth=0.6,
+    )
+
+
 def _chunks(timeline: Timeline) -> int:
-    """Stages on each device."""
-    stages = 1 + max((span.action.stage for mine in timeline.devices for span in mine), default=0)
-    return max(1, stages // max(1, len(timeline.devices)))
+    """Return the number of stages on each device."""
+    stages = [span.action.stage for spans in timeline.devices for span in spans]
+    count = 1 + max(stages, default=0)
+    return max(1, count // len(timeline.devices))
 
 
 def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Forwards blue, backwards orange; a device's later stages darker."""
+    """Return blue for a forward, orange for a backward; a device's later stages are darker."""
     hue, light = (0.58, 0.52) if kind == "F" else (0.07, 0.48)
-    return colorsys.hls_to_rgb(hue, light - 0.22 * (chunk / max(chunks, 1)), 0.62)
+    darker = 0.22 * chunk / chunks
+    return colorsys.hls_to_rgb(hue, light - darker, 0.62)
