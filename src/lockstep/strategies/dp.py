@@ -16,15 +16,14 @@ accelerators they are refreshed once a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.own_batches import even_parts, refuse_uncut
+from lockstep.data.own_batches import even_parts
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import Layout
@@ -34,22 +33,18 @@ from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
-from lockstep.parallel import gather
 from lockstep.recipe import Recipe
+from lockstep.strategies.replica_evaluator import ReplicaEvaluator
 from lockstep.strategies.replicas import (
     Replicas,
     refuse_other_parameters,
     refuse_what_replicas_would_share,
 )
-from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
-from lockstep.tensors.pytree import to_device
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,42 +81,6 @@ class DP(Strategy):
             exchange = ThreadExchange(len(world.devices), world.observers)
             synchronise(model, exchange)
         return DPStep(model, build_optimizer(job, model), job, world, exchange)
-
-
-class ReplicaEvaluator(Evaluator):
-    """Evaluates a model with a replica on each device, each with a share of the batch."""
-
-    _step: DPStep
-
-    def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
-        """Give outputs, targets and loss of each replica, on the first device."""
-        first = self._step.world.device.torch
-        found = []
-        for outputs, targets, loss in super().results(batch):
-            found.append((to_device(outputs, first), to_device(targets, first), loss))
-        return found
-
-    def of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
-    ) -> list[tuple[Part, T]]:
-        """Call a function for each replica that has samples of a batch, in its thread."""
-        replicas = self._step.copies
-        parts = [share[0] for share in self._step.scatter(batch)]
-
-        def compute(i: int) -> tuple[Part, T]:
-            return parts[i], function(replicas.models[i], parts[i])
-
-        return replicas.run(compute, [i for i, part in enumerate(parts) if part.size])
-
-    def gathered(self, part: Part) -> tuple[Any, Loss]:
-        """Gather outputs on the first device, and add up the losses of all replicas."""
-        refuse_uncut(part.inputs, part.targets, part.size)
-        results = self.results(Batch([part], part.size, 0, 0))
-        outputs = [result[0] for result in results]
-        loss = added([result[2] for result in results], self._step.home)
-        if len(outputs) == 1:
-            return outputs[0], loss
-        return gather(outputs, self._step.world.device), loss
 
 
 class DPStep(Step):

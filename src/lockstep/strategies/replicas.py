@@ -267,16 +267,9 @@ def computed_tensor(model: nn.Module) -> str | None:
             if not isinstance(value, torch.Tensor) or value.grad_fn is None:
                 continue
             place = f"{name}.{key}" if name else key
-            if f"{key}_mask" in module._buffers:
-                return (
-                    f'"{place}" is pruned by torch.nn.utils.prune, which computes it from '
-                    f'"{place}_orig", so it can\'t be copied: take ddp, or multiply by the mask '
-                    "in a parametrization (torch.nn.utils.parametrize)"
-                )
             return (
-                f'"{place}" is computed from other parameters, so it can\'t be copied: take ddp, '
-                "or in place of the old torch.nn.utils.weight_norm that of "
-                "torch.nn.utils.parametrizations"
+                f'"{place}" is computed from other parameters (by pruning, or the old weight_norm), '
+                "so it can't be copied: take ddp, or a parametrization (torch.nn.utils.parametrize)"
             )
     return None
 
