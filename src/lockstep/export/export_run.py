@@ -47,19 +47,23 @@ from lockstep.tensors.pytree import named_tensors, tensors
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.training.run import Run, trained_of
 
-_SIZES = [
-    8,
-    7,
-    1,
-]  # of the batches that are compared; dimensions that differ between them may have any size
-# What bfloat16 and int8 cost, the metrics say: this finds files that are wrong.
+_SIZES = [8, 7, 1]
+"""Sizes of the batches that are compared. Dimensions that differ between them may have any size."""
+
 _TOLERANCES = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1, "int8": 0.1}
+"""Differences that are accepted. What bfloat16 and int8 cost, metrics show; this finds files that
+are wrong.
+"""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A file, how far its outputs are from the run's at most, and metrics of both where it
-    computes in less.
+    """What was exported.
+
+    Attributes:
+        path: the file.
+        difference: how far its outputs are from the run's, at most.
+        metrics: of both, where the file computes in another format.
     """
 
     path: Path
@@ -111,6 +115,56 @@ def export(
         InputError: something asked for can't be done; nothing was made.
         NotEqual: the file doesn't compute what the run does; it isn't kept.
     """
+    _refuse_combinations(format, dynamic, dtype, quantize, max_shard_size)
+    most = None if max_shard_size is None else bytes_of(max_shard_size, "max_shard_size")
+    check_installed(format)
+    its, file = trained_of(
+        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+    )
+    trained = _to_export(the_job(with_settings(its, settings)))
+    if trained.loss is None and format != "safetensors":
+        raise InputError(
+            f"{format}: the job's step function calls the parts of its model, which has no "
+            "forward that could be exported: take safetensors, or give the model a forward, and "
+            "the job a loss"
+        )
+
+    if out is None:
+        folder_of_run = run.folder if isinstance(run, Run) else Path(run)
+        which = "best" if best else ""
+        if weights is not None and not best:
+            which = file.stem
+        hardware = "tensorrt" if format == "tensorrt" else ""
+        words = ["exported", which, quantize or dtype or "", hardware]
+        target = folder_of_run / ("-".join(filter(None, words)) + ENDINGS[format])
+    else:
+        target = Path(out)
+    check_target(target, overwrite, (ENDINGS[format],))
+    if most is not None:
+        check_target(target.with_name(f"{target.name}.index.json"), overwrite, (".json",))
+
+    with contextlib.ExitStack() as stack, Display(quiet=quiet) as display, alone(slots(1)) as world:
+        folder = folder_beside(target)
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        world.tell = display.tell
+        path = folder / target.name
+        is_fixed = dynamic == "none"
+        writing = _Export(
+            trained, file, path, format, is_fixed, dtype, quantize, tolerance, world, display
+        )
+        if most is not None:
+            made = writing.divided(most)
+        elif trained.loss is None:
+            made = writing.weights_alone()
+        else:
+            made = writing.compared()
+        return _moved(made, target.with_name(made.path.name), display)
+
+
+def _refuse_combinations(
+    format: str, dynamic: str, dtype: str | None, quantize: str | None, max_shard_size: str | None
+) -> None:
+    """Refuse settings of `export` that don't exist, or don't go together."""
     convert(format, Literal["safetensors", "torch-export", "onnx", "tensorrt"], "format")
     convert(dynamic, Literal["batch", "none"], "dynamic")
     convert(dtype, Literal["bfloat16", "float32"] | None, "dtype")
@@ -126,112 +180,214 @@ def export(
         )
     if max_shard_size is not None and format != "safetensors":
         raise InputError(f"max_shard_size: {format} is one file: take safetensors, or leave it out")
-    most = None if max_shard_size is None else bytes_of(max_shard_size, "max_shard_size")
-    check_installed(format)
-    its, file = trained_of(
-        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
-    )
-    the = the_job(with_settings(its, settings))
-    # What was trained in half precision has weights in float32, and is compared in that.
-    precision = {"bf16": "fp32", "fp16": "fp32"}.get(the.precision or "", the.precision)
-    the = the.replace(
+
+
+def _to_export(job: Job) -> Job:
+    """Return a job without what only speeds up its training.
+
+    What was trained in half precision has weights in float32, and is compared in that.
+    """
+    precision = job.precision
+    if precision in ("bf16", "fp16"):
+        precision = "fp32"
+    return job.replace(
         precision=precision,
         compile=False,
         channels_last=False,
         activation_checkpointing=None,
         init=None,
     )
-    if (is_of_parts := the.loss is None) and format != "safetensors":
-        raise InputError(
-            f"{format}: the job's step function calls the parts of its model, which has no "
-            "forward that could be "
-            "exported: take safetensors, or give the model a forward, and the job a loss"
+
+
+@dataclass(frozen=True)
+class _Export:
+    """How a file is written, and compared.
+
+    Attributes:
+        job: whose model it is.
+        weights: the file of the run.
+        path: the file to write, in a hidden folder.
+        format: of the file to write.
+        is_fixed: whether the file takes the one shape of an evaluation batch.
+        dtype: what the file computes in; None is the run's.
+        quantize: ``"int8"``, or None.
+        tolerance: as ``export`` is given it.
+        world: of this process.
+        display: prints lines.
+    """
+
+    job: Job
+    weights: Path
+    path: Path
+    format: str
+    is_fixed: bool
+    dtype: str | None
+    quantize: str | None
+    tolerance: float | None
+    world: World
+    display: Display
+
+    @property
+    def _torch_dtype(self) -> torch.dtype | None:
+        return None if self.dtype is None else getattr(torch, self.dtype)
+
+    def divided(self, most: int) -> Exported:
+        """Write the weights alone, in files of at most ``most`` bytes."""
+        whole = self.weights
+        if not self.job.save_frozen:  # the file of the run lacks what the model builds frozen
+            whole = self.path.with_name("whole.safetensors")
+            self._write_weights(whole, None)
+        index = write_parts(whole, self.path, most, self._torch_dtype)
+        if whole != self.weights:
+            whole.unlink()
+
+        number_of_parts = len(list(self.path.parent.iterdir())) - 1
+        parts = counted(number_of_parts, "part")
+        self.display.line(f"weights alone, in {parts}, as they are in {self.weights}")
+        return Exported(index, 0.0, {})
+
+    def weights_alone(self) -> Exported:
+        """Write the weights of a model without a forward."""
+        self.display.line(
+            "weights alone: a step function calls the parts of the model, so there are no "
+            "outputs to compare"
         )
-    less, fixed = quantize or dtype or "", dynamic == "none"
-    which = "best" if best else "" if weights is None else file.stem
-    name = "-".join(filter(None, ["exported", which, less, format * (format == "tensorrt")]))
-    folder_of_run = run.folder if isinstance(run, Run) else Path(run)
-    target = folder_of_run / (name + ENDINGS[format]) if out is None else Path(out)
-    check_target(target, overwrite, (ENDINGS[format],))
-    if most is not None:
-        check_target(target.with_name(f"{target.name}.index.json"), overwrite, (".json",))
-    metrics: dict[str, dict[str, float]] = {}
-    with contextlib.ExitStack() as stack, Display(quiet=quiet) as display, alone(slots(1)) as world:
-        stack.callback(shutil.rmtree, folder := folder_beside(target), ignore_errors=True)
-        world.tell = display.tell
-        if most is not None:
-            whole = file
-            if not the.save_frozen:  # which lacks what the model builds frozen
-                whole = _weights_alone(the, file, folder / "whole.safetensors", None).path
-            index = write_parts(
-                whole, folder / target.name, most, getattr(torch, dtype or "", None)
-            )
-            if whole != file:
-                whole.unlink()
-            display.line(
-                f"weights alone, in {counted(len(list(folder.iterdir())) - 1, 'part')}, as they "
-                f"are in {file}"
-            )
-            return _moved(Exported(index, 0.0, {}), target.with_name(index.name), display)
-        if is_of_parts:
-            display.line(
-                "weights alone: a step function calls the parts of the model, so there are no "
-                "outputs to compare"
-            )
-            return _moved(_weights_alone(the, file, folder / target.name, dtype), target, display)
-        step = Single().prepare(the, world)
-        take_weights(step.model, file)
-        sets = {} if the.eval_data is None else resolve_sets(the.eval_data, world)
-        data = next(iter(sets.values())) if sets else resolve(the.train_data, world)
-        largest = the.eval_batch_size or the.batch_size
-        batches = _batches(the, world, data, [largest] if fixed else _SIZES)
+        self._write_weights(self.path, self._torch_dtype)
+        return Exported(self.path, 0.0, {})
+
+    def _write_weights(self, path: Path, dtype: torch.dtype | None) -> None:
+        model = trained_model(self.job, self.weights).to(dtype)
+        save_weights(path, model.state_dict())
+        take_weights(model, path)  # which compares its sum
+
+    def compared(self) -> Exported:
+        """Write the file, load it again, and compare its outputs with the run's.
+
+        Raises:
+            NotEqual: they differ by more than the tolerance.
+        """
+        job = self.job
+        step = Single().prepare(job, self.world)
+        take_weights(step.model, self.weights)
+        sets = {} if job.eval_data is None else resolve_sets(job.eval_data, self.world)
+        if sets:
+            kind = "evaluation"
+            data = next(iter(sets.values()))
+        else:
+            kind = "training"
+            data = resolve(job.train_data, self.world)
+
+        largest = job.eval_batch_size or job.batch_size
+        wanted = [largest] if self.is_fixed else _SIZES
+        batches = [self._batch(data, size) for size in wanted]
         sizes = [batch.size for batch in batches]
-        expected = _outputs(step, batches, the.seed)
-        examples = [step.placed(batch.parts[0]).inputs for batch in batches]
-        what = Exportable(
-            trained_model(the, file), examples, sizes, getattr(torch, dtype or "", None)
-        )
-        if format != "safetensors":
-            if not fixed and "(batch" not in str(what):
-                raise InputError(
-                    f"no dimension of {what} is the size of the batch: add --dynamic none"
-                )
-            display.line(f"inputs: {what}")
-        run_model, path = step.model, folder / target.name
-        step.model = _written(
-            format, what, path, expected[0], max(largest, *sizes), quantize is not None
-        )
-        apart = max(map(_difference, expected, _outputs(step, batches, the.seed)))
-        kind = "evaluation" if sets else "training"
-        display.line(
+        expected = _outputs(step, batches, job.seed)
+        what = self._exportable(step, batches)
+
+        of_run = step.model
+        step.model = self._written(what, expected[0], max(largest, *sizes))
+        apart = max(map(_difference, expected, _outputs(step, batches, job.seed)))
+        self.display.line(
             f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the "
             "largest output"
         )
-        own = next(
-            (str(p.dtype)[6:] for p in run_model.parameters() if p.is_floating_point()), "float32"
-        )
-        bound = _TOLERANCES.get(less or own, 0.1) if tolerance is None else tolerance
+        less = self.quantize or self.dtype
+        own = _dtype_of(of_run)
+        bound = self.tolerance
+        if bound is None:
+            bound = _TOLERANCES.get(less or own, 0.1)
         if apart > bound:
             raise NotEqual(
                 f"not equal: outputs of the file differ by {apart:.1e}, more than --tolerance "
                 f"{bound:g}"
             )
-        if less and sets and not fixed:
-            for name, model in ((own, run_model), (less, step.model)):
-                step.model = model
-                loaders = eval_loaders(the, world, sets)
-                metrics[name] = evaluate_sets(step, loaders, the.metrics, world, the.seed)
-                for loader in loaders.values():
-                    loader.close()
-            display.line(f"{'':20}{own:>12}{less:>12}")
-            for name, value in metrics[own].items():
-                display.line(f"{name:20}{number(value):>12}{number(metrics[less][name]):>12}")
+
+        metrics: dict[str, dict[str, float]] = {}
+        if less and sets and not self.is_fixed:
+            of_file = step.model
+            metrics[own] = self._evaluated(step, of_run, sets)
+            metrics[less] = self._evaluated(step, of_file, sets)
+            self._print_metrics(own, less, metrics)
         elif less:
-            display.line(
-                f"note: no metrics: {'it takes one shape' if sets else 'no evaluation data'}",
-                note=True,
-            )
-        return _moved(Exported(path, apart, metrics), target, display)
+            why = "it takes one shape" if sets else "no evaluation data"
+            self.display.line(f"note: no metrics: {why}", note=True)
+        return Exported(self.path, apart, metrics)
+
+    def _batch(self, data: Any, size: int) -> Batch:
+        """Return a batch of up to so many samples, the first of a random order."""
+        job = self.job.replace(
+            batch_size=size, accumulate=1, shuffle=True, order=None, loader_workers=0
+        )
+        loader = job_loader(job, self.world, data)
+        return next(iter(loader.epoch(0)))
+
+    def _exportable(self, step: Step, batches: list[Batch]) -> Exportable:
+        """Return the model as it is to be written.
+
+        Raises:
+            InputError: none of its dimensions is the size of the batch, and one has to be.
+        """
+        examples = [step.placed(batch.parts[0]).inputs for batch in batches]
+        sizes = [batch.size for batch in batches]
+        model = trained_model(self.job, self.weights)
+        what = Exportable(model, examples, sizes, self._torch_dtype)
+        if self.format != "safetensors":
+            if not self.is_fixed and "(batch" not in str(what):
+                raise InputError(
+                    f"no dimension of {what} is the size of the batch: add --dynamic none"
+                )
+            self.display.line(f"inputs: {what}")
+        return what
+
+    def _written(self, what: Exportable, outputs: Any, most: int) -> nn.Module:
+        """Write the file, and load it again.
+
+        What PyTorch and onnxruntime log meanwhile is for their makers.
+        """
+        names = []
+        for name, _ in named_tensors(outputs):
+            names.append(f"output_{name}" if name.isdigit() else name or "output")
+
+        before = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                write(self.format, what, self.path, names, most)
+                if self.quantize is not None:
+                    quantize_linear_layers(self.path)
+                return read(self.format, what, self.path, outputs)
+        except LockstepError:
+            raise
+        except Exception as error:
+            while isinstance(error.__cause__, Exception):
+                error = error.__cause__
+            raise InputError(f"{self.format}: {told(error)}") from error
+        finally:
+            logging.disable(before)
+
+    def _evaluated(self, step: Step, model: nn.Module, sets: dict[str, Any]) -> dict[str, float]:
+        job = self.job
+        step.model = model
+        loaders = eval_loaders(job, self.world, sets)
+        found = evaluate_sets(step, loaders, job.metrics, self.world, job.seed)
+        for loader in loaders.values():
+            loader.close()
+        return found
+
+    def _print_metrics(self, own: str, less: str, metrics: dict[str, dict[str, float]]) -> None:
+        self.display.line(f"{'':20}{own:>12}{less:>12}")
+        for name, value in metrics[own].items():
+            other = number(metrics[less][name])
+            self.display.line(f"{name:20}{number(value):>12}{other:>12}")
+
+
+def _dtype_of(model: nn.Module) -> str:
+    """Return the name of the dtype of a model's parameters."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            return str(p.dtype).removeprefix("torch.")
+    return "float32"
 
 
 def _moved(made: Exported, target: Path, display: Display) -> Exported:
@@ -244,75 +400,29 @@ def _moved(made: Exported, target: Path, display: Display) -> Exported:
     return dataclasses.replace(made, path=target)
 
 
-def _weights_alone(job: Job, file: Path, path: Path, dtype: str | None) -> Exported:
-    """Write the weights of a model without a forward."""
-    model = trained_model(job, file).to(getattr(torch, dtype or "", None))
-    save_weights(path, model.state_dict())
-    take_weights(model, path)  # which compares its sum
-    return Exported(path, 0.0, {})
-
-
-def _batches(job: Job, world: World, data: Any, sizes: list[int]) -> list[Batch]:
-    """Batches of up to so many samples, the first of a random order."""
-    jobs = [
-        job.replace(batch_size=n, accumulate=1, shuffle=True, order=None, loader_workers=0)
-        for n in sizes
-    ]
-    return [next(iter(job_loader(one, world, data).epoch(0))) for one in jobs]
-
-
 def _outputs(step: Step, batches: list[Batch], seed: int) -> list[Any]:
+    found = []
     with step.evaluating():
-        return [
-            found[0][1]
-            for _, found in step.evaluator.over(batches, step.evaluator.predictions, seed)
-        ]
-
-
-def _written(
-    format: str, what: Exportable, path: Path, outputs: Any, most: int, quantize: bool
-) -> nn.Module:
-    """Write the file, and load it again; what PyTorch and onnxruntime log meanwhile is for their
-    makers.
-    """
-    names = [
-        f"output_{name}" if name.isdigit() else name or "output"
-        for name, _ in named_tensors(outputs)
-    ]
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            write(format, what, path, names, most)
-            if quantize:
-                quantize_linear_layers(path)
-            return read(format, what, path, outputs)
-    except LockstepError:
-        raise
-    except Exception as error:
-        while isinstance(error.__cause__, Exception):
-            error = error.__cause__
-        raise InputError(f"{format}: {told(error)}") from error
-    finally:
-        logging.disable(before)
+        for _, shares in step.evaluator.over(batches, step.evaluator.predictions, seed):
+            found.append(shares[0][1])
+    return found
 
 
 def _difference(run: Any, file: Any) -> float:
-    """The largest difference of outputs, each relative to the largest value in that tensor of
-    the run.
+    """Return the largest difference of outputs, each relative to the largest value in that tensor
+    of the run.
     """
-    apart = 0.0
-    for ours, theirs in zip(tensors(run), tensors(file), strict=True):
-        if ours.shape != theirs.shape:
+    largest_apart = 0.0
+    for one, other in zip(tensors(run), tensors(file), strict=True):
+        if one.shape != other.shape:
             return math.inf
-        ours, theirs = ours.to(torch.complex128), theirs.to(torch.complex128)
-        same = (ours == theirs) | (
-            ours.isnan() & theirs.isnan()
-        )  # infinite ones, where a mask put them
-        if not same.all():
-            largest = float(ours.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
-            apart = max(
-                apart, float((ours - theirs).abs()[~same].nan_to_num(math.inf).max()) / largest
-            )
-    return apart
+        ours = one.to(torch.complex128)
+        theirs = other.to(torch.complex128)
+        # Infinite ones are the same too, where a mask put them.
+        same = (ours == theirs) | (ours.isnan() & theirs.isnan())
+        if same.all():
+            continue
+        apart = (ours - theirs).abs()[~same].nan_to_num(math.inf)
+        largest = float(ours.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
+        largest_apart = max(largest_apart, float(apart.max()) / largest)
+    return largest_apart

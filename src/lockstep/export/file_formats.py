@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,16 @@ _INSTALL = {
 
 
 def check_installed(format: str) -> None:
-    """Raise an InputError where a package is missing, or a GPU, before anything is built."""
-    if missing := [
-        package for package in _NEEDS.get(format, ()) if importlib.util.find_spec(package) is None
-    ]:
+    """Check that what a format needs is here, before anything is built.
+
+    Raises:
+        InputError: a package is missing, or a GPU.
+    """
+    missing = []
+    for package in _NEEDS.get(format, ()):
+        if importlib.util.find_spec(package) is None:
+            missing.append(package)
+    if missing:
         raise InputError(
             f"{format} needs {', '.join(missing)}, not installed here: pip install "
             f"{_INSTALL[format]}"
@@ -45,66 +52,87 @@ def check_installed(format: str) -> None:
 
 
 def write(format: str, what: Exportable, path: Path, outputs: list[str], most: int) -> None:
-    """Write a model; ``outputs`` are their names, ``most`` the largest batch, where the format
-    has such.
+    """Write a model.
+
+    Args:
+        format: of the file.
+        what: the model.
+        path: the file.
+        outputs: the names of the model's outputs, where the format has such.
+        most: samples of the largest batch, where the format has such.
     """
     if format == "safetensors":
         save_weights(path, what.model.state_dict())
     elif format == "torch-export":
-        torch.export.save(what.program(), path)
-        with zipfile.ZipFile(path) as archive:
-            said = [
-                archive.read(name) for name in archive.namelist() if name.endswith("_config.json")
-            ]
-        if any(b'"use_pickle": true' in text for text in said):
-            raise InputError(
-                "torch-export: the model holds tensors of a class of its own, which would be "
-                "pickled"
-            )
+        _write_program(what, path)
     elif format == "onnx":
-        names = [f"{name}_output" if name in what.names else name for name in outputs]
-        how: dict[str, Any] = {
-            "output_names": names,
-            "dynamic_shapes": tuple(what.dims),
-            "verbose": False,
-        }
-        made = torch.onnx.export(what.program(), (), dynamo=True, **how)
-        made.save(path)  # type: ignore[union-attr]  # with a file beside it where that is more than one may hold
+        _write_onnx(what, path, outputs)
     else:
-        import torch_tensorrt
+        _write_engine(what, path, most)
 
-        what.model.cuda()
-        what.example, dims = each(torch.Tensor.cuda, what.example), iter(what.dims)
 
-        def sizes(tensor: torch.Tensor) -> Any:
-            its, shape = next(dims), tensor.shape
-            least = [1 if d in its else size for d, size in enumerate(shape)]
-            largest = [most if its.get(d) == "batch" else size for d, size in enumerate(shape)]
-            return torch_tensorrt.Input(
-                min_shape=least, opt_shape=list(shape), max_shape=largest, dtype=tensor.dtype
-            )
+def _write_program(what: Exportable, path: Path) -> None:
+    """Write a ``torch.export`` file, and refuse one with pickles in it."""
+    torch.export.save(what.program(), path)
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith("_config.json") and b'"use_pickle": true' in archive.read(name):
+                raise InputError(
+                    "torch-export: the model holds tensors of a class of its own, which would be "
+                    "pickled"
+                )
 
-        (ranges, named_ranges), (args, kwargs) = (
-            split(each(sizes, what.example)),
-            split(what.example),
+
+def _write_onnx(what: Exportable, path: Path, outputs: list[str]) -> None:
+    names = [f"{name}_output" if name in what.names else name for name in outputs]
+    how: dict[str, Any] = {
+        "output_names": names,
+        "dynamic_shapes": tuple(what.dims),
+        "verbose": False,
+    }
+    made = torch.onnx.export(what.program(), (), dynamo=True, **how)
+    # There is a second file beside it, where that is more than one may hold.
+    made.save(path)  # type: ignore[union-attr]
+
+
+def _write_engine(what: Exportable, path: Path, most: int) -> None:
+    """Build a TensorRT engine for batches of up to ``most`` samples."""
+    import torch_tensorrt
+
+    what.model.cuda()
+    what.example = each(torch.Tensor.cuda, what.example)
+    dims = iter(what.dims)
+
+    def sizes(tensor: torch.Tensor) -> Any:
+        its = next(dims)
+        least = []
+        largest = []
+        for d, size in enumerate(tensor.shape):
+            least.append(1 if d in its else size)
+            largest.append(most if its.get(d) == "batch" else size)
+        return torch_tensorrt.Input(
+            min_shape=least, opt_shape=list(tensor.shape), max_shape=largest, dtype=tensor.dtype
         )
-        engine = torch_tensorrt.dynamo.compile(
-            what.program(), arg_inputs=ranges, kwarg_inputs=named_ranges
-        )
-        torch_tensorrt.save(engine, str(path), arg_inputs=args, kwarg_inputs=kwargs)
+
+    ranges, named_ranges = split(each(sizes, what.example))
+    args, kwargs = split(what.example)
+    engine = torch_tensorrt.dynamo.compile(
+        what.program(), arg_inputs=ranges, kwarg_inputs=named_ranges
+    )
+    torch_tensorrt.save(engine, str(path), arg_inputs=args, kwarg_inputs=kwargs)
 
 
 def quantize_linear_layers(path: Path) -> None:
-    """Turn the weights of an ONNX file's linear layers to int8; convolutions would be slower,
-    and off by a fifth.
+    """Convert the weights of an ONNX file's linear layers to int8.
+
+    Convolutions would be slower, and off by a fifth.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     quantize_dynamic(path, path, weight_type=QuantType.QUInt8, op_types_to_quantize=["MatMul"])
-    path.with_name(f"{path.name}.data").unlink(
-        missing_ok=True
-    )  # of a large one: now all is in one file
+    # A large file had a second one; now all is in one.
+    path.with_name(f"{path.name}.data").unlink(missing_ok=True)
     if not any(node.op_type == "MatMulInteger" for node in onnx.load(path).graph.node):
         raise InputError(
             "quantize: the model has no linear layer, and nothing else becomes int8: leave it out"
@@ -112,27 +140,8 @@ def quantize_linear_layers(path: Path) -> None:
 
 
 def read(format: str, what: Exportable, path: Path, outputs: Any) -> nn.Module:
-    """Load what was written, as a module that gives what the file does, nested as the outputs of
-    the run are.
-    """
-    if format == "onnx":
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-        names = [value.name for value in session.get_inputs()]
-    elif format == "safetensors":
-        take_weights(what.model, path)
-    module = what.model if format in ("onnx", "safetensors") else torch.export.load(path).module()
-
-    def compute(given: dict[Any, Any]) -> Any:
-        if format == "onnx":
-            arrays = [tensor.detach().contiguous().numpy() for tensor in tensors(given)]
-            return [
-                torch.from_numpy(array)
-                for array in session.run(None, dict(zip(names, arrays, strict=True)))
-            ]
-        args, kwargs = split(each(torch.Tensor.cuda, given) if format == "tensorrt" else given)
-        return module(*args, **kwargs)
+    """Load what was written, as a module that gives what the file does, nested as ``outputs``."""
+    compute = _onnx_session(path) if format == "onnx" else _module(format, what, path)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -147,3 +156,35 @@ def read(format: str, what: Exportable, path: Path, outputs: Any) -> nn.Module:
     loaded = nn.Module()
     loaded.forward = forward
     return loaded
+
+
+def _onnx_session(path: Path) -> Callable[[dict[Any, Any]], Any]:
+    """Load an ONNX file, as a function of arguments."""
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+
+    def compute(given: dict[Any, Any]) -> Any:
+        arrays = [tensor.detach().contiguous().numpy() for tensor in tensors(given)]
+        found = session.run(None, dict(zip(names, arrays, strict=True)))
+        return list(map(torch.from_numpy, found))
+
+    return compute
+
+
+def _module(format: str, what: Exportable, path: Path) -> Callable[[dict[Any, Any]], Any]:
+    """Load a file of PyTorch's, as a function of arguments."""
+    if format == "safetensors":
+        take_weights(what.model, path)
+        module = what.model
+    else:
+        module = torch.export.load(path).module()
+
+    def compute(given: dict[Any, Any]) -> Any:
+        if format == "tensorrt":
+            given = each(torch.Tensor.cuda, given)
+        args, kwargs = split(given)
+        return module(*args, **kwargs)
+
+    return compute
