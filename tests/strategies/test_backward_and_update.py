@@ -297,24 +297,6 @@ def test_gradients_that_a_loop_replaces_before_the_update_are_those_of_the_updat
     assert max(float((value - several[name]).abs().max()) for name, value in one.items()) < 1e-12
 
 
-def assigned(world: Any) -> None:
-    model = mlp()
-    step = lockstep.parallelize(
-        model, nn.CrossEntropyLoss(), sgd(model.named_parameters()), strategy="fsdp"
-    )
-    model[0].weight.data = model[0].weight.data + 1
-    step(drawn(8, 6)[world.rank :: world.size], labels(8, 3)[world.rank :: world.size])
-
-
-def test_what_is_assigned_to_the_data_of_a_shard_is_refused() -> None:
-    """PyTorch loses it without a word."""
-    with pytest.raises(
-        StrategyError,
-        match=r'something was assigned to the data of "0\.weight", of which each rank has a s',
-    ):
-        lockstep.launch(assigned, devices="2xcpu")
-
-
 def thrown_away(world: Any, strategy: str, set_to_none: bool) -> dict[str, Tensor]:
     """A bad batch is left out; then gradients at weights that were moved for a while, as SAM
     does.

@@ -26,8 +26,8 @@ from lockstep.launch.devices import Device
 from lockstep.launch.world import World, current
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.strategies.fsdp import FSDP
+from lockstep.strategies.sharded.blocks import blocks_of
 from lockstep.strategies.sharded.recast_weights import recast_weights
-from lockstep.strategies.sharded.shards import blocks_of
 from lockstep.training.run import Run
 
 from harness import differences, parity  # isort: skip

@@ -106,10 +106,11 @@ class FSDP(Strategy):
         """
         from torch.distributed.device_mesh import init_device_mesh
 
+        from lockstep.strategies.sharded.blocks import blocks_of
         from lockstep.strategies.sharded.parameters_on_disk import parameters_on_disk
         from lockstep.strategies.sharded.recast_weights import recast_weights
         from lockstep.strategies.sharded.sharded_step import ShardedStep
-        from lockstep.strategies.sharded.shards import Shards, blocks_of
+        from lockstep.strategies.sharded.shards import Shards
 
         self.refuse_other_processes(world)
         with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():

@@ -1,16 +1,14 @@
-"""BlockWatch: records which blocks of a sharded model this rank comes to, and which parameters get
-a gradient.
+"""BlockWatch: hooks on the blocks of a sharded model, for what PyTorch's own leave open.
 
-Each rank gathers a block's parameters when the block's forward begins. Ranks that come to different
-blocks wait for one another, which the hang report explains, or compute with the parameters of
-another block, which is found at the end of the update.
+They find which parameters got a gradient, keep what forward writes to gathered parameters, and
+refuse what would compute with parameters that aren't gathered any more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,11 +16,30 @@ from torch import nn
 
 from lockstep.errors import StrategyError
 from lockstep.launch.world import World
+from lockstep.strategies.sharded.block_order import BlockOrder
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.tensors.pytree import each, tensors
 
 Places = list[tuple[nn.Module, str, str]]
 """Modules, the names that they have for a parameter, and the parameter's name in the model."""
+
+_computing: list[str] = []
+"""What the sharded steps of this process compute now."""
+
+
+@contextlib.contextmanager
+def during(what: str) -> Iterator[None]:
+    """Note what a step computes in this context.
+
+    Args:
+        what: ``"stand-in"``, another rank's sample, which uses no parameter; ``"backward"``, that
+            of an update, while others are refused; ``"loss"``, which must not call a sharded model.
+    """
+    _computing.append(what)
+    try:
+        yield
+    finally:
+        _computing.remove(what)
 
 
 class BlockWatch:
@@ -34,39 +51,34 @@ class BlockWatch:
         world: the ranks.
 
     Attributes:
+        order: the blocks that this rank has come to.
         used: the names of the parameters that got a gradient.
         written: the names of parameters that forward writes.
-        order: a hash below 2^20 of the blocks that this rank has come to, in their order.
     """
 
     def __init__(self, model: nn.Module, shards: Shards, world: World) -> None:
         self._shards = shards
-        self._world = world
-        self._computes: set[str] = set()
+        self.order = BlockOrder(world)
         self.used: set[str] = set()
         self.written: set[str] = set()
-        self.order = 0
-        self._trail: list[str] = []
-        world.stall_check = self
 
         in_blocks: set[nn.Module] = set()
         for number, (name, block) in enumerate(shards.blocks.items(), start=1):
             modules = set(block.modules())
             in_blocks |= modules
-            self._watch(block, modules, f'"{name}"', number)
+            self._register(block, modules, f'"{name}"', number)
 
         rest = set(model.modules()) - in_blocks
-        self._watch(model, rest, "the model", len(shards.blocks) + 1)
-        model.register_forward_hook(lambda *_: self._come_to("its end", 0))
+        self._register(model, rest, "the model", len(shards.blocks) + 1)
+        model.register_forward_hook(lambda *_: self.order.come_to("its end", 0))
 
-    def _watch(self, block: nn.Module, modules: set[nn.Module], name: str, number: int) -> None:
+    def _register(self, block: nn.Module, modules: set[nn.Module], name: str, number: int) -> None:
         """Register hooks on a block that gathers the parameters of these modules."""
-        places = [
-            (module, key, name)
-            for name in self._shards.cut
-            for module, key in self._shards.places[name]
-            if module in modules
-        ]
+        places: Places = []
+        for of_model in self._shards.cut:
+            for module, key in self._shards.places[of_model]:
+                if module in modules:
+                    places.append((module, key, of_model))
         place = "its begin" if name == "the model" else name
         # The first one comes before that of ``fully_shard``, which gathers.
         block.register_forward_pre_hook(self._comes_to(place, number), prepend=True)
@@ -76,70 +88,21 @@ class BlockWatch:
     def begin(self) -> None:
         """Forget the last update, or the last batch of an evaluation."""
         self.used.clear()
-        self.order = 0
-        self._trail.clear()
-
-    @contextlib.contextmanager
-    def during(self, what: str) -> Iterator[None]:
-        """Note what the step computes in this context.
-
-        Args:
-            what: ``"stand-in"``, another rank's sample, which uses no parameter; ``"backward"``,
-                that of an update, while others are refused; ``"loss"``, which must not call the
-                model.
-        """
-        self._computes.add(what)
-        try:
-            yield
-        finally:
-            self._computes.remove(what)
-
-    def refuse_other_orders(self, orders: float, squares: float) -> None:
-        """Make sure that all ranks have come to the same blocks, in the same order.
-
-        Args:
-            orders: the sum over the ranks of ``order``.
-            squares: the sum of the squares.
-
-        Raises:
-            StrategyError: they haven't, and have computed with the parameters of other blocks.
-        """
-        if self._world.size * int(squares) != int(orders) ** 2:
-            raise _other_blocks(
-                "ranks have come to other blocks in this update, or in another order"
-            )
-
-    # ---- the hang report (StallCheck) ------------------------------------------------------------
-
-    def notes(self) -> list[str]:
-        """Return the blocks that this rank has come to in this update."""
-        return self._trail.copy()
-
-    def refusal(self, notes: Mapping[int, list[str]]) -> StrategyError | None:
-        """Return an error where ranks have come to different blocks, not where one is behind."""
-        for places in zip(*notes.values(), strict=False):
-            if len(set(places)) > 1:
-                each = (
-                    f"to {place} on rank {rank}" for rank, place in zip(notes, places, strict=True)
-                )
-                return _other_blocks(f"forward comes {', '.join(each)}")
-        return None
-
-    # ---- hooks -----------------------------------------------------------------------------------
+        self.order.begin()
 
     def _comes_to(self, place: str, number: int) -> Callable[..., None]:
+        """Return a hook for when forward comes to a block."""
+
         def hook(module: nn.Module, args: Any) -> None:
-            if "loss" in self._computes:
+            if "loss" in _computing:
+                # Ranks call a loss unequally often, to check it.
                 raise StrategyError(
-                    "fsdp: the loss calls the model, whose blocks are gathered in forward: take ddp"
+                    "fsdp: the loss calls a sharded model, whose blocks are gathered in forward: "
+                    "take ddp"
                 )
-            self._come_to(place, number)
+            self.order.come_to(place, number)
 
         return hook
-
-    def _come_to(self, place: str, number: int) -> None:
-        self.order = hash((self.order, number)) % 2**20
-        self._trail.append(place)
 
     def _watches_gradients(self, places: Places) -> Callable[..., None]:
         """Return a hook for when the parameters in these places have just been gathered."""
@@ -158,22 +121,22 @@ class BlockWatch:
         return hook
 
     def _note_gradient(self, name: str, p: torch.Tensor) -> None:
-        if "stand-in" not in self._computes:
+        if "stand-in" not in _computing:
             self.used.add(name)
 
     @torch.no_grad()
     def _write_back(self, places: Places) -> None:
         """Give the shards what a block's forward has written to gathered parameters."""
         for module, key, name in places:
-            p = module._parameters[key]
-            if name in self.written and p is not None:
-                self._shards.local[name].copy_(self._shards.part(name, p))
+            if name in self.written:
+                self._shards.local[name].copy_(self._shards.part(name, module._parameters[key]))
 
     def _holds_outputs(self, name: str, places: Places) -> Callable[..., Any]:
         """Return a hook on a block's outputs, whose backward gathers the block's parameters."""
 
         def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
-            self._write_back(places)
+            if self.written:
+                self._write_back(places)
             if not torch.is_grad_enabled():
                 return outputs
             outputs = each(_apart, outputs, on_packed=lambda packed: packed)
@@ -185,25 +148,18 @@ class BlockWatch:
                     "or take ddp"
                 )
             for tensor in found:
-                tensor.register_hook(self._refuse_other_backwards)  # type: ignore[no-untyped-call]
+                tensor.register_hook(_refuse_other_backwards)  # type: ignore[no-untyped-call]
             return outputs
 
         return hook
 
-    def _refuse_other_backwards(self, grad: torch.Tensor) -> None:
-        if "backward" not in self._computes:
-            raise StrategyError(
-                "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
-                "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
-            )
 
-
-def _other_blocks(what: str) -> StrategyError:
-    """Return the refusal of a model in which ranks gather different blocks."""
-    return StrategyError(
-        f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
-        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
-    )
+def _refuse_other_backwards(grad: torch.Tensor) -> None:
+    if "backward" not in _computing:
+        raise StrategyError(
+            "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
+            "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
+        )
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lockstep.launch.world import World
 from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
-from lockstep.strategies.sharded.shards import NamedParameters, Shards
+from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.whole_parameters import WholeParameters
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.tensors.row_shard import RowShard
@@ -25,23 +24,17 @@ class ShardedLayout(ParameterLayout):
         model: the model that was cut.
         optimizer: of this rank's parts.
         shards: of the model.
-        mine: by name, what this rank has of each parameter.
         world: the ranks.
     """
 
     keeps_shards = True
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        shards: Shards,
-        mine: Mapping[str, nn.Parameter],
-        world: World,
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World
     ) -> None:
         super().__init__(model, optimizer)
         self._shards = shards
-        self._mine = mine
+        self._named = _Named(shards.mine.items())
         self._whole = WholeParameters(model, optimizer, shards, world)
 
     @property
@@ -63,45 +56,42 @@ class ShardedLayout(ParameterLayout):
 
     def parts(self) -> dict[str, torch.Tensor]:
         """By name, what this process has of each parameter."""
-        return dict(self._mine)
+        return dict(self._shards.mine)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of the shape of a parameter, or all of a buffer."""
-        first = self._shards.first_names.get(name)
-        return whole if first is None else self._shards.part(first, whole)
+        return self._shards.part(name, whole)
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """The whole tensor of which the ranks have parts."""
-        first = self._shards.first_names.get(name)
-        return part if first is None else self._shards.joined(first, part)
+        return self._shards.joined(name, part)
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
         """The whole tensor, or the rows of it that this rank has."""
-        first = self._shards.first_names.get(name)
-        return part if first is None else self._shards.rows(self._shards.as_rows(first, part))
+        return self._shards.rows(self._shards.as_rows(name, part))
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """How many rows each rank has of a parameter, or of what the optimizer keeps of the same
         shape.
         """
         kind, _, rest = name.partition("/")
-        if kind not in ("model", "optimizer"):
-            return None
         if kind == "optimizer":
             rest = rest.removeprefix("state/").rpartition("/")[0]
-        p = self._shards.cut.get(self._shards.first_names.get(rest, rest))
+        elif kind != "model":
+            return None
+        p = self._shards.cut_parameter(rest)
         if p is None or list(p.shape) != list(shape):
             return None
         return self._shards.rows_of(p)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The whole parameters by name, gathered."""
-        return {name: self.joined(name, p) for name, p in self._mine.items()}
+        return {name: self.joined(name, p) for name, p in self.parts().items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradients, gathered."""
         found = {}
-        for name, p in self._mine.items():
+        for name, p in self.parts().items():
             if p.grad is not None:
                 found[name] = self.joined(name, p.grad)
         return found
@@ -112,38 +102,45 @@ class ShardedLayout(ParameterLayout):
         with self.own():
             weights: dict[str, Any] = dict(self._model.state_dict())
             for name, value in weights.items():
-                if isinstance(value, DTensor):
-                    weights[name] = given(value)
-            return weights
+                weights[name] = given(value)
+        return weights
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor."""
         parts = dict(weights)
-        for name, first in self._shards.first_names.items():
-            if name in parts and parts[name].shape == self._shards.cut[first].shape:
-                parts[name] = self._shards.as_cut(first, parts[name])
+        for name, value in weights.items():
+            p = self._shards.cut_parameter(name)
+            if p is not None and value.shape == p.shape:
+                parts[name] = self._shards.as_rows(name, self._shards.part(name, value))
         with self.own():
             super().take_weights(parts)
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
         """The optimizer's state, gathered on every rank, or this rank's rows."""
+        states = {}
         with self.own():
-            kept = named_optimizer_state(self._optimizer, self._named())
-            states = dict(kept["state"])
+            kept = named_optimizer_state(self._optimizer, self._named)
             for name, state in kept["state"].items():
-                if name in self._shards.cut:
-                    states[name] = self._shards.joined_state(name, state, whole)
+                states[name] = self._shards.joined_state(name, state, whole)
         return {**kept, "state": states}
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor."""
-        states = dict(saved["state"])
+        states = {}
         for name, state in saved["state"].items():
-            if name in self._shards.cut:
-                states[name] = self._shards.cut_state(name, state)
+            states[name] = self._shards.cut_state(name, state)
         with self.own():
             mine = {**saved, "state": states}
-            load_named_optimizer_state(self._optimizer, self._named(), mine)
+            load_named_optimizer_state(self._optimizer, self._named, mine)
 
-    def _named(self) -> NamedParameters:
-        return NamedParameters(self._mine.items())
+
+class _Named(nn.Module):
+    """Stands for a model whose parameters have these names, where only names are asked for."""
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        super().__init__()
+        self._named = list(named)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the parameters as they were given."""
+        return iter(self._named)

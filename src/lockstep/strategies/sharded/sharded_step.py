@@ -27,9 +27,8 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep
-from lockstep.strategies.sharded.block_watch import BlockWatch
+from lockstep.strategies.sharded.block_watch import BlockWatch, during
 from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
-from lockstep.strategies.sharded.other_shards import refuse_other_shards
 from lockstep.strategies.sharded.shard_reducer import ShardReducer
 from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards
@@ -60,7 +59,7 @@ class ShardedEvaluator(Evaluator):
                 yield
             finally:
                 if not self._step.layout.are_gathered:
-                    self._step._shards.reshard()
+                    self._step._shards.modules.reshard()
 
     def of_each(
         self, function: Callable[[nn.Module, Part], T], batch: Batch
@@ -129,20 +128,19 @@ class ShardedStep(RankStep):
         elementwise: bool,
     ) -> None:
         self._shards = shards
-        self._mine = {name: shards.local.get(name, p) for name, p in model.named_parameters()}
         super().__init__(model, optimizer, job, world, exchange)
         self._waits_in_backward = True
         self._elementwise = elementwise
         self._watch = BlockWatch(model, shards, world)
         self.reducer = ShardReducer(model, shards, self._watch, world)
-        self.loss.within = functools.partial(self._watch.during, "loss")
-        self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, self._mine, world)
+        self.loss.within = functools.partial(during, "loss")
+        self.layout: ShardedLayout = ShardedLayout(model, optimizer, shards, world)
 
     def _own_parameters(self) -> Mapping[str, nn.Parameter]:
         """Give the shard of each parameter, which the optimizer has, or the whole of one that isn't
         cut.
         """
-        return self._mine
+        return self._shards.mine
 
     def _look_at_flags(self) -> None:
         if self.layout.are_gathered:
@@ -167,7 +165,7 @@ class ShardedStep(RankStep):
         parts = [part for part in batch.parts if part.of]
         for number, part in enumerate(parts):
             if not self.sync_each_microbatch:
-                with self._shards.fsdp_module() as model:
+                with self._shards.modules.of_pytorch() as model:
                     model.set_requires_gradient_sync(number == len(parts) - 1)
             if self._exchange is not None:
                 self._exchange.begin(min(part.of, self.world.size))
@@ -214,7 +212,7 @@ class ShardedStep(RankStep):
     @contextlib.contextmanager
     def _standing_in(self) -> Iterator[None]:
         """Compute a sample of another rank in this context."""
-        with self._watch.during("stand-in"), without_a_trace(self.model):
+        with during("stand-in"), without_a_trace(self.model):
             yield
 
     def backward(self, inputs: Any, targets: Any = None) -> Result:
@@ -231,15 +229,17 @@ class ShardedStep(RankStep):
         """
         counted = []
         for name, p in zip(self.trained.names, self.trained.values, strict=True):
-            is_whole = name in self._shards.whole
-            if self.world.is_first if is_whole else self._shards.is_first_replica:
+            counts = self._shards.is_first_replica
+            if name in self._shards.whole:
+                counts = self.world.is_first
+            if counts:
                 counted.append(p)
         square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         values = gradient_values(counted)
         if values:
             square += nn.utils.get_total_norm(values).double().square()
-        self.grad_norm = norm = self.world.all_reduce(square).sqrt()
-        scale_to_norm(gradient_values(self.trained.values), norm, clip_norm)
+        self.grad_norm = self.world.all_reduce(square).sqrt()
+        scale_to_norm(gradient_values(self.trained.values), self.grad_norm, clip_norm)
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
@@ -256,12 +256,6 @@ class ShardedStep(RankStep):
             "give samples to the first ranks first, as lockstep.batches does"
         )
 
-    def _begin_update(self, batch: Batch) -> None:
-        """Refuse a loss of other shards, and shards that were replaced; then begin the update."""
-        self._shards.refuse_assigned()
-        refuse_other_shards(self.loss.loss, self._shards.cut)
-        super()._begin_update(batch)
-
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, and keep what forward writes."""
         super()._check_sums(batch)
@@ -274,14 +268,14 @@ class ShardedStep(RankStep):
 
     def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
         """Add the gradient of ``total / divisor``; other backwards are refused."""
-        with self._watch.during("backward"):
+        with during("backward"):
             super()._add_gradient(total, divisor)
 
     # ---- the whole model -------------------------------------------------------------------------
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
         """The parameters that couldn't be cut, which every rank has whole."""
-        return [(name, p) for name, p in self._mine.items() if name in self._shards.whole]
+        return [(name, self._shards.mine[name]) for name in self._shards.whole]
 
 
 def _explain_shards(error: Exception) -> None:

@@ -18,20 +18,24 @@ keep them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.launch.events import Caveat
 from lockstep.launch.world import END_OF_CALLBACKS, World
+from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked
 from lockstep.model.optimizer import REPLACED
-from lockstep.strategies.sharded.shards import HOOKS, Shards
-from lockstep.tensors.digest import digest
+from lockstep.strategies.sharded.shards import Shards
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
+"""The attributes of a module in which sharding registers hooks."""
 
 OF_OWN_LOOP = Caveat(
     "state",
@@ -125,21 +129,21 @@ class WholeParameters:
         self._write_back()
         self._cut()
         yield
-        self._gather(whole)
+        self._gather()
+        # Somebody may have a view of the memory that they had before.
+        for name, p in self._shards.local.items():
+            p.data = whole[name].copy_(p.data)
 
     @torch.no_grad()
-    def _gather(
-        self, into: Mapping[str, torch.Tensor] | None = None, *, only_values: bool = False
-    ) -> None:
+    def _gather(self, *, only_values: bool = False) -> None:
         """Gather all parameters.
 
         Args:
-            into: the memory that they had before, since somebody may have a view of it.
             only_values: leave gradients and the optimizer's state.
         """
         shards = self._shards
         state = self._optimizer.state
-        shards.reshard()  # what a forward of the person's has left gathered
+        shards.modules.reshard()  # what a forward of the person's has left gathered
         for of_module in self._of_sharding:
             of_module.take_off()
 
@@ -147,11 +151,10 @@ class WholeParameters:
             state.pop(shards.cut[name], None)  # an empty one, made by asking for it
             kept = _Kept(p.data, p.grad, state.get(p))
             self._kept[name] = kept
-            whole = shards.joined(name, p)
             if kept.state is not None and not only_values:
-                state[p] = shards.joined_state(name, kept.state, whole=True)
+                state[p] = shards.joined_state(name, kept.state, True)
             p.grad = None
-            p.data = whole if into is None else into[name].copy_(whole)
+            p.data = shards.joined(name, kept.part)
             p.requires_grad_(shards.cut[name].requires_grad)
             if kept.grad is not None and not only_values:
                 p.grad = shards.joined(name, kept.grad)
@@ -210,15 +213,12 @@ class WholeParameters:
 
     def _refuse_differences(self) -> None:
         self._world.meet(END_OF_CALLBACKS)
-        mine = {name: (digest(p), p.requires_grad) for name, p in self._shards.local.items()}
-        first, *others = self._world.gather_objects(mine)
-        for rank, theirs in enumerate(others, 1):
-            for name in first:
-                if first[name] != theirs[name]:
-                    raise RunError(
-                        f'callbacks change parameter "{name}" on rank 0 and rank {rank} '
-                        "differently: what they change must be the same on every rank"
-                    )
+        different = differing_tensors(self._shards.local.items(), self._world)
+        if different is not None:
+            raise RunError(
+                f'callbacks change parameter "{different}" differently on some ranks: what they '
+                "change must be the same on every rank"
+            )
 
 
 class _OfSharding:
@@ -226,35 +226,34 @@ class _OfSharding:
 
     Args:
         module: which has all of them.
-        shards: which know what the module had before.
+        shards: know what the module had before.
     """
 
     def __init__(self, module: nn.Module, shards: Shards) -> None:
         self._held = vars(module)
-        before = shards.before[module]
-        self._names = self._held.keys() - before.names
-        self._own = {
-            number for kind in HOOKS for number in self._held[kind] if number not in before.hooks
-        }
-        self._hooks_then: list[dict[int, Any]] = []
+        self._names = self._held.keys() - shards.attributes_before[module]
+        self._numbers = range(shards.first_hook, RemovableHandle.next_id)
+        self._hooks_then: dict[str, dict[int, Any]] = {}
         self._held_then: dict[str, Any] = {}
 
     def take_off(self) -> None:
         """Take them off."""
-        self._hooks_then = [dict(self._held[kind]) for kind in HOOKS]
-        for hooks in map(self._held.__getitem__, HOOKS):
-            for number in self._own & hooks.keys():
-                del hooks[number]
+        for kind in HOOKS:
+            hooks = self._held[kind]
+            self._hooks_then[kind] = dict(hooks)
+            for number in self._hooks_then[kind]:
+                if number in self._numbers:
+                    del hooks[number]
         self._held_then = {name: self._held.pop(name) for name in self._names}
 
     def put_back(self) -> None:
         """Put them back, in their order, before hooks that came meanwhile."""
-        for kind, then in zip(HOOKS, self._hooks_then, strict=True):
+        for kind, then in self._hooks_then.items():
             hooks = self._held[kind]
             now = dict(hooks)
             hooks.clear()
             for number, hook in then.items():
-                if number in self._own or number in now:
+                if number in self._numbers or number in now:
                     hooks[number] = hook
             hooks.update(now)
         self._held.update(self._held_then)
