@@ -35,8 +35,9 @@ from lockstep.model.build import build_model
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.partition import Partition, capacities, even_split, found_for
+from lockstep.pipelining.planner.partition import capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
+from lockstep.pipelining.planner.stages import Partition
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import StagedModel

@@ -10,11 +10,8 @@ a map to paste.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,127 +30,13 @@ from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import Block, ModelBlocks, block_names, loose_of, map_of
 from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.stages import Partition, Stage
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
-from lockstep.tensors.byte_size import size
-
-_INDENT = "      "
 
 SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for fewer bytes to go on to the next:
 less than noise.
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stage(Block):
-    """A run of blocks on a device, and what they cost together.
-
-    Attributes:
-        device: that holds it.
-        blocks: in the order of execution.
-        need: bytes of weights, their gradients, the optimizer's state, and activations of the
-            micro-batches that it holds.
-        capacity: bytes of the device; None where that isn't known.
-    """
-
-    device: Device
-    blocks: tuple[Block, ...]
-    need: float
-    capacity: float | None
-
-
-@dataclass(frozen=True)
-class Partition:
-    """Which layers go to which device.
-
-    Attributes:
-        device_map: prefixes of names and their stages, for the strategies ``mp`` and ``pp``.
-        stages: in order.
-        samples: of the micro-batch that was measured.
-        measured: whether times were measured, or estimated.
-        notes: what a person should know.
-    """
-
-    device_map: dict[str, int]
-    stages: tuple[Stage, ...]
-    samples: int
-    measured: bool
-    notes: tuple[str, ...] = ()
-
-    @property
-    def blocks(self) -> tuple[Block, ...]:
-        """Every block, in order of execution."""
-        return tuple(block for stage in self.stages for block in stage.blocks)
-
-    @property
-    def speed_up(self) -> float:
-        """How many times faster than one device, with so many micro-batches that filling and
-        draining don't count.
-        """
-        times: dict[Device, float] = {}
-        for stage in self.stages:
-            times[stage.device] = times.get(stage.device, 0.0) + stage.time
-        slowest = max(times.values())
-        return sum(times.values()) / slowest if slowest else 1.0
-
-    def lines(self, width: int = 80) -> list[str]:
-        """A bar, the costs and the blocks of each stage, and the map to paste, at most ``width``
-        columns wide.
-        """
-        how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
-        stages = counted(len(self.stages), "stage")
-        blocks = counted(len(self.blocks), "block")
-        samples = counted(self.samples, "sample")
-        lines = textwrap.wrap(f"{stages} of {blocks}; {how}, a micro-batch of {samples}", width)
-        slowest = max(stage.time for stage in self.stages) or 1.0
-        for number, stage in enumerate(self.stages):
-            lines += _stage_lines(number, stage, stage.time / slowest, width)
-        if len(self.stages) > 1:
-            speed_up = f"at most {self.speed_up:.3g} times as fast as one device"
-            lines += textwrap.wrap(speed_up, width)
-        for note in self.notes:
-            lines += textwrap.wrap(f"note: {note}", width)
-        pasting = "below, for MP and PP; --map takes what is in braces, or a file of it"
-        lines += [*textwrap.wrap(pasting, width), ""]
-        pasted = f"device_map={json.dumps(self.device_map)}"
-        return lines + textwrap.wrap(
-            pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines())
-
-
-def _stage_lines(number: int, stage: Stage, share: float, width: int) -> list[str]:
-    """A bar as long as the stage's share of the slowest one's time, its costs and its blocks."""
-    head = f"stage {number}, {stage.device}  "
-    bar = _bar(share, max(4, min(24, width - len(head))))
-    costs = (
-        f"forward {_milliseconds(stage.forward)}, backward {_milliseconds(stage.backward)}, "
-        f"weights {size(stage.parameters)}, activations {size(stage.activations)}"
-    )
-    blocks = stage.name
-    if len(stage.blocks) > 1:
-        blocks += f", {len(stage.blocks)} blocks"
-    if stage.capacity is not None:
-        blocks += f"; {size(stage.need)} of {size(stage.capacity)}"
-    lines = [(head + bar).rstrip()]
-    for text in (costs, blocks):
-        lines += textwrap.wrap(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    return lines
-
-
-def _bar(share: float, width: int) -> str:
-    """A bar of up to ``width`` characters, to an eighth of one."""
-    eighths = round(share * width * 8)
-    return "█" * (eighths // 8) + (" ▏▎▍▌▋▊▉"[eighths % 8] if eighths % 8 else "")
-
-
-def _milliseconds(seconds: float) -> str:
-    value = seconds * 1e3
-    if value < 0.0995:
-        return f"{seconds * 1e6:.2f} µs" if value < 0.00995 else f"{seconds * 1e6:.3g} µs"
-    return f"{value:.3g} ms" if value < 999.5 else f"{value:,.0f} ms"
 
 
 def partition(
@@ -270,38 +153,22 @@ def divided(
         device_map = map_of(bench.model, measured, bounds)
     else:
         device_map = dict(given)
-        stages = [longest(block.name, given) or 0 for block in blocks]
-        runs = [
-            tuple(block for block, its in zip(blocks, stages, strict=True) if its == stage)
-            for stage in range(len(devices))
-        ]
+        of_stages: list[list[Block]] = [[] for _ in devices]
+        for block in blocks:
+            of_stages[longest(block.name, given) or 0].append(block)
+        runs = list(map(tuple, of_stages))
     found = []
-    for number, (device, run) in enumerate(zip(devices, runs, strict=True)):
+    for number, run in enumerate(runs):
         room = None if capacity is None else capacity[number]
-        found.append(_stage(device, run, need(number, run), room))
-    again = [
-        f'"{block.name}" is called {block.calls} times, and counted where it is called first'
-        for block in blocks
-        if block.calls > 1 and len(devices) > 1
-    ]
+        found.append(Stage(devices[number], tuple(run), need(number, run), room))
+    again = []
+    for block in blocks:
+        if block.calls > 1 and len(devices) > 1:
+            again.append(
+                f'"{block.name}" is called {block.calls} times, and counted where it is called '
+                "first"
+            )
     return Partition(device_map, tuple(found), samples, measured.measured, (*notes, *again))
-
-
-def _stage(device: Device, run: Sequence[Block], need: float, capacity: float | None) -> Stage:
-    """A run of blocks on a device."""
-    names = [block.name or "the model" for block in run] or ["nothing"]
-    return Stage(
-        name=" to ".join(dict.fromkeys((names[0], names[-1]))),
-        device=device,
-        blocks=tuple(run),
-        need=need,
-        capacity=capacity,
-        forward=sum(block.forward for block in run),
-        backward=sum(block.backward for block in run),
-        parameters=sum(block.parameters for block in run),
-        trained=sum(block.trained for block in run),
-        activations=sum(block.activations for block in run),
-    )
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
@@ -313,16 +180,14 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     Raises:
         StrategyError: there are fewer layers than stages.
     """
-    numbers = {
-        name: sum(parameter.numel() for parameter in module.parameters())
-        for name, module in model.named_modules()
-    }
+    numbers: dict[str, int] = {}
+    for name, module in model.named_modules():
+        numbers[name] = sum(parameter.numel() for parameter in module.parameters())
     within_blocks = tuple(f"{name}." for name in found_blocks(model))
-    shares = {
-        name: number / max(numbers[""], 1)
-        for name, number in numbers.items()
-        if not name.startswith(within_blocks)
-    }
+    shares: dict[str, float] = {}
+    for name, number in numbers.items():
+        if not name.startswith(within_blocks):
+            shares[name] = number / max(numbers[""], 1)
     names = block_names(model, shares)
     if len(names) < stages:
         names = block_names(model, dict.fromkeys(numbers, 1.0))

@@ -26,8 +26,9 @@ from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
 from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import Block, ModelBlocks
-from lockstep.pipelining.planner.partition import Partition, divided
+from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.stages import Partition
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.report.timeline import Timeline
 from lockstep.tensors.byte_size import size as said

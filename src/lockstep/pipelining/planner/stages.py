@@ -1,0 +1,153 @@
+"""The stages that a planner has found, shown as a table and a map to paste."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lockstep.errors import counted
+from lockstep.launch.devices import Device
+from lockstep.pipelining.planner.blocks import Block
+from lockstep.tensors.byte_size import size
+
+_INDENT = "      "
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A run of blocks on a device.
+
+    Attributes:
+        device: that holds it.
+        blocks: in the order of execution.
+        need: bytes of weights, their gradients, the optimizer's state, and activations of the
+            micro-batches that it holds.
+        capacity: bytes of the device; None where that isn't known.
+    """
+
+    device: Device
+    blocks: tuple[Block, ...]
+    need: float
+    capacity: float | None
+
+    @property
+    def name(self) -> str:
+        """The first and the last block."""
+        if not self.blocks:
+            return "nothing"
+        names = [block.name or "the model" for block in (self.blocks[0], self.blocks[-1])]
+        return " to ".join(dict.fromkeys(names))
+
+    @property
+    def forward(self) -> float:
+        """Seconds of forward."""
+        return sum(block.forward for block in self.blocks)
+
+    @property
+    def backward(self) -> float:
+        """Seconds of backward."""
+        return sum(block.backward for block in self.blocks)
+
+    @property
+    def time(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.backward
+
+    @property
+    def activations(self) -> int:
+        """Bytes that the blocks keep for backward."""
+        return sum(block.activations for block in self.blocks)
+
+    def lines(self, number: int, share: float, width: int) -> Iterator[str]:
+        """Draw a bar as long as the stage's share of the slowest one's time; then costs and blocks.
+
+        Args:
+            number: of the stage.
+            share: of the slowest one's time.
+            width: columns at most.
+        """
+        head = f"stage {number}, {self.device}  "
+        columns = max(4, min(24, width - len(head)))
+        yield (head + "█" * round(share * columns)).rstrip()
+        weights = sum(block.parameters for block in self.blocks)
+        costs = (
+            f"forward {_time(self.forward)}, backward {_time(self.backward)}, "
+            f"weights {size(weights)}, activations {size(self.activations)}"
+        )
+        blocks = self.name
+        if len(self.blocks) > 1:
+            blocks += f", {len(self.blocks)} blocks"
+        if self.capacity is not None:
+            blocks += f"; {size(self.need)} of {size(self.capacity)}"
+        for text in (costs, blocks):
+            yield from textwrap.wrap(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1e-4:
+        return f"{seconds * 1e6:.3g} µs"
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Which layers go to which device.
+
+    Attributes:
+        device_map: prefixes of names and their stages, for the strategies ``mp`` and ``pp``.
+        stages: in order.
+        samples: of the micro-batch that was measured.
+        measured: whether times were measured, or estimated.
+        notes: what a person should know.
+    """
+
+    device_map: dict[str, int]
+    stages: tuple[Stage, ...]
+    samples: int
+    measured: bool
+    notes: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block, in order of execution."""
+        return tuple(block for stage in self.stages for block in stage.blocks)
+
+    @property
+    def speed_up(self) -> float:
+        """How many times faster than one device, with so many micro-batches that filling and
+        draining don't count.
+        """
+        times: dict[Device, float] = {}
+        for stage in self.stages:
+            times[stage.device] = times.get(stage.device, 0.0) + stage.time
+        slowest = max(times.values())
+        return sum(times.values()) / slowest if slowest else 1.0
+
+    def lines(self, width: int = 80) -> list[str]:
+        """Give a bar, the costs and the blocks of each stage, and the map to paste, at most
+        ``width`` columns wide.
+        """
+        how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
+        stages = counted(len(self.stages), "stage")
+        blocks = counted(len(self.blocks), "block")
+        samples = counted(self.samples, "sample")
+        lines = textwrap.wrap(f"{stages} of {blocks}; {how}, a micro-batch of {samples}", width)
+        slowest = max(stage.time for stage in self.stages) or 1.0
+        for number, stage in enumerate(self.stages):
+            lines += stage.lines(number, stage.time / slowest, width)
+        if len(self.stages) > 1:
+            speed_up = f"at most {self.speed_up:.3g} times as fast as one device"
+            lines += textwrap.wrap(speed_up, width)
+        for note in self.notes:
+            lines += textwrap.wrap(f"note: {note}", width)
+        pasting = "below, for MP and PP; --map takes what is in braces, or a file of it"
+        lines += [*textwrap.wrap(pasting, width), ""]
+        pasted = f"device_map={json.dumps(self.device_map)}"
+        return lines + textwrap.wrap(
+            pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
