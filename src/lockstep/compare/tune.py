@@ -17,7 +17,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,16 +52,27 @@ second.
 
 @dataclass(frozen=True)
 class Row:
-    """One setting, measured."""
+    """One setting, measured.
 
-    effect: Effect  # whether the numbers of the job stay what they are
-    stage: str  # what the setting is about
-    setting: str  # what was tried
-    samples_per_second: float | None = None  # the median; None where it failed
-    gain: Timing | None = None  # against the best before it, a ratio from each round
-    peak: float | None = None  # its largest memory against that
-    taken: bool = False  # whether the stages after it build on it
-    remark: str = ""  # why it failed, or what it does to the numbers
+    Attributes:
+        effect: whether the numbers of the job stay what they are.
+        stage: what the setting is about.
+        setting: what was tried.
+        samples_per_second: the median; None where it failed.
+        gain: against the best before it, a ratio from each round.
+        peak: its largest memory against that.
+        taken: whether the stages after it build on it.
+        remark: why it failed, or what it does to the numbers.
+    """
+
+    effect: Effect
+    stage: str
+    setting: str
+    samples_per_second: float | None = None
+    gain: Timing | None = None
+    peak: float | None = None
+    taken: bool = False
+    remark: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,9 @@ def _plain(value: Any) -> Any:
         return {"median": value.median, "rounds": list(value.rates)}
     if isinstance(value, Row):
         return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    return list(map(_plain, value)) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return list(map(_plain, value))
+    return value
 
 
 def tune(
@@ -147,6 +160,31 @@ def tune(
     return search.through(strategy, chosen, count)
 
 
+@dataclass
+class _Turns:
+    """Settings in turns with the best so far.
+
+    Attributes:
+        alive: those that neither failed nor were hopeless.
+        tries: of each setting.
+        of_best: rates of the best so far, turn by turn.
+        failed: why, by setting.
+    """
+
+    alive: dict[str, Way]
+    tries: dict[str, list[Tried]]
+    of_best: list[float] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def drop_hopeless(self) -> None:
+        """Leave out what was far behind the fastest in the first turn."""
+        rates = {setting: self.tries[setting][0].rate for setting in self.alive}
+        least = _HOPELESS * max([self.of_best[0], *rates.values()])
+        for setting, rate in rates.items():
+            if rate < least:
+                del self.alive[setting]
+
+
 class _Search:
     """The best way so far, and what was tried."""
 
@@ -180,68 +218,81 @@ class _Search:
         self.told(
             "\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory"
         )
-        placed = _placements(strategy, chosen, count, self.settings.batch_size)
-        self.stage(
-            "devices",
-            {f"{way.strategy} on {way.devices}": way for way in placed if way != self.start},
-        )
+        self.try_placements(strategy, chosen, count)
         if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
-            self.stage(
-                "batch norm",
-                {"sync_batchnorm": self.way.replace(sync_batchnorm=True)},
-                only_told=True,
-            )
-        on_slots = chosen[0].is_slot
-        if not on_slots:
-            self.change_rounding(chosen[0].type, strategy)
-            self.told("\nsettings that keep the numbers")
+            synchronised = self.way.replace(sync_batchnorm=True)
+            self.stage("batch norm", {"sync_batchnorm": synchronised}, only_told=True)
+
+        if chosen[0].is_slot:
+            self.keep_numbers()
+            self.switch("memory", "keep_memory")
+            same = self.way
+            self.change_rounding("cpu", strategy)
+            return self.confirmed(same)
+
+        self.change_rounding(chosen[0].type, strategy)
+        self.told("\nsettings that keep the numbers")
+        self.keep_numbers()
+        kept = dict(self.way.settings)
+        for name in ("precision", "compile"):
+            kept.pop(name, None)
+        return self.confirmed(replace(self.way, settings=kept))
+
+    def try_placements(self, strategy: str | None, chosen: tuple[Device, ...], count: int) -> None:
+        """Try strategies, and numbers of devices."""
+        ways = {}
+        for way in _placements(strategy, chosen, count, self.settings.batch_size):
+            if way != self.start:
+                ways[f"{way.strategy} on {way.devices}"] = way
+        self.stage("devices", ways)
+
+    def keep_numbers(self) -> None:
+        """Try the layout, the optimizer's implementation, and loader workers."""
         self.effect = "numbers kept"
         if self.best.convolves:
             self.switch("layout", "channels_last")
-        self.stage(
-            "optimizer",
-            {f"fused={not self.best.fused}".lower(): self.way.replace(fused=not self.best.fused)},
-        )
-        if (workers := self.best.workers) is not None:
-            others = sorted({0, workers // 2, workers + max(1, workers // 2)} - {workers})
-            self.stage(
-                "loading",
-                {f"loader_workers={n}": self.way.replace(loader_workers=n) for n in others},
-            )
-        if not on_slots:
-            kept = {k: v for k, v in self.way.settings.items() if k not in ("precision", "compile")}
-            return self.confirmed(replace(self.way, settings=kept))
-        self.switch("memory", "keep_memory")
-        same = self.way
-        self.change_rounding(chosen[0].type, strategy)
-        return self.confirmed(same)
+        fused = not self.best.fused
+        self.stage("optimizer", {f"fused={fused}".lower(): self.way.replace(fused=fused)})
+
+        workers = self.best.workers
+        if workers is not None:
+            others = {0, workers // 2, workers + max(1, workers // 2)} - {workers}
+            ways = {}
+            for number in sorted(others):
+                ways[f"loader_workers={number}"] = self.way.replace(loader_workers=number)
+            self.stage("loading", ways)
 
     def change_rounding(self, kind: str, strategy: str | None) -> None:
         """Try formats, and then ways to compile, on devices of a type."""
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
-        names = [name for name in formats(kind, self.best.dtype) if name != self.settings.precision]
+        # Convolutions gain little by a narrow format in the layout they have, or lose.
         other_layout = kind != "cpu" and self.best.convolves and not self.settings.channels_last
         ways = {}
-        for name in (
-            names
-        ):  # (convolutions gain little by a narrow format in the layout they have, or lose)
-            more = {"channels_last": True} if other_layout and name in ("bf16", "fp16") else {}
-            ways[", ".join((f"precision={name}", *more))] = self.way.replace(precision=name, **more)
+        for name in formats(kind, self.best.dtype):
+            if name == self.settings.precision:
+                continue
+            setting = f"precision={name}"
+            way = self.way.replace(precision=name)
+            if other_layout and name in ("bf16", "fp16"):
+                setting += ", channels_last"
+                way = way.replace(channels_last=True)
+            ways[setting] = way
         self.stage("precision", ways)
         if not self.settings.compile:
-            modes = compilations(
-                kind, graphs=self.settings.accumulate == 1 and self.way.strategy != "dp"
-            )
-            ways = {
-                "compile" if m is True else f"compile={m}": self.way.replace(compile=m)
-                for m in modes
-            }
-            if (
-                self.way.strategy == "dp" and strategy is None
-            ):  # whose threads can't compile all that processes can
-                ways["compile, ddp"] = replace(ways["compile"], strategy="ddp")
-            self.stage("compile", ways)
+            self.try_compilations(kind, strategy)
+
+    def try_compilations(self, kind: str, strategy: str | None) -> None:
+        """Try ways to compile."""
+        graphs = self.settings.accumulate == 1 and self.way.strategy != "dp"
+        ways = {}
+        for mode in compilations(kind, graphs=graphs):
+            setting = "compile" if mode is True else f"compile={mode}"
+            ways[setting] = self.way.replace(compile=mode)
+        if self.way.strategy == "dp" and strategy is None:
+            # The threads of dp can't compile all that processes can.
+            ways["compile, ddp"] = replace(ways["compile"], strategy="ddp")
+        self.stage("compile", ways)
 
     def attempt(self, way: Way, patience: float | None = None) -> Tried:
         return attempt(self.job, way, seconds=self.seconds, patience=patience)
@@ -252,52 +303,55 @@ class _Search:
         self.stage(stage, {name if value else f"{name}=false": self.way.replace(**{name: value})})
 
     def stage(self, stage: str, ways: Mapping[str, Way], *, only_told: bool = False) -> None:
-        """Try these in turns with the best so far; the fastest of them takes its place, where it
-        gains.
+        """Try these in turns with the best so far.
+
+        The fastest of them takes its place, where it gains, and where it isn't ``only_told``.
         """
-        alive = dict(ways)
-        mine: list[float] = []
-        tries: dict[str, list[Tried]] = {setting: [] for setting in ways}
-        failed: dict[str, str] = {}
-        for turn in range(self.rounds):
-            if not alive:
-                break
-            mine.append(self.attempt(self.way).rate)
-            for setting, way in list(alive.items()):
-                patience = (
-                    None if turn or "compile" in way.settings else _PATIENCE * self.best.first
-                )
-                try:
-                    tries[setting].append(self.attempt(way, patience))
-                except LockstepError as error:
-                    failed[setting] = first_line(error)
-                    del alive[setting]
-            if turn == 0:
-                highest = max([mine[0], *(tries[setting][0].rate for setting in alive)])
-                alive = {
-                    s: way for s, way in alive.items() if tries[s][0].rate >= _HOPELESS * highest
-                }
-        gains = {
-            setting: Timing([tried.rate for tried in its]).over(Timing(mine[: len(its)]))
-            for setting, its in tries.items()
-            if setting not in failed
-        }
-        good = [
-            s
-            for s in alive
-            if gains[s].median >= _TAKEN and gains[s].spread[0] > 1.0 and not only_told
-        ]
+        turns = self.in_turns(ways)
+        gains = {}
+        for setting, its in turns.tries.items():
+            if setting not in turns.failed:
+                rates = Timing([tried.rate for tried in its])
+                gains[setting] = rates.over(Timing(turns.of_best[: len(its)]))
+
+        good = []
+        for setting in turns.alive:
+            gain = gains[setting]
+            if gain.median >= _TAKEN and gain.spread[0] > 1.0 and not only_told:
+                good.append(setting)
         taken = max(good, key=lambda setting: gains[setting].median, default=None)
+
         for setting, gain in gains.items():
-            its = tries[setting]
+            its = turns.tries[setting]
             rate = statistics.median(tried.rate for tried in its)
             peak = its[0].peak / self.best.peak
-            remark = self.remark(its[0], only_once=setting not in alive)
+            remark = self.remark(its[0], only_once=setting not in turns.alive)
             self.say(Row(self.effect, stage, setting, rate, gain, peak, setting == taken, remark))
-        for setting, reason in failed.items():
+        for setting, reason in turns.failed.items():
             self.say(Row(self.effect, stage, setting, remark=reason))
         if taken is not None:
-            self.way, self.best = ways[taken], tries[taken][0]
+            self.way = ways[taken]
+            self.best = turns.tries[taken][0]
+
+    def in_turns(self, ways: Mapping[str, Way]) -> _Turns:
+        """Try these in turns with the best so far; what fails or is hopeless drops out."""
+        turns = _Turns(alive=dict(ways), tries={setting: [] for setting in ways})
+        for turn in range(self.rounds):
+            if not turns.alive:
+                break
+            turns.of_best.append(self.attempt(self.way).rate)
+            for setting, way in list(turns.alive.items()):
+                patience: float | None = _PATIENCE * self.best.first
+                if turn or "compile" in way.settings:
+                    patience = None
+                try:
+                    turns.tries[setting].append(self.attempt(way, patience))
+                except LockstepError as error:
+                    turns.failed[setting] = first_line(error)
+                    del turns.alive[setting]
+            if turn == 0:
+                turns.drop_hopeless()
+        return turns
 
     def remark(self, tried: Tried, *, only_once: bool) -> str:
         said = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
@@ -357,9 +411,13 @@ def formats(kind: str, held: torch.dtype) -> list[str]:
     """The formats to try on devices of a type, in this order, for parameters that are held in
     one.
     """
-    wide = ["tf32"] if kind in ROUNDING else []
-    narrow = ["fp32"] if held == torch.float64 else [] if kind == "cpu" else ["fp16"]
-    return [*wide, "bf16", *narrow]
+    found = ["tf32"] if kind in ROUNDING else []
+    found.append("bf16")
+    if held == torch.float64:
+        found.append("fp32")
+    elif kind != "cpu":
+        found.append("fp16")
+    return found
 
 
 def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
@@ -368,27 +426,37 @@ def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
     """
     if kind == "cpu":
         return [True]
-    return [True, *GRAPHED] if kind == "cuda" and graphs else [True, "max-autotune-no-cudagraphs"]
+    if kind == "cuda" and graphs:
+        return [True, *GRAPHED]
+    return [True, "max-autotune-no-cudagraphs"]
 
 
 def _placements(
     strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int
 ) -> list[Way]:
     """One device, and each exact strategy on 2, 4, ... and all ``count`` of them."""
-    counts = sorted({2**k for k in range(1, count.bit_length()) if 2**k <= count} | {count})
-    # Those that split layers or shard them are for models too large for one device: only where they
-    # are asked for.
-    names = [
-        name
-        for name, kind in STRATEGIES.items()
-        if kind.exact is True
-        and name != "single"
-        and (name == strategy or not {"stage", "shard"} & kind().layout(2).axes.keys())
-    ]
-    ways = [] if strategy not in (None, "single") else [Way("single", first_of(chosen, 1))]
-    for n in counts:
+    counts = {count}
+    n = 2
+    while n <= count:
+        counts.add(n)
+        n *= 2
+
+    names = []
+    for name, kind in STRATEGIES.items():
+        if kind.exact is not True or name == "single":
+            continue
+        # Those that split layers or shard them are for models too large for one device: only where
+        # they are asked for.
+        splits = {"stage", "shard"} & kind().layout(2).axes.keys()
+        if name == strategy or (strategy is None and not splits):
+            names.append(name)
+
+    ways = []
+    if strategy in (None, "single"):
+        ways.append(Way("single", first_of(chosen, 1)))
+    for n in sorted(counts):
         if 1 < n <= batch_size:
-            ways += [Way(name, first_of(chosen, n)) for name in names if strategy in (None, name)]
+            ways += [Way(name, first_of(chosen, n)) for name in names]
     return ways
 
 
