@@ -34,12 +34,12 @@ from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.recipe import Recipe
-from lockstep.strategies.replica_evaluator import ReplicaEvaluator
-from lockstep.strategies.replicas import (
-    Replicas,
+from lockstep.strategies.copied_model import (
     refuse_other_parameters,
-    refuse_what_replicas_would_share,
+    refuse_uncopied,
 )
+from lockstep.strategies.replica_evaluator import ReplicaEvaluator
+from lockstep.strategies.replicas import Replicas
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
@@ -70,7 +70,7 @@ class DP(Strategy):
         model = build_model(job, world)
         self.refuse(model, len(world.devices))
         if len(world.devices) > 1:
-            refuse_what_replicas_would_share(model)
+            refuse_uncopied(model)
         exchange = None
         if job.sync_batchnorm and len(world.devices) > 1:
             shares_device = len(set(world.devices)) < len(world.devices)

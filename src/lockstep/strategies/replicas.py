@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.model.attributes import follow_settings
 from lockstep.model.build import buffers_of
-from lockstep.model.compile import refuse_compiled
-from lockstep.model.hooks import hooked_parameters, structure_of
+from lockstep.model.hooks import structure_of
 from lockstep.model.modes import NORMS
-from lockstep.tensors.placing import moved_in_buckets, place_module
-from lockstep.tensors.pytree import graph_nodes
+from lockstep.strategies.copied_model import copied_model
+from lockstep.tensors.placing import moved_in_buckets
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
@@ -51,7 +49,7 @@ class Replicas:
         self.models = [model]
         self._devices = devices
         for device in devices[1:]:
-            self.models.append(replica_of(model, device, shares=self.share_storage))
+            self.models.append(copied_model(model, device, shares=self.share_storage))
         self._modules = [list(replica.modules()) for replica in self.models]
         self._parameters = [list(replica.parameters()) for replica in self.models]
         self._buffers = [buffers_of(replica) for replica in self.models]
@@ -184,20 +182,24 @@ class Replicas:
     def _add_span(self, start: int, end: int) -> None:
         mine, *others = self._parameters
         for theirs in others:
-            pairs = []
+            parameters = []
+            grads = []
             for p, q in zip(mine[start:end], theirs[start:end], strict=True):
                 if q.grad is not None:
-                    pairs.append((p, q.grad))
-            if not self.share_storage:
-                pairs = _moved(pairs, self._devices[0].torch)
-            _add(pairs)
+                    parameters.append(p)
+                    grads.append(q.grad)
+            if self.share_storage:
+                _add(parameters, grads)
+                continue
+            for which, copies in moved_in_buckets(grads, self._devices[0].torch):
+                _add([parameters[k] for k in which], copies)
 
 
-def _add(pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
-    """Add to the gradient of each parameter the one that is given with it."""
+def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    """Add gradients to those that parameters have."""
     sums: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
-    for p, grad in pairs:
+    for p, grad in zip(parameters, grads, strict=True):
         if p.grad is None:
             p.grad = grad
         elif grad.is_sparse:
@@ -209,101 +211,9 @@ def _add(pairs: list[tuple[nn.Parameter, torch.Tensor]]) -> None:
         torch._foreach_add_(sums, added)
 
 
-def _moved(
-    pairs: list[tuple[nn.Parameter, torch.Tensor]], place: torch.device
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Give parameters with their gradients, which are copied to another device."""
-    found = []
-    for which, copies in moved_in_buckets([grad for _, grad in pairs], place):
-        for number, moved in zip(which, copies, strict=True):
-            p, _ = pairs[number]
-            found.append((p, moved))
-    return found
-
-
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
     """Cut the list of parameters in spans of about equal numbers of trained elements."""
     sizes = [p.numel() if p.requires_grad else 0 for p in parameters]
     done = list(itertools.accumulate(sizes, initial=0))
     cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
     return list(itertools.pairwise([*cuts, len(parameters)]))
-
-
-def replica_of(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
-    """Copy a model, with parameters of its own, which may share the storage of the first one's."""
-    memo: dict[int, Any] = {}
-    for p in model.parameters():
-        storage = p.detach() if shares else p.detach().to(device.torch, copy=True)
-        memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
-    mine = {id(p) for p in memo.values()}
-
-    try:
-        made = copy.deepcopy(model, memo)
-    except Exception as error:
-        computed = computed_tensor(model)
-        if computed is not None:
-            raise StrategyError(f"dp: {computed}") from error
-        raise JobError(
-            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
-            "it afresh"
-        ) from error
-    if any(id(p) not in mine for p in made.parameters()):
-        raise StrategyError(
-            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "
-            "builds it afresh"
-        )
-    if not device.is_slot:
-        place_module(made, device.torch)
-    return made
-
-
-def computed_tensor(model: nn.Module) -> str | None:
-    """Say which attribute can't be copied, since it is a tensor with a history; None without one.
-
-    Pruning and the old ``weight_norm`` leave such tensors.
-    """
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if not isinstance(value, torch.Tensor) or value.grad_fn is None:
-                continue
-            place = f"{name}.{key}" if name else key
-            return (
-                f'"{place}" is computed from other parameters (by pruning, or the old weight_norm), '
-                "so it can't be copied: take ddp, or a parametrization (torch.nn.utils.parametrize)"
-            )
-    return None
-
-
-def refuse_what_replicas_would_share(model: nn.Module) -> None:
-    """Refuse what a copy of the model can't take along.
-
-    Raises:
-        StrategyError: a hook on a parameter, or a compiled model, which would run the first one.
-    """
-    for name in hooked_parameters(model):
-        raise StrategyError(
-            f'dp: parameter "{name}" has a hook, which its replicas would not have; take ddp, '
-            "which builds the model afresh for each device"
-        )
-    refuse_compiled(model)
-
-
-def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
-    """Refuse the loss of a replica whose graph comes to parameters of the first one, ``model``.
-
-    Several threads would add to their gradients at the same time, and the replica's own parameters
-    would miss them.
-
-    Raises:
-        StrategyError: the loss, or something that the model holds, uses them.
-    """
-    names = {id(p): name for name, p in model.named_parameters()}
-    for node in graph_nodes(total):
-        name = names.get(id(getattr(node, "variable", None)))
-        if name is not None:
-            raise StrategyError(
-                f'dp: the loss, or something that the model holds, uses "{name}" of the model '
-                "itself (by a global, a closure or a reference), not that of the replica",
-                kind="state",
-                fix="take ddp, which has no copies",
-            )

@@ -1,0 +1,96 @@
+"""Copies of a model for other devices, and what a copy can't take along."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import JobError, StrategyError
+from lockstep.launch.devices import Device
+from lockstep.model.compile import refuse_compiled
+from lockstep.model.hooks import hooked_parameters
+from lockstep.tensors.placing import place_module
+from lockstep.tensors.pytree import graph_nodes
+
+
+def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
+    """Copy a model, with parameters of its own, which may share the storage of the first one's."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        storage = p.detach() if shares else p.detach().to(device.torch, copy=True)
+        memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
+    mine = {id(p) for p in memo.values()}
+
+    try:
+        made = copy.deepcopy(model, memo)
+    except Exception as error:
+        computed = computed_tensor(model)
+        if computed is not None:
+            raise StrategyError(f"dp: {computed}") from error
+        raise JobError(
+            f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
+            "it afresh"
+        ) from error
+    if any(id(p) not in mine for p in made.parameters()):
+        raise StrategyError(
+            "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "
+            "builds it afresh"
+        )
+    if not device.is_slot:
+        place_module(made, device.torch)
+    return made
+
+
+def computed_tensor(model: nn.Module) -> str | None:
+    """Say which attribute can't be copied, since it is a tensor with a history; None without one.
+
+    Pruning and the old ``weight_norm`` leave such tensors.
+    """
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                place = f"{name}.{key}" if name else key
+                return (
+                    f'"{place}" is computed from other parameters (by pruning, or the old '
+                    "weight_norm), so it can't be copied: take ddp, or a parametrization "
+                    "(torch.nn.utils.parametrize)"
+                )
+    return None
+
+
+def refuse_uncopied(model: nn.Module) -> None:
+    """Refuse what a copy of the model can't take along.
+
+    Raises:
+        StrategyError: a hook on a parameter, or a compiled model, which would run the first one.
+    """
+    for name in hooked_parameters(model):
+        raise StrategyError(
+            f'dp: parameter "{name}" has a hook, which its replicas would not have; take ddp, '
+            "which builds the model afresh for each device"
+        )
+    refuse_compiled(model)
+
+
+def refuse_other_parameters(total: torch.Tensor, model: nn.Module) -> None:
+    """Refuse the loss of a replica whose graph comes to parameters of the first one, ``model``.
+
+    Several threads would add to their gradients at the same time, and the replica's own parameters
+    would miss them.
+
+    Raises:
+        StrategyError: the loss, or something that the model holds, uses them.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    for node in graph_nodes(total):
+        name = names.get(id(getattr(node, "variable", None)))
+        if name is not None:
+            raise StrategyError(
+                f'dp: the loss, or something that the model holds, uses "{name}" of the model '
+                "itself (by a global, a closure or a reference), not that of the replica",
+                kind="state",
+                fix="take ddp, which has no copies",
+            )
