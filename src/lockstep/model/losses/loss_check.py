@@ -279,7 +279,7 @@ def _drawing_apart(nest: Nest) -> Iterator[list[bool]]:
 
 def _pair(loss: Loss) -> tuple[float, float]:
     """Give total and count as numbers; the total of no item is 0, also where it is NaN times 0."""
-    total = float(loss.total)
+    total = float(loss.total.detach())
     count = float(loss.count)
     if math.isnan(total) and not count:
         total = 0.0
