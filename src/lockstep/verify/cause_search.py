@@ -14,6 +14,8 @@ Each experiment goes no further than the first update that differs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from lockstep.errors import LockstepError, LossError
 from lockstep.launch.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
@@ -21,9 +23,6 @@ from lockstep.verify.cause_texts import cause, of_refusal, quoted
 from lockstep.verify.comparison import Comparison, Experiment
 from lockstep.verify.determinism import Thing
 from lockstep.verify.experiments import Laboratory, Noise
-
-Layer = tuple[str, str]
-"""Name and class."""
 
 
 class Diagnosis:
@@ -43,12 +42,8 @@ class Diagnosis:
         self.bounds = noise.bounds(found)
         self.first = self.bounds.first_apart(found)
 
-        if self.first is None:
-            self._beyond = []
-            self._again = experiment.but(updates=None)
-        else:
-            self._beyond = self.bounds.beyond(self.first)
-            self._again = experiment.but(updates=self.first.number)
+        number = None if self.first is None else self.first.number
+        self._again = experiment.but(updates=number)
 
         # Known to differ, and held still in what follows, since it would hide other causes.
         self._still = experiment.still
@@ -71,14 +66,14 @@ class Diagnosis:
             self._of_the_strategy,
         ]
         for search in searches:
-            causes = search()
+            causes = list(search())
             if causes:
                 return causes
 
         return [cause("unknown")]
 
-    def first_layer(self) -> Layer | None:
-        """Return the first layer that differs, where that is known."""
+    def first_layer(self) -> tuple[str, str] | None:
+        """Return name and class of the first layer that differs, where that is known."""
         if self.first is None or self.first.samples_apart:
             return None
         if self.first.number == 1:
@@ -89,42 +84,39 @@ class Diagnosis:
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
-    def _of_the_job_alone(self) -> list[Caveat]:
+    def _of_the_job_alone(self) -> Iterator[Caveat]:
         """Compare ``single`` with itself."""
         alone = self._again.of_single()
         if alone.updates == 1:  # one draw of few values may come out alike
             alone = alone.but(updates=2)
         twice = self._try(alone)
         if twice is None:
-            return []
-
+            return
         if twice.start:
-            return [cause("unseeded model: initial values", name=twice.start[0])]
-        if any(update.samples_apart for update in twice.updates):
-            return [cause("unseeded data")]
-        if not self.noise.repeats(twice):
-            return [cause("unseeded model")]
-        if self.found.start:
-            return [cause("start", name=self.found.start[0])]
-        return []
+            yield cause("unseeded model: initial values", name=twice.start[0])
+        elif any(update.samples_apart for update in twice.updates):
+            yield cause("unseeded data")
+        elif not self.noise.repeats(twice):
+            yield cause("unseeded model")
+        elif self.found.start:
+            yield cause("start", name=self.found.start[0])
 
-    def _shown(self) -> list[Caveat]:
+    def _shown(self) -> Iterator[Caveat]:
         """Return what the comparison itself shows."""
         first = self.first
         if first is None:
-            return []
+            return
         if first.samples_apart:
             number = first.samples_apart
-            return [cause("sampler", number=number, batch=first.batch, epoch=first.epoch)]
-        if first.rates_apart > self.bounds.least:
+            yield cause("sampler", number=number, batch=first.batch, epoch=first.epoch)
+        elif first.rates_apart > self.bounds.least:
             rate = first.rates[0]
             reference = first.reference_rates[0]
-            return [cause("scheduler", rate=rate, reference=reference, update=first.number)]
-        return []
+            yield cause("scheduler", rate=rate, reference=reference, update=first.number)
 
     # ---- draws and batch norms, taken out --------------------------------------------------------
 
-    def _of_draws_and_norms(self) -> list[Caveat]:
+    def _of_draws_and_norms(self) -> Iterator[Caveat]:
         """Take out random numbers and batch norms, where there are some."""
         present: set[Thing] = set()
         if self.found.drew:
@@ -133,7 +125,7 @@ class Diagnosis:
         if self.found.normalises and is_cut:
             present.add("norms")
         if not present:
-            return []
+            return
 
         without = self._without(present)
         if self.found.drew and without is not None and without.drew:
@@ -141,14 +133,12 @@ class Diagnosis:
             self._draws_on = cause("drawing: elsewhere")
         if self._draws_on or without is None or not self.noise.hold(without):
             self._still |= present
-            return []
+            return
 
-        causes = []
         if "draws" in present:
-            causes.append(cause("drawing", where="training", left=without.worst))
+            yield cause("drawing", where="training", left=without.worst)
         if "norms" in present:
-            causes.append(cause("batchnorm", left=without.worst))
-        return causes
+            yield cause("batchnorm", left=without.worst)
 
     def _without(self, things: set[Thing]) -> Comparison | None:
         """Compare the sides without these; None where that can't be done."""
@@ -156,36 +146,35 @@ class Diagnosis:
 
     # ---- ranks, evaluation, and the batch's cut --------------------------------------------------
 
-    def _of_the_ranks(self) -> list[Caveat]:
+    def _of_the_ranks(self) -> Iterator[Caveat]:
         """Look for parameters that differ between ranks."""
         if self.found.drifted:
-            return [cause("drift", name=self.found.drifted[0])]
-        if self._draws_on is not None:
-            return [self._draws_on]
-        return []
+            yield cause("drift", name=self.found.drifted[0])
+        elif self._draws_on is not None:
+            yield self._draws_on
 
-    def _of_the_evaluation(self) -> list[Caveat]:
+    def _of_the_evaluation(self) -> Iterator[Caveat]:
         """Find why evaluations differ, where training agrees."""
         if self.first is not None:
-            return []
+            return
 
         apart = self.bounds.evaluation_apart(self.found)
         losses = [name for name in apart if name.rpartition("/")[2] == "loss"]
         if apart and not losses:
-            return [cause("metric", names=quoted(apart))]
+            yield cause("metric", names=quoted(apart))
+            return
 
         without = self._without({"draws"})
         if without is not None and self.noise.hold(without):
-            return [cause("drawing", where="evaluation", left=without.worst)]
-        if losses:
-            return [cause("mixing: in evaluation", loss=losses[0])]
-        return [cause("unknown")]
+            yield cause("drawing", where="evaluation", left=without.worst)
+        elif losses:
+            yield cause("mixing: in evaluation", loss=losses[0])
 
-    def _of_the_cut(self) -> list[Caveat]:
+    def _of_the_cut(self) -> Iterator[Caveat]:
         """Find out whether the model's results depend on how a batch is cut."""
         shares = self.experiment.shares
         if shares == 1 or self.first is None:
-            return []
+            return
 
         still = self._still
         if self.found.normalises and self.experiment.loaded.sync_batchnorm:
@@ -198,33 +187,33 @@ class Diagnosis:
             tried = self.laboratory.compared(cut)
         except LossError as error:
             refusal = of_refusal(error)
-            return [] if refusal is None else [refusal]
+            if refusal is not None:
+                yield refusal
+            return
         except (LockstepError, RuntimeError):
-            return []
-        if self.noise.hold(tried):
-            return []
-        bounds = self.noise.bounds(tried)
-        return [cause_of_cut(self.laboratory, cut, tried, bounds, self.found)]
+            return
+        if not self.noise.hold(tried):
+            bounds = self.noise.bounds(tried)
+            yield cause_of_cut(self.laboratory, cut, tried, bounds, self.found)
 
     # ---- a strategy that does something else -----------------------------------------------------
 
-    def _of_the_strategy(self) -> list[Caveat]:
+    def _of_the_strategy(self) -> Iterator[Caveat]:
         """Look at what the strategy does with buffers, attributes and the update."""
-        found = self.found
         first = self.first
-        assert first is not None
+        if first is None:
+            return
 
-        if found.own_buffers:
-            return [cause("buffer", name=found.own_buffers[0])]
-        if found.apart_attributes:
-            return [cause("state", name=found.apart_attributes[0])]
-
-        kinds = {kind for kind, _, _ in self._beyond}
-        if kinds == {"buffers"}:
-            return [cause("buffer", name=self._beyond[0][1])]
-        if kinds & {"gradients", "loss"}:
-            return []
-        return [cause("update", number=first.number)]
+        beyond = self.bounds.beyond(first)
+        kinds = {kind for kind, _, _ in beyond}
+        if self.found.own_buffers:
+            yield cause("buffer", name=self.found.own_buffers[0])
+        elif self.found.apart_attributes:
+            yield cause("state", name=self.found.apart_attributes[0])
+        elif kinds == {"buffers"}:
+            yield cause("buffer", name=beyond[0][1])
+        elif not kinds & {"gradients", "loss"}:
+            yield cause("update", number=first.number)
 
     def _try(self, experiment: Experiment) -> Comparison | None:
         """Return what an experiment gave; None where it raised."""

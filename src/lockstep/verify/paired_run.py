@@ -236,24 +236,22 @@ class _PairedRun:
 
     def _compare_ranks(self) -> None:
         """Compare what is on other ranks too: parameters, plain attributes, outputs of layers."""
-        ours = self.ours
-        theirs = self.theirs
-        found = self.found
-
+        step = self.ours.step
         parameters = {}
-        if self.world.size > 1 and ours.step.together:
-            parameters = _digests(ours.step.layout.parameters())
+        if self.world.size > 1 and step.together:
+            parameters = _digests(step.layout.parameters())
         # All ranks need to know, since they evaluate only where there is no drift.
-        found.drifted = _unequal(parameters, self.world.gather_objects(parameters))
-        of_attributes = self.world.gather_objects(ours.changed_attributes())
-        sums = self.world.gather_objects(ours.watch.sums)
-        if theirs is None:
-            return
+        self.found.drifted = _unequal(parameters, self.world.gather_objects(parameters))
+        of_attributes = self.world.gather_objects(self.ours.changed_attributes())
+        sums = self.world.gather_objects(self.ours.watch.sums)
 
-        found.apart_attributes = _unequal(theirs.changed_attributes(), of_attributes)
+        if self.theirs is None:
+            return
+        its_attributes = self.theirs.changed_attributes()
+        self.found.apart_attributes = _unequal(its_attributes, of_attributes)
         if self.experiment.watched:
-            bound = 1e-8 if ours.job.precision == "fp64" else 1e-5
-            found.layer = first_apart(sums, theirs.watch.sums, bound)
+            bound = 1e-8 if self.ours.job.precision == "fp64" else 1e-5
+            self.found.layer = first_apart(sums, self.theirs.watch.sums, bound)
 
     def _evaluate(self) -> None:
         """Evaluate both sides, and keep the values that both have."""

@@ -103,13 +103,8 @@ class Side(Observer):
         """Give the batches to train on, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
             places = places_of(self.loader, self.job.batch_size, epoch)
-            before: Batch | None = None
             for batch in Excerpt(self.loader, places).epoch(epoch):
-                if before is not None:
-                    yield before, False
-                before = batch
-            if before is not None:
-                yield before, True
+                yield batch, batch.index == places[-1]
 
     def update(self, batch: Batch, is_last: bool) -> None:
         """Make one update as the training loop does.
