@@ -220,19 +220,13 @@ class Changes(Callback):
             Changes("frozen"),
             r'parameter "2.weight" is frozen now\) has to be on every rank, and rank 0 went on',
         ),
-        (
-            Changes("written", at=3),
-            r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and rank 0',
-        ),
-        (
+        (Changes("written", at=3), 'parameter "2.weight" is no longer the same on all ranks'),
+        slow(
             Changes("written", (0, 1), at=3),
-            r'callbacks change \(parameter "2.weight", \w+\) has to be on every rank, and on ra',
+            'parameter "2.weight" is no longer the same on all ranks',
         ),
         slow(Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
-        (
-            Changes("rate"),
-            r'callbacks change "lr of optimizer group 0" on rank 0 and rank 1 differently',
-        ),
+        (Changes("rate"), r'parameter "\d.\w+" is no longer the same on all ranks'),
         slow(Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
     ],
     ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
@@ -256,13 +250,6 @@ def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(
         for a, b in zip(one.parameters(), two.parameters(), strict=True)
     )
     assert (what == "attribute") is all(map(torch.equal, one.parameters(), left.parameters()))
-
-
-def test_weights_that_ranks_share_are_not_written_by_each(tmp_path: Path) -> None:
-    with pytest.raises(
-        LockstepError, match=r'parameter "2\.weight" was written, and all ranks share it'
-    ):
-        trained(job(Changes("written", (0, 1))), "hogwild", tmp_path)
 
 
 class Noise(Callback):
@@ -312,9 +299,10 @@ class Hooks(Callback):
 def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
     on_parameters: bool, step: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        LockstepError, match="a callback changes modules, parameters or hooks of the model"
-    ):
+    says = "dp: modules, parameters or hooks of the model have changed"
+    if on_parameters:  # the sum check comes first
+        says = 'results depend on where a batch is cut: .*the gradient of "0.weight"'
+    with pytest.raises(LockstepError, match=says):
         trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
 
 

@@ -127,7 +127,6 @@ def _notes(setup: Setup) -> Iterator[str | None]:
         yield f"{over} of {len(shares)} get no sample: increase batch_size"
 
     yield note_on_workers(job.loader_workers, world.local_size)
-    yield setup.length_note
     if job.metrics and not setup.eval_data:
         yield "metrics are computed on eval_data, and the job has none"
     if is_stream(setup.train_data):

@@ -77,34 +77,29 @@ def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.O
     return scheduler
 
 
-def note_on_length(scheduler: Any, moves: int | None, every: str) -> str | None:
-    """Return what to know of a OneCycleLR that is moved on less often than it is made for.
+def refuse_too_short(scheduler: Any, moves: int | None) -> None:
+    """Refuse a OneCycleLR that would raise before the end of the training.
 
     Args:
         scheduler: of the job.
         moves: how often the training moves it on; None where that isn't known.
-        every: whether that is once in each ``"step"`` or ``"epoch"``.
 
     Raises:
-        JobError: it would raise before the end.
+        JobError: the scheduler is made for fewer.
     """
     if isinstance(scheduler, Schedulers):
         for one in scheduler.by_name.values():
-            note = note_on_length(one, moves, every)
-            if note is not None:
-                return note
-        return None
+            refuse_too_short(one, moves)
+        return
 
     if moves is None or not isinstance(scheduler, OneCycleLR):
-        return None
+        return
     length = scheduler.total_steps
-    once = "once a step" if every == "step" else "once an epoch"
-    text = f"OneCycleLR is made for total_steps={length}, and is moved on {moves} times, {once}"
     if moves > length:
-        raise JobError(f"lr_scheduler: {text}")
-    if moves == length or every == "step":
-        return None
-    return f'{text}: lr_scheduler_every="step" moves it on more often'
+        raise JobError(
+            f"lr_scheduler: OneCycleLR is made for total_steps={length}, and is moved on {moves} "
+            "times"
+        )
 
 
 def move_on(scheduler: Any, loss: float | Result | None, step: Step) -> None:

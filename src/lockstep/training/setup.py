@@ -30,7 +30,7 @@ from lockstep.strategies.steps.step import Step
 from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.run import hash_of
-from lockstep.training.scheduler import note_on_length, scheduler_of
+from lockstep.training.scheduler import refuse_too_short, scheduler_of
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ class Setup:
         parts: the micro-batches of a global batch.
         devices: the names of all ranks' devices.
         optimizer: the settings of the optimizer's groups, as the job gives them.
-        length_note: what to know of the length of a scheduler; None where there is nothing.
     """
 
     def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
@@ -130,7 +129,7 @@ class Setup:
         step.caveats = functools.partial(self.strategy.caveats, job, step.model, step.replicas)
 
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
-        self.length_note = note_on_length(self.scheduler, moves, job.lr_scheduler_every)
+        refuse_too_short(self.scheduler, moves)
         devices = world.gather_objects([str(device) for device in world.devices])
         self.devices = [name for names in devices for name in names]
 

@@ -121,8 +121,8 @@ class Callback:
     Write the methods that you need; each is given the training (a ``TrainingContext``). They are
     called on every rank, at the same step, on a copy of the callback, which is made when the
     training begins. What they change (parameters, which of them are frozen, the optimizer's
-    settings, attributes of the model) must be the same on all ranks: parameters and settings that
-    aren't are an error that names them. Ranks of ``hogwild`` come to ``on_step`` each at its own
+    settings, attributes of the model) must be the same on all ranks: parameters that aren't are an
+    error at the next log, evaluation or end of an epoch. Ranks of ``hogwild`` come to ``on_step`` each at its own
     time.
 
     Attributes:

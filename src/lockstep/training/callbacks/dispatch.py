@@ -1,8 +1,8 @@
 """Calls the callbacks of a training on every rank.
 
 Each call has the same order on every rank: the job's callbacks in their order, under one random
-stream, with the weights that are evaluated; then a check that the ranks have changed the same; then
-``on_event`` on rank 0.
+stream, with the weights that are evaluated; then ``on_event`` on rank 0. What callbacks write on one
+rank only is found where the ranks compare their parameters (`Step.after_events`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.data import mixed
-from lockstep.errors import JobError, StrategyError, told
+from lockstep.errors import JobError, told
 from lockstep.job import Job
 from lockstep.launch.events import Line
-from lockstep.model.hooks import structure_of
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.pytree import each
@@ -27,7 +26,6 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.callbacks.event_reporter import EventReporter
-from lockstep.training.callbacks.rank_agreement import RankAgreement
 from lockstep.training.callbacks.stopping import OfMetric
 
 _STREAM = 0xCA11
@@ -69,9 +67,6 @@ class Callbacks:
         self._reporter = reporter
         self._may_stop = bool(self._by_name or job.on_event)
 
-        self._agreement: RankAgreement | None = None
-        if self._world.size > 1 and self._by_name:
-            self._agreement = RankAgreement(step)
         self.training = TrainingContext(step, folder, self.evaluating)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
@@ -115,10 +110,7 @@ class Callbacks:
         with contextlib.ExitStack() as stack:
             if self._by_name and not within_epoch:
                 stack.enter_context(self._step.modes.evaluating())
-            if self._agreement is not None:
-                stack.enter_context(self._agreement.checked(within_epoch=within_epoch))
             if self.are_own:
-                stack.enter_context(self._same_structure())
                 # Updates leave other random streams behind on each rank, and with micro-batches.
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
             stop = self._each(self._by_name if whole else {}, kind)
@@ -193,9 +185,22 @@ class Callbacks:
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._step.modes.evaluating())
             for callback in self._by_name.values():
-                weights = callback.evaluating(self.training)
-                stack.enter_context(_EnteredWithin(self, callback, weights))
+                stack.enter_context(self._with_weights_of(callback))
             yield
+
+    @contextlib.contextmanager
+    def _with_weights_of(self, callback: Callback) -> Iterator[None]:
+        """Enter and leave what a callback puts around an evaluation, each time with the parameters
+        that the callback needs; the evaluation itself has this rank's own.
+        """
+        weights = contextlib.ExitStack()
+        with self._parameters_for(callback, "evaluating"):
+            weights.enter_context(callback.evaluating(self.training))
+        try:
+            yield
+        finally:
+            with self._parameters_for(callback, "evaluating"):
+                weights.close()
 
     def _parameters_for(self, callback: Callback, method: str) -> AbstractContextManager[None]:
         """Return the context in which a method is called: a person's own has whole parameters if it
@@ -205,31 +210,11 @@ class Callbacks:
             return self._step.whole_parameters()
         return self._step.layout.own()
 
-    @contextlib.contextmanager
-    def _same_structure(self) -> Iterator[None]:
-        """Refuse changes that the replicas of ``dp`` don't follow.
-
-        Raises:
-            StrategyError: a callback has changed modules, parameters or hooks.
-        """
-        if self._step.replicas == 1 or self._world.size > 1:
-            yield
-            return
-
-        structure = structure_of(self._step.model)
-        yield
-        if structure_of(self._step.model) != structure:
-            raise StrategyError(
-                "dp: a callback changes modules, parameters or hooks of the model, which its "
-                "replicas don't follow: do it where the model is built, or take ddp"
-            )
-
     # ---- states ----------------------------------------------------------------------------------
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """Return the state of each by its name; of averages this rank's rows, unless ``whole``."""
-        states: dict[str, Any] = {_ON_EVENT: self._reporter.state_dict()}
-
+        states: dict[str, Any] = {}
         for name, callback in self._by_name.items():
             if isinstance(callback, Average) and not whole:
                 state = callback.rows()
@@ -254,8 +239,6 @@ class Callbacks:
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; callbacks that are new begin anew."""
-        if _ON_EVENT in states:
-            self._reporter.load_state_dict(states[_ON_EVENT])
         for name, callback in self._by_name.items():
             if name in states:
                 callback.load_state_dict(states[name])
@@ -286,29 +269,6 @@ class _Stop(NamedTuple):
 
     by: str
     why: str
-
-
-class _EnteredWithin:
-    """A callback's context around an evaluation, entered and left with the parameters that the
-    callback needs.
-
-    The evaluation itself has this rank's own.
-    """
-
-    def __init__(
-        self, callbacks: Callbacks, callback: Callback, weights: AbstractContextManager[None]
-    ) -> None:
-        self._callbacks = callbacks
-        self._callback = callback
-        self._weights = weights
-
-    def __enter__(self) -> None:
-        with self._callbacks._parameters_for(self._callback, "evaluating"):
-            self._weights.__enter__()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        with self._callbacks._parameters_for(self._callback, "evaluating"):
-            return self._weights.__exit__(*error)
 
 
 def _number(value: Any, what: str) -> float:

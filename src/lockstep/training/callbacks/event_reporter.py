@@ -4,10 +4,8 @@ job's ``on_event`` functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-from lockstep.data.dataset_state import has_state
 from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.events import Event
@@ -96,18 +94,3 @@ class EventReporter:
         """Write out what TensorBoard hasn't written yet."""
         if self._writer is not None:
             self._writer.close()
-
-    # ---- states ----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the states of the functions that have one, in their order."""
-        states = [
-            function.state_dict() if has_state(function) else None for function in self._functions
-        ]
-        return {"functions": states} if any(state is not None for state in states) else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give each function the state that it had."""
-        for function, saved in zip(self._functions, state["functions"], strict=False):
-            if saved is not None and has_state(function):
-                function.load_state_dict(saved)
