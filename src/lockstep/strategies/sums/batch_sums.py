@@ -119,7 +119,7 @@ class BatchSums:
         check = SumCheck(
             summed,
             in_turn=self._is_in_turn(batch),
-            watches=self._watches(is_first=is_first),
+            watches=self.draws or (is_first and step.world.size > 1),
             accelerators=step.draws.accelerators,
         )
         with step.layout.read():
@@ -140,14 +140,6 @@ class BatchSums:
     def _is_in_turn(self, batch: Batch) -> bool:
         """Whether one model computes parts of the batch one after the other."""
         return self._step.replicas == 1 or len(batch.parts) > 1
-
-    def _watches(self, *, is_first: bool) -> bool:
-        """Whether the model is likely to draw random numbers, or may communicate with others."""
-        step = self._step
-        if is_first and step.world.size > 1:
-            return True
-        modules = step.model.modules()
-        return self.draws or any(module.training and draws_dropout(module) for module in modules)
 
     # ---- which samples ---------------------------------------------------------------------------
 
@@ -241,11 +233,7 @@ class BatchSums:
         if any(map(normalizes_by_batch, self._step.model.modules())):
             yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
         if verdict.draws:
-            yield Caveat(
-                "drawing",
-                "the model draws random numbers in evaluation, which differ from those of one "
-                "device; they are reproducible",
-            )
+            yield _drawing("in evaluation", "those of one device")
 
     def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
         of_replicas = self._step.replicas > 1
@@ -259,16 +247,15 @@ class BatchSums:
                 f"whether parts of a batch add up to it was not checked ({verdict.unchecked})",
                 "lockstep verify shows whether results are those of single-device training",
             )
-        for name in verdict.written if not of_replicas else ():
-            text = f'the model writes its parameter "{name}" in forward, once per micro-batch'
-            yield Caveat("state", text)
-        for name in verdict.kept:
-            yield _of_kept(name, in_turn=in_turn)
-        modules = self._step.model.modules()
-        if verdict.draws and not any(map(draws_dropout, modules)):
-            where = "single-device training" if of_replicas else "those of whole batches"
-            text = f"the model draws random numbers in forward, which differ from {where}"
-            yield Caveat("drawing", f"{text}; they are reproducible")
+        how = "from the local batch: each replica has its own, or follows the first"
+        if in_turn:
+            how = "once per micro-batch, not once per batch"
+        names = verdict.kept if of_replicas else [*verdict.written, *verdict.kept]
+        for name in names:
+            yield Caveat("buffer", f'"{name}" is written {how}', "single keeps the results")
+        if verdict.draws and not any(map(draws_dropout, self._step.model.modules())):
+            others = "single-device training" if of_replicas else "those of whole batches"
+            yield _drawing("in forward", others)
 
 
 def _checked(check: SumCheck, pieces: list[Piece]) -> Verdict | None:
@@ -281,12 +268,9 @@ def _checked(check: SumCheck, pieces: list[Piece]) -> Verdict | None:
         raise
 
 
-def _of_kept(name: str, *, in_turn: bool) -> Caveat:
-    if in_turn:
-        text = f'"{name}" is written once per micro-batch, not once per batch'
-    else:
-        text = (
-            f'"{name}" is written from the local batch: each replica has its own, or follows the '
-            "first"
-        )
-    return Caveat("buffer", text, "single keeps the results")
+def _drawing(where: str, others: str) -> Caveat:
+    return Caveat(
+        "drawing",
+        f"the model draws random numbers {where}, which differ from {others}; they are "
+        "reproducible",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,34 +43,31 @@ def first_that_mixes(
         snapshot: of the model, which is put back before each call.
     """
     whole, *_, last = pieces
-    of_whole = _calls(model, whole, compute_outputs, snapshot)
-    of_part = _calls(model, last, compute_outputs, snapshot)
-    for one, other in zip(of_whole, of_part, strict=False):
+    calls = []
+    for piece in (whole, last):
+        snapshot.put_back()
+        calls.append(_calls(model, functools.partial(compute_outputs, piece)))
+    for one, other in zip(*calls, strict=False):
         gave_other_rows = _differ(one.gave, other.gave, whole, last)
         if gave_other_rows and not _differ(one.given, other.given, whole, last):
             return f"samples act on one another in {one.name}"
     return ""
 
 
-def _calls(
-    model: nn.Module,
-    piece: Piece,
-    compute_outputs: Callable[[Piece], Any],
-    snapshot: Snapshot,
-) -> list[_Call]:
+def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[_Call]:
+    """List the calls of modules in forward, in the order in which they end."""
     calls: list[_Call] = []
     names = {}
     for name, module in model.named_modules():
-        names[module] = f'"{name}" ({type(module).__name__})'
-    names[model] = f"the model ({type(model).__name__})"
+        kind = type(module).__name__
+        names[module] = f'"{name}" ({kind})' if name else f"the model ({kind})"
 
     def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         calls.append(_Call(names[module], _floats((args, kwargs)), _floats(outputs)))
 
-    snapshot.put_back()
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in names]
     try:
-        compute_outputs(piece)
+        forward()
     finally:
         for hook in hooks:
             hook.remove()
@@ -83,13 +81,11 @@ def _floats(nest: Any) -> list[Tensor]:
 def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
     """Whether the rows of a part are other ones where they are computed with the whole."""
     for one, other in zip(of_whole, of_part, strict=False):
-        if one.shape[:1] != (whole.size,) or other.shape[:1] != (part.size,):
-            continue
-        if one.shape[1:] != other.shape[1:] or not other.numel():
+        has_rows = other.shape[:1] == (part.size,) and other.numel() > 0
+        if not has_rows or one.shape != (whole.size, *other.shape[1:]):
             continue
         rows = one[part.start : part.start + part.size]
-        apart = float((rows - other).abs().max())
         bound = _TOLERANCE.get(other.dtype, 5e-2) * float(other.abs().max())
-        if not apart <= bound:
+        if not float((rows - other).abs().max()) <= bound:
             return True
     return False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,43 +18,38 @@ _COARSER = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 """Number formats, from the finest to the coarsest."""
 
 
-def coarsest(formats: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the coarsest of some number formats; float64 where there is none."""
-    found = torch.float64
-    for dtype in formats:
-        if dtype.is_floating_point or dtype.is_complex:
-            real = dtype.to_real()
-            if real in _COARSER:
-                found = max(found, real, key=_COARSER.index)
-    return found
-
-
 class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps what the whole draws, and gives each part its rows of that.
 
     Args:
         samples: of the whole.
+        formats: the number formats that are known to be computed in.
+        watches: whether to look at all operators.
         by_views: how numbers belong to samples, where several do to each: whether those of a first
             view of all samples come first, then those of a second one; else those of a sample lie
             together.
 
     Attributes:
+        watches: whether operators are looked at; otherwise nothing is known of draws.
         may_be_views: whether several numbers belonged to each sample.
         is_lost: whether a part has drawn what the whole has not.
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(self, samples: int, *, by_views: bool = False) -> None:
+    def __init__(
+        self, samples: int, formats: set[torch.dtype], *, watches: bool, by_views: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
+        self._formats = formats
         self._by_views = by_views
         self._drawn: list[Tensor] = []
+        self._in_forward = 0  # how many of them forward has drawn
         self._records = True
         self._at = 0
         self._start, self._size = 0, samples
-        self._backward_draws = True
         self._kinds: dict[int, _Kind] = {}  # by the id of an operator
-        self._formats: set[torch.dtype] = set()
+        self.watches = watches
         self.may_be_views = False
         self.is_lost = False
         self.communicates = False
@@ -67,30 +62,31 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def coarsest(self) -> torch.dtype:
         """The coarsest format of floating numbers that was computed in."""
-        return coarsest(self._formats)
+        real = {dtype.to_real() for dtype in self._formats if dtype.is_complex} | self._formats
+        found = [dtype for dtype in _COARSER if dtype in real]
+        return found[-1] if found else torch.float64
 
-    def begin(self, piece: Piece) -> None:
-        """Begin with a piece; the first one is the whole, which is recorded."""
+    @contextlib.contextmanager
+    def forward(self, piece: Piece) -> Iterator[None]:
+        """Compute forward of a piece; the first one is the whole, which is recorded."""
         self._records = not self._drawn and piece.size == self._samples
         self._start, self._size = piece.start, piece.size
         self._at = 0
-
-    def end(self) -> None:
-        """End a piece, which should have drawn as often as the whole: each sample may draw."""
-        if self._at != len(self._drawn) and not self._records:
+        with self if self.watches else contextlib.nullcontext():
+            yield
+        if self._records:
+            self._in_forward = len(self._drawn)
+        elif self._at != self._in_forward:  # samples may draw one by one
             self.is_lost = True
 
     @contextlib.contextmanager
-    def in_backward(self) -> Iterator[None]:
-        """Replay in backward, too, where that of the whole draws: it may recompute forward."""
-        if not self._backward_draws:
+    def backward(self) -> Iterator[None]:
+        """Compute backward of the same piece, which may compute forward once more, and draw again:
+        parts do so where the whole does.
+        """
+        draws = self._records or len(self._drawn) > self._in_forward
+        with self if self.watches and draws else contextlib.nullcontext():
             yield
-            return
-        drawn = len(self._drawn)
-        with self:
-            yield
-        if self._records:
-            self._backward_draws = len(self._drawn) > drawn
 
     def __torch_dispatch__(
         self,

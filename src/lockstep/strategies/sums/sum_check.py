@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
@@ -39,7 +39,7 @@ from lockstep.strategies.sums.reference_modes import (
     in_float64,
     known_in_evaluation_mode,
 )
-from lockstep.strategies.sums.replayed_draws import ReplayedDraws, coarsest
+from lockstep.strategies.sums.replayed_draws import ReplayedDraws
 from lockstep.strategies.sums.sums_of_pieces import Piece, Summed
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
@@ -128,74 +128,81 @@ class SumCheck:
 
     def _judged(self, pieces: list[Piece]) -> Verdict:
         """Compare as the model trains; float64 decides whether a difference is rounding."""
-        draws = ReplayedDraws(pieces[0].size) if self._watches else None
-        verdict = self._compared(self._summed, pieces, draws)
+        verdict = self._compared(self._summed, pieces, self._draws(pieces, watches=self._watches))
         if not verdict.difference:
             return verdict
         with in_float64(self._model):
             again = self._in_float64(pieces)
-        if not again.unchecked:
-            return again
-        if again.communicates:
+        if again.communicates or not again.unchecked:
             return again
         if verdict.apart <= max(_UNDECIDED, TOLERANCE[again.precision]):
             verdict.difference = ""
             verdict.unchecked = f"float64 can't decide ({again.unchecked})"
-            return verdict
-        self._explain(verdict, self._summed, pieces, ReplayedDraws(pieces[0].size))
+        else:
+            self._explain(verdict, self._summed, pieces, self._draws(pieces))
         return verdict
 
     def _in_float64(self, pieces: list[Piece]) -> Verdict:
         """Compare with a model that is in float64."""
         summed = self._summed.doubled()
         doubled = [piece.doubled() for piece in pieces]
-        draws = ReplayedDraws(pieces[0].size)
+        draws = self._draws(pieces)
         verdict = self._compared(summed, doubled, draws)
         if verdict.difference and draws.may_be_views:
-            draws = ReplayedDraws(pieces[0].size, by_views=True)
+            draws = self._draws(pieces, by_views=True)
             verdict = self._compared(summed, doubled, draws)
         if verdict.difference:
             self._explain(verdict, summed, doubled, draws)
         return verdict
 
-    def _compared(
-        self, summed: Summed, pieces: list[Piece], draws: ReplayedDraws | None
-    ) -> Verdict:
+    def _draws(
+        self, pieces: list[Piece], *, watches: bool = True, by_views: bool = False
+    ) -> ReplayedDraws:
+        formats = {p.dtype for p in self._model.parameters()}
+        return ReplayedDraws(pieces[0].size, formats, watches=watches, by_views=by_views)
+
+    def _compared(self, summed: Summed, pieces: list[Piece], draws: ReplayedDraws) -> Verdict:
         """Compute the whole and its parts, and judge what they came to."""
-        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
-        comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
-        try:
-            comparison.run(*pieces)
-            return comparison.verdict()
-        except Exception as error:  # a part has too few samples for the model, say
-            if is_out_of_memory(error):
-                raise
-            why = f"a part of a batch can't be computed: {type(error).__name__}"
-            return comparison.unchecked(f"{why}: {first_line(error)}")
-        finally:
-            snapshot.put_back()
-            for p in self._model.parameters():
-                p.grad = None
+        with self._unchanged(summed) as snapshot:
+            comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
+            try:
+                comparison.run(*pieces)
+                verdict = comparison.verdict()
+                if verdict.kept:
+                    verdict.kept = comparison.repeatable(verdict.kept, pieces[0])
+                return verdict
+            except Exception as error:  # a part has too few samples for the model, say
+                if is_out_of_memory(error):
+                    raise
+                what = f"{type(error).__name__}: {first_line(error)}"
+                return comparison.unjudged(f"a part of a batch can't be computed: {what}")
 
     def _explain(
         self, verdict: Verdict, summed: Summed, pieces: list[Piece], draws: ReplayedDraws
     ) -> None:
         """Find where a difference comes from."""
-        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
 
         def outputs(piece: Piece) -> Any:
-            draws.begin(piece)
-            with _as_compared(summed), draws:
+            with _as_compared(summed), draws.forward(piece):
                 return summed.outputs(piece)
 
-        try:
+        with self._unchanged(summed) as snapshot:
             verdict.where = first_that_mixes(self._model, pieces, outputs, snapshot)
             if not verdict.where:
                 snapshot.put_back()
                 verdict.error = summed.explained(pieces[0])
                 verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
+
+    @contextlib.contextmanager
+    def _unchanged(self, summed: Summed) -> Iterator[Snapshot]:
+        """Put back what is changed in this context, and take gradients away."""
+        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
+        try:
+            yield snapshot
         finally:
             snapshot.put_back()
+            for p in self._model.parameters():
+                p.grad = None
 
 
 @contextlib.contextmanager
@@ -219,52 +226,36 @@ class _Computed:
 
 
 class _Comparison:
-    """The whole and its parts, one after the other, and what they came to.
-
-    Attributes:
-        draws: replays what the whole draws; None where it draws nothing.
-    """
+    """The whole and its parts, one after the other, and what they came to."""
 
     def __init__(
-        self,
-        summed: Summed,
-        snapshot: Snapshot,
-        draws: ReplayedDraws | None,
-        *,
-        in_turn: bool,
+        self, summed: Summed, snapshot: Snapshot, draws: ReplayedDraws, *, in_turn: bool
     ) -> None:
         self._summed = summed
         self._snapshot = snapshot
-        self.draws = draws
+        self._draws = draws
         self._in_turn = in_turn
-        self._trained: dict[str, nn.Parameter] = {}
-        for name, p in summed.model.named_parameters():
-            if p.requires_grad:
-                self._trained[name] = p
+        named = summed.model.named_parameters()
+        self._trained = {name: p for name, p in named if p.requires_grad}
         self._computed: list[_Computed] = []
-        self._norms: list[list[float]] = []
-        """Norms of the gradients after each piece."""
+        self._norms: list[list[float]] = []  # of the gradients, after each piece
         self._draws_elsewhere = False
-
-    @property
-    def _communicates(self) -> bool:
-        return self.draws is not None and self.draws.communicates
 
     # ---- computing -------------------------------------------------------------------------------
 
     def run(self, whole: Piece, *parts: Piece) -> None:
         """Compute all pieces. Gradients end as those of the parts, less that of the whole."""
-        found = self._compute(whole, divisor=None)
-        if self.draws is None and self._snapshot.drew():
+        of_whole = self._compute_whole(whole)
+        if not self._draws.watches and self._snapshot.drew():
+            self._draws.watches = True
             self._snapshot.put_back()
-            self.draws = ReplayedDraws(whole.size)
-            found = self._compute(whole, divisor=None)
-        self._computed.append(found)
-        if self._communicates:
+            of_whole = self._compute_whole(whole)
+        self._computed.append(of_whole)
+        if self._draws.communicates:
             return
         for p in self._trained.values():
             if p.grad is not None:
-                p.grad = p.grad * (-found.count / whole.size)
+                p.grad = p.grad * (-of_whole.count / whole.size)
         self._note_norms()
         for part in parts:
             if part is parts[0] or not self._in_turn:
@@ -272,30 +263,23 @@ class _Comparison:
             self._computed.append(self._compute(part, divisor=whole.size))
             self._note_norms()
 
-    def _compute(self, piece: Piece, *, divisor: int | None) -> _Computed:
-        """Compute the sums of a piece, and add the gradient of its total / divisor.
+    def _compute_whole(self, whole: Piece) -> _Computed:
+        """Compute the whole, whose gradients are those of total / count, as one device has them."""
+        for p in self._trained.values():
+            p.grad = None
+        return self._compute(whole, divisor=None)
 
-        The gradient of the whole, which has no divisor, is that of total / count, as one device
-        has it.
-        """
-        if divisor is None:
-            for p in self._trained.values():
-                p.grad = None
-        forward: Any = contextlib.nullcontext()
-        if self.draws is not None:
-            self.draws.begin(piece)
-            forward = self.draws
+    def _compute(self, piece: Piece, *, divisor: int | None) -> _Computed:
+        """Compute the sums of a piece, and add the gradient of its total / divisor."""
         with _as_compared(self._summed):
-            with forward:
+            with self._draws.forward(piece):
                 sums = self._summed(piece)
             count = float(sums.count)
             by = divisor or count
             total = sums.with_gradient
             if total is not None and by:
-                with self.draws.in_backward() if self.draws is not None else forward:
+                with self._draws.backward():
                     torch.autograd.backward(total / by)
-        if self.draws is not None:
-            self.draws.end()
         self._draws_elsewhere |= self._snapshot.drew_elsewhere()
         return _Computed(count, sums.numbers(), self._snapshot.changed())
 
@@ -304,38 +288,31 @@ class _Comparison:
 
     # ---- judging ---------------------------------------------------------------------------------
 
-    def unchecked(self, why: str) -> Verdict:
+    def unjudged(self, why: str) -> Verdict:
         """Give the verdict of a batch that could not be compared."""
-        verdict = Verdict(unchecked=why, precision=self._precision())
-        verdict.communicates = self._communicates
-        verdict.draws_elsewhere = self._draws_elsewhere
-        verdict.draws = self._draws_elsewhere or bool(self.draws and self.draws.has_drawn)
-        return verdict
+        return Verdict(
+            unchecked=why,
+            communicates=self._draws.communicates,
+            draws=self._draws.has_drawn or self._draws_elsewhere,
+            draws_elsewhere=self._draws_elsewhere,
+            precision=self._draws.coarsest,
+        )
 
     def verdict(self) -> Verdict:
         """Judge what the pieces came to."""
-        verdict = self.unchecked("")
+        verdict = self.unjudged("")
         if verdict.communicates:
             return verdict
         self._note_writes(verdict)
         whole = self._computed[0]
-        if not all(map(math.isfinite, whole.numbers.values())):
-            verdict.unchecked = "the loss is not finite"
-        elif not all(map(math.isfinite, self._norms[0])):
-            verdict.unchecked = "a gradient is not finite"
+        if not all(map(math.isfinite, [*whole.numbers.values(), *self._norms[0]])):
+            verdict.unchecked = "the loss, or a gradient, is not finite"
         elif any(one.count for one in self._computed):  # an update that counts no item is skipped
             verdict.apart, verdict.difference = self._worst(verdict.precision)
-        is_lost = self.draws is not None and self.draws.is_lost
-        if verdict.difference and (is_lost or self._draws_elsewhere):
+        if verdict.difference and (self._draws.is_lost or self._draws_elsewhere):
             verdict.difference = ""
             verdict.unchecked = "a part of a batch draws other random numbers than the whole"
         return verdict
-
-    def _precision(self) -> torch.dtype:
-        """The coarsest format that is known of."""
-        if self.draws is not None:
-            return self.draws.coarsest
-        return coarsest(p.dtype for p in self._summed.model.parameters())
 
     def _note_writes(self, verdict: Verdict) -> None:
         whole, *parts = self._computed
@@ -349,48 +326,45 @@ class _Comparison:
         verdict.drifts = [name for name in verdict.written if name in differing]
         verdict.kept = sorted(differing - parameters)
 
+    def repeatable(self, names: list[str], whole: Piece) -> list[str]:
+        """Leave out values that end otherwise for the same samples, too: a time, say."""
+        self._snapshot.put_back()
+        again = self._compute_whole(whole).written
+        before = self._computed[0].written
+        return [name for name in names if same(before.get(name), again.get(name))]
+
     def _worst(self, precision: torch.dtype) -> tuple[float, str]:
         """How far the worst sum is off, and what to say where that is too far: rather of totals
         than of gradients.
         """
-        apart, text = self._worst_number()
+        apart, text = max(self._of_numbers(), default=(0.0, ""))
         if apart <= TOLERANCE[precision]:
-            apart, text = self._worst_gradient(_FLOOR[precision])
+            apart, text = max(self._of_gradients(_FLOOR[precision]), default=(0.0, ""))
         return apart, text if apart > TOLERANCE[precision] else ""
 
-    def _worst_number(self) -> tuple[float, str]:
-        worst = 0.0
-        text = ""
+    def _of_numbers(self) -> Iterator[tuple[float, str]]:
+        """Yield how far each total and each count is off, and what to say."""
         whole, *parts = self._computed
         for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
             largest = max(abs(number) for number in (value, *of_parts))
-            apart = _finite(abs(value - sum(of_parts)) / max(1e-300, largest))
-            if apart > worst:
-                worst = apart
-                added = " + ".join(f"{number:.6g}" for number in of_parts)
-                text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
-        return worst, text
+            added = " + ".join(f"{number:.6g}" for number in of_parts)
+            text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
+            yield _finite(abs(value - sum(of_parts)) / max(1e-300, largest)), text
 
-    def _worst_gradient(self, floor: float) -> tuple[float, str]:
+    def _of_gradients(self, floor: float) -> Iterator[tuple[float, str]]:
+        """Yield how far each gradient is off, and what to say."""
         whole = self._computed[0]
         mean = abs(whole.numbers.get("the total of the loss", 0.0)) / max(whole.count, 1.0)
         *before, left = self._norms
         sizes = [max(norms) for norms in zip(*before, strict=True)]
         # All gradients may be rounding: those of a constant, say.
         smallest = floor * max([*sizes, _OF_LOSS * mean]) + 1e-300
-        worst = 0.0
-        text = ""
-        for name, size, apart in zip(self._trained, sizes, left, strict=True):
-            apart = _finite(apart / (size + smallest))
-            if apart > worst:
-                worst = apart
-                text = (
-                    f'the gradient of "{name}" for the whole batch is not the sum for its parts '
-                    f"({apart:.1e})"
-                )
-        return worst, text
+        for name, size, norm in zip(self._trained, sizes, left, strict=True):
+            apart = _finite(norm / (size + smallest))
+            what = f'the gradient of "{name}" for the whole batch is not the sum for its parts'
+            yield apart, f"{what} ({apart:.1e})"
 
 
 def _finite(number: float) -> float:
