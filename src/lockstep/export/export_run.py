@@ -38,7 +38,7 @@ from lockstep.launch.placement import alone
 from lockstep.launch.terminal import Display, number
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.prediction.predict import check_target, folder_beside
+from lockstep.prediction.target_file import check_target, folder_beside
 from lockstep.settings import convert
 from lockstep.strategies.single import Single
 from lockstep.strategies.steps.step import Step

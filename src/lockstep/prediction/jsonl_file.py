@@ -108,6 +108,11 @@ def _rows(form: Any, kept: Mapping[str, Any], size: int) -> list[Any]:
 
     Tensors become lists, dicts and dataclasses become objects. Inside of a list or tuple, what was
     left out is null; inside of an object it is missing.
+
+    Args:
+        form: of the outputs, or a part of it.
+        kept: what is to be written, by the names of leaves.
+        size: samples.
     """
     if isinstance(form, Left):
         return [None] * size

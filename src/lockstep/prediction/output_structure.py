@@ -50,9 +50,12 @@ Leaf = Rows | Items | Left
 
 
 def form_of(outputs: Any, size: int, name: str = "") -> Any:
-    """Return the form of the outputs of ``size`` samples.
+    """Return the form of some outputs.
 
-    ``name`` is that of the nest they lie in.
+    Args:
+        outputs: of the model.
+        size: their samples.
+        name: that of the nest they lie in.
     """
     called = name or "outputs"
     if isinstance(outputs, torch.Tensor):
@@ -140,8 +143,13 @@ def _refuse_unlike(leaf: Rows | Items, outputs: Any, size: int) -> None:
 
 
 def filled(form: Any, arrays: Mapping[str, torch.Tensor]) -> Any:
-    """Return the nesting of the outputs with whole arrays for its tensors, and None for what was
-    left out.
+    """Return the nesting of the outputs with whole arrays for its tensors.
+
+    What was left out is None.
+
+    Args:
+        form: of the first batch.
+        arrays: by the names of leaves.
     """
     if isinstance(form, Rows):
         return arrays[form.name]

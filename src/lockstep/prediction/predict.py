@@ -20,7 +20,6 @@ import functools
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from torch.utils.data import Subset
 from lockstep.checkpoint.safe_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
-from lockstep.errors import FolderError, InputError, LockstepError, OutOfMemory, told
+from lockstep.errors import InputError, LockstepError, OutOfMemory, told
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -55,6 +54,7 @@ from lockstep.prediction.output_structure import (
     left_out,
     taken,
 )
+from lockstep.prediction.target_file import check_target, folder_beside
 from lockstep.recipe import recipe_of
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.step import Step
@@ -186,50 +186,6 @@ class _Plan:
     data: Any
     target: Path | None
     folder: Path | None
-
-
-# ---- what is asked for ---------------------------------------------------------------------------
-
-
-def check_target(target: Path, overwrite: bool, endings: tuple[str, ...]) -> None:
-    """Refuse a file of another ending, or one that is there already.
-
-    Args:
-        target: the file.
-        overwrite: accept one that is there.
-        endings: that it may have; "" for one that is added later.
-
-    Raises:
-        InputError, FolderError: with what is wrong.
-    """
-    if target.suffix not in endings:
-        raise InputError(f"out: {target.name} should end in {' or '.join(filter(None, endings))}")
-    if target.is_dir():
-        raise FolderError(f"{target}: out is a folder; name a file in it")
-    endings = (target.suffix,) if target.suffix else (".npy", ".npz")
-    for path in map(target.with_suffix, endings):
-        if path.exists() and not overwrite:
-            raise FolderError(
-                f"{path}: it is there already; --overwrite replaces it, --out names another"
-            )
-
-
-def folder_beside(target: Path | None) -> Path:
-    """Make a hidden folder on the disk of the target, or among the temporary files.
-
-    Raises:
-        FolderError: it can't be made there.
-    """
-    if target is None:
-        return Path(tempfile.mkdtemp(prefix="lockstep-"))
-    try:
-        return Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
-    except FileNotFoundError:
-        raise FolderError(f"{target.parent}: there is no such folder for out") from None
-    except OSError as error:
-        raise FolderError(
-            f"{target}: can't be written: {error.strerror}; name another file with --out"
-        ) from error
 
 
 # ---- on each rank --------------------------------------------------------------------------------
@@ -367,7 +323,17 @@ class _Prediction:
             first += size
 
     def _write_arrays(self, arrays: dict[str, Array], first: int, size: int, outputs: Any) -> None:
-        """Write ``size`` rows of each array, from row ``first`` on."""
+        """Write the rows of some outputs to their arrays.
+
+        Args:
+            arrays: by name.
+            first: the row to begin with.
+            size: how many rows.
+            outputs: of the model.
+
+        Raises:
+            InputError: they have another dtype than those of the first batch.
+        """
         for leaf, rows in taken(self.form, outputs, size):
             if isinstance(leaf, Rows) and rows.dtype != leaf.dtype:
                 raise InputError(
@@ -445,7 +411,10 @@ class _Prediction:
             self.arrays = self._made_arrays(first)
 
     def _made_arrays(self, found: list[Leaf]) -> dict[str, Array]:
-        """Make the files of arrays for the leaves of the first batch.
+        """Make the files of arrays.
+
+        Args:
+            found: the leaves of the first batch's outputs.
 
         Raises:
             InputError: one can't be an array.
