@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,7 +217,7 @@ def test_what_is_refused_or_fails_is_a_row_with_its_reason(
     assert "\nnothing that was tried is faster than the job as it is" in lines
 
 
-def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(
+def test_an_exception_to_the_numbers_is_reported_once(
     machine: Callable[[Rule], list[Way]],
 ) -> None:
     machine(lambda way: 200.0 if way.strategy == "ddp" and not way.settings else 100.0)
@@ -227,8 +226,6 @@ def test_an_exception_to_the_numbers_is_said_and_its_cure_is_measured(
     assert found.start == Way("ddp", "2xcpu")
     assert str(BATCHNORM) in " ".join(" ".join(lines).split())
     assert " ".join(" ".join(lines).split()).count(str(BATCHNORM)) == 1
-    cure = next(row for row in found.rows if row.setting == "sync_batchnorm")
-    assert cure.gain is not None and cure.gain.median == 0.5 and not cure.taken
 
 
 def test_a_strategy_that_is_named_is_the_only_one_tried(
@@ -250,10 +247,9 @@ def test_the_line_to_paste_has_the_jobs_own_words(
     out = tmp_path / "found.json"
     lines: list[str] = []
     lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)
-    told = [line.replace(" \\\n   ", "") for line in lines]
     assert (
         f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 "
-        "--channels-last" in told
+        "--channels-last" in lines
     )
     assert cli.main(["tune", str(file), "--json", str(out), "--rounds", "1"]) == 0
     assert json.loads(out.read_text())["kept"] == {
@@ -320,24 +316,9 @@ def test_what_an_update_makes_once_is_not_its_rate() -> None:
     assert tried.first > 2.0 and tried.rate > job().batch_size
 
 
-def test_a_long_command_is_told_in_lines_that_a_shell_joins() -> None:
-    short = "lockstep train a.py --strategy single"
-    assert tune._in_lines(short) == f"  {short}"
-    long = (
-        "lockstep train examples/digits.py --set 'name=two words' --channels-last --keep-memory "
-        + 4 * "--fused false "
-    )
-    first, *others = tune._in_lines(long).splitlines()
-    assert others and max(map(len, [first, *others])) <= 120
-    assert shlex.split(" ".join(one.removesuffix("\\") for one in [first, *others])) == shlex.split(
-        long
-    )
-
-
 @pytest.mark.slow
 def test_tuning_as_a_person_runs_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["tune", "examples/digits.py", "--seconds", "0.1", "--rounds", "1"]) == 0
     out = capfd.readouterr().out
     assert "settings that keep the numbers" in out and "compile" in out
     assert "nothing was changed" in out or "nothing that was tried is faster" in out
-    assert max(map(len, out.splitlines())) <= 120

@@ -17,7 +17,7 @@ import shlex
 import statistics
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,15 +39,13 @@ from lockstep.strategies import STRATEGIES, choose, devices_for
 Effect = Literal["numbers kept", "rounding changed"]
 
 _TAKEN = 1.02
-"""The gain from which on a setting is kept, if it also gained in every round."""
+"""The least gain of a setting that is kept; it also gained in every round."""
 
 _HOPELESS = 0.8
-"""What comes out below that share of the best in its first turn isn't timed again."""
+"""A setting below this share of the best in its first turn isn't timed again."""
 
 _PATIENCE = 4.0
-"""How many times as long as the best's first update a first one may take, and after that the
-second.
-"""
+"""How many times the first update of the best a first update may take, and after it the second."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Row:
         setting: what was tried.
         samples_per_second: the median; None where it failed.
         gain: against the best before it, a ratio from each round.
-        peak: its largest memory against that.
+        peak: its largest memory against that of the best before it.
         taken: whether the stages after it build on it.
         remark: why it failed, or what it does to the numbers.
     """
@@ -99,20 +97,28 @@ class Tuning:
     rows: Sequence[Row]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a file."""
-        return {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+        """Return plain values, for a file."""
+        rows = []
+        for row in self.rows:
+            rows.append({**asdict(row), "gain": _plain_gain(row.gain)})
+        return {
+            "start": _plain_way(self.start),
+            "kept": _plain_way(self.kept),
+            "changed": _plain_way(self.changed),
+            "gain_kept": _plain_gain(self.gain_kept),
+            "gain_changed": _plain_gain(self.gain_changed),
+            "rows": rows,
+        }
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Way):
-        return {"strategy": value.strategy, "devices": value.devices, "settings": value.settings}
-    if isinstance(value, Timing):
-        return {"median": value.median, "rounds": list(value.rates)}
-    if isinstance(value, Row):
-        return {one.name: _plain(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, list):
-        return list(map(_plain, value))
-    return value
+def _plain_way(way: Way) -> dict[str, Any]:
+    return {"strategy": way.strategy, "devices": way.devices, "settings": way.settings}
+
+
+def _plain_gain(gain: Timing | None) -> dict[str, Any] | None:
+    if gain is None:
+        return None
+    return {"median": gain.median, "rounds": list(gain.rates)}
 
 
 def tune(
@@ -150,39 +156,53 @@ def tune(
     source = with_settings(as_job(job), settings)
     devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices)
-    as_said = isinstance(devices, str | int) and devices != "auto"
-    words = str(devices) if as_said else first_of(chosen, len(chosen))
+    words = first_of(chosen, len(chosen))
+    if isinstance(devices, str | int) and devices != "auto":
+        words = str(devices)
     start = Way(choose(strategy, chosen).name, words)
-    search = _Search(source, start, rounds, seconds, told or (lambda line: None))
     count = len(chosen)
     if devices in ("auto", None) and chosen[0].is_slot:
         count = len(_devices.usable_cores())
-    return search.through(strategy, chosen, count)
+    placements = _placements(strategy, chosen, count, the_job(source).batch_size)
+    search = _Search(source, start, rounds, seconds, told or (lambda line: None))
+    return search.through(placements, chosen[0])
 
 
 @dataclass
 class _Turns:
-    """Settings in turns with the best so far.
+    """The turns of one stage.
 
     Attributes:
-        alive: those that neither failed nor were hopeless.
-        tries: of each setting.
-        of_best: rates of the best so far, turn by turn.
-        failed: why, by setting.
+        best: the rates of the best way before it.
+        tries: by setting, its turns.
+        failed: by setting, why it failed.
+        alive: the settings that are still timed.
     """
 
-    alive: dict[str, Way]
+    best: list[float]
     tries: dict[str, list[Tried]]
-    of_best: list[float] = field(default_factory=list)
+    alive: list[str]
     failed: dict[str, str] = field(default_factory=dict)
 
     def drop_hopeless(self) -> None:
-        """Leave out what was far behind the fastest in the first turn."""
+        """Drop the settings that are far behind after the first turn."""
         rates = {setting: self.tries[setting][0].rate for setting in self.alive}
-        least = _HOPELESS * max([self.of_best[0], *rates.values()])
-        for setting, rate in rates.items():
-            if rate < least:
-                del self.alive[setting]
+        highest = max([self.best[0], *rates.values()])
+        self.alive = [s for s in self.alive if rates[s] >= _HOPELESS * highest]
+
+    def gain(self, setting: str) -> Timing:
+        """Return a ratio to the best from each round."""
+        rates = [tried.rate for tried in self.tries[setting]]
+        return Timing(rates).over(Timing(self.best[: len(rates)]))
+
+    def taken(self) -> str | None:
+        """Return the setting that gained most, if any gained."""
+        gains = {}
+        for setting in self.alive:
+            gain = self.gain(setting)
+            if gain.median >= _TAKEN and gain.spread[0] > 1.0:
+                gains[setting] = gain.median
+        return max(gains, key=gains.__getitem__, default=None)
 
 
 class _Search:
@@ -197,7 +217,7 @@ class _Search:
         told: Callable[[str], None],
     ) -> None:
         self.job = job
-        self.settings = the_job(job)  # for the values that it has itself
+        self.settings = the_job(job)
         self.start = self.way = start
         self.rounds = rounds
         self.seconds = seconds
@@ -205,8 +225,8 @@ class _Search:
         self.effect: Effect = "numbers kept"
         self.rows: list[Row] = []
 
-    def through(self, strategy: str | None, chosen: tuple[Device, ...], count: int) -> Tuning:
-        """All stages, one after the other; ``count`` devices may be used."""
+    def through(self, placements: Mapping[str, Way], device: Device) -> Tuning:
+        """Try all stages, one after the other, on devices like this one."""
         turns = counted(self.rounds, "turn")
         self.told(
             f"each setting in {turns} against the best before it; + is kept for those that follow"
@@ -218,81 +238,66 @@ class _Search:
         self.told(
             "\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory"
         )
-        self.try_placements(strategy, chosen, count)
-        if any(caveat.kind == "batchnorm" and caveat.fix for caveat in self.best.caveats):
-            synchronised = self.way.replace(sync_batchnorm=True)
-            self.stage("batch norm", {"sync_batchnorm": synchronised}, only_told=True)
-
-        if chosen[0].is_slot:
+        others = {words: way for words, way in placements.items() if way != self.start}
+        self.stage("devices", others)
+        if device.is_slot:
             self.keep_numbers()
             self.switch("memory", "keep_memory")
-            same = self.way
-            self.change_rounding("cpu", strategy)
-            return self.confirmed(same)
+            kept = self.way
+            self.change_rounding(device.type)
+            return self.confirmed(kept)
 
-        self.change_rounding(chosen[0].type, strategy)
+        self.change_rounding(device.type)
         self.told("\nsettings that keep the numbers")
         self.keep_numbers()
-        kept = dict(self.way.settings)
+        settings = dict(self.way.settings)
         for name in ("precision", "compile"):
-            kept.pop(name, None)
-        return self.confirmed(replace(self.way, settings=kept))
-
-    def try_placements(self, strategy: str | None, chosen: tuple[Device, ...], count: int) -> None:
-        """Try strategies, and numbers of devices."""
-        ways = {}
-        for way in _placements(strategy, chosen, count, self.settings.batch_size):
-            if way != self.start:
-                ways[f"{way.strategy} on {way.devices}"] = way
-        self.stage("devices", ways)
+            settings.pop(name, None)
+        return self.confirmed(replace(self.way, settings=settings))
 
     def keep_numbers(self) -> None:
-        """Try the layout, the optimizer's implementation, and loader workers."""
+        """Try layout, optimizer and loading."""
         self.effect = "numbers kept"
         if self.best.convolves:
             self.switch("layout", "channels_last")
         fused = not self.best.fused
         self.stage("optimizer", {f"fused={fused}".lower(): self.way.replace(fused=fused)})
-
         workers = self.best.workers
         if workers is not None:
-            others = {0, workers // 2, workers + max(1, workers // 2)} - {workers}
+            more = workers + max(1, workers // 2)
             ways = {}
-            for number in sorted(others):
-                ways[f"loader_workers={number}"] = self.way.replace(loader_workers=number)
+            for count in sorted({0, workers // 2, more} - {workers}):
+                ways[f"loader_workers={count}"] = self.way.replace(loader_workers=count)
             self.stage("loading", ways)
 
-    def change_rounding(self, kind: str, strategy: str | None) -> None:
+    def change_rounding(self, kind: str) -> None:
         """Try formats, and then ways to compile, on devices of a type."""
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
-        # Convolutions gain little by a narrow format in the layout they have, or lose.
-        other_layout = kind != "cpu" and self.best.convolves and not self.settings.channels_last
+        self.try_formats(kind)
+        if not self.settings.compile:
+            graphs = self.settings.accumulate == 1 and self.way.strategy != "dp"
+            ways = {}
+            for mode in compilations(kind, graphs=graphs):
+                words = "compile" if mode is True else f"compile={mode}"
+                ways[words] = self.way.replace(compile=mode)
+            self.stage("compile", ways)
+
+    def try_formats(self, kind: str) -> None:
+        """Try the formats of numbers, the half ones with the layout of convolutions."""
+        # In the usual layout convolutions gain little by a half format, or lose.
+        is_laid_out = self.settings.channels_last or not self.best.convolves
         ways = {}
         for name in formats(kind, self.best.dtype):
             if name == self.settings.precision:
                 continue
-            setting = f"precision={name}"
+            words = f"precision={name}"
             way = self.way.replace(precision=name)
-            if other_layout and name in ("bf16", "fp16"):
-                setting += ", channels_last"
+            if kind != "cpu" and name in ("bf16", "fp16") and not is_laid_out:
+                words += ", channels_last"
                 way = way.replace(channels_last=True)
-            ways[setting] = way
+            ways[words] = way
         self.stage("precision", ways)
-        if not self.settings.compile:
-            self.try_compilations(kind, strategy)
-
-    def try_compilations(self, kind: str, strategy: str | None) -> None:
-        """Try ways to compile."""
-        graphs = self.settings.accumulate == 1 and self.way.strategy != "dp"
-        ways = {}
-        for mode in compilations(kind, graphs=graphs):
-            setting = "compile" if mode is True else f"compile={mode}"
-            ways[setting] = self.way.replace(compile=mode)
-        if self.way.strategy == "dp" and strategy is None:
-            # The threads of dp can't compile all that processes can.
-            ways["compile, ddp"] = replace(ways["compile"], strategy="ddp")
-        self.stage("compile", ways)
 
     def attempt(self, way: Way, patience: float | None = None) -> Tried:
         return attempt(self.job, way, seconds=self.seconds, patience=patience)
@@ -300,129 +305,140 @@ class _Search:
     def switch(self, stage: str, name: str) -> None:
         """Try the other value of a setting that is true or false."""
         value = not self.way.settings.get(name, getattr(self.settings, name))
-        self.stage(stage, {name if value else f"{name}=false": self.way.replace(**{name: value})})
+        words = name if value else f"{name}=false"
+        self.stage(stage, {words: self.way.replace(**{name: value})})
 
-    def stage(self, stage: str, ways: Mapping[str, Way], *, only_told: bool = False) -> None:
-        """Try these in turns with the best so far.
-
-        The fastest of them takes its place, where it gains, and where it isn't ``only_told``.
+    def stage(self, stage: str, ways: Mapping[str, Way]) -> None:
+        """Try ways in turns with the best so far; the fastest one takes its place, where it
+        gains.
         """
-        turns = self.in_turns(ways)
-        gains = {}
-        for setting, its in turns.tries.items():
-            if setting not in turns.failed:
-                rates = Timing([tried.rate for tried in its])
-                gains[setting] = rates.over(Timing(turns.of_best[: len(its)]))
+        turns = _Turns([], {setting: [] for setting in ways}, list(ways))
+        for turn in range(self.rounds):
+            if turns.alive:
+                self.turn(turns, ways, is_first=turn == 0)
 
-        good = []
-        for setting in turns.alive:
-            gain = gains[setting]
-            if gain.median >= _TAKEN and gain.spread[0] > 1.0 and not only_told:
-                good.append(setting)
-        taken = max(good, key=lambda setting: gains[setting].median, default=None)
-
-        for setting, gain in gains.items():
-            its = turns.tries[setting]
-            rate = statistics.median(tried.rate for tried in its)
-            peak = its[0].peak / self.best.peak
-            remark = self.remark(its[0], only_once=setting not in turns.alive)
-            self.say(Row(self.effect, stage, setting, rate, gain, peak, setting == taken, remark))
+        taken = turns.taken()
+        for setting, tries in turns.tries.items():
+            if setting in turns.failed:
+                continue
+            row = Row(
+                self.effect,
+                stage,
+                setting,
+                samples_per_second=statistics.median(tried.rate for tried in tries),
+                gain=turns.gain(setting),
+                peak=tries[0].peak / self.best.peak,
+                taken=setting == taken,
+                remark=self.remark(tries[0], only_once=setting not in turns.alive),
+            )
+            self.say(row)
         for setting, reason in turns.failed.items():
             self.say(Row(self.effect, stage, setting, remark=reason))
         if taken is not None:
             self.way = ways[taken]
             self.best = turns.tries[taken][0]
 
-    def in_turns(self, ways: Mapping[str, Way]) -> _Turns:
-        """Try these in turns with the best so far; what fails or is hopeless drops out."""
-        turns = _Turns(alive=dict(ways), tries={setting: [] for setting in ways})
-        for turn in range(self.rounds):
-            if not turns.alive:
-                break
-            turns.of_best.append(self.attempt(self.way).rate)
-            for setting, way in list(turns.alive.items()):
-                patience: float | None = _PATIENCE * self.best.first
-                if turn or "compile" in way.settings:
-                    patience = None
-                try:
-                    turns.tries[setting].append(self.attempt(way, patience))
-                except LockstepError as error:
-                    turns.failed[setting] = first_line(error)
-                    del turns.alive[setting]
-            if turn == 0:
-                turns.drop_hopeless()
-        return turns
+    def turn(self, turns: _Turns, ways: Mapping[str, Way], *, is_first: bool) -> None:
+        """Time the best and each setting once."""
+        turns.best.append(self.attempt(self.way).rate)
+        for setting in list(turns.alive):
+            way = ways[setting]
+            patience = None
+            if is_first and "compile" not in way.settings:
+                patience = _PATIENCE * self.best.first
+            try:
+                turns.tries[setting].append(self.attempt(way, patience))
+            except LockstepError as error:
+                turns.failed[setting] = first_line(error)
+                turns.alive.remove(setting)
+        if is_first:
+            turns.drop_hopeless()
 
     def remark(self, tried: Tried, *, only_once: bool) -> str:
-        said = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
+        """Return what a person should know of a setting."""
+        remarks = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
         if tried.first > 5.0 + 3 * self.best.first:
-            said.append(f"its first update took {tried.first:.0f} s, this once at least")
+            remarks.append(f"its first update took {tried.first:.0f} s, this once at least")
         if only_once:
-            said.append("one turn only")
-        return "; ".join(said)
+            remarks.append("one turn only")
+        return "; ".join(remarks)
 
     def say(self, row: Row) -> None:
-        """A line of the table, and what must be said of it below."""
-        is_new = len(row.remark) <= 40 or all(row.remark != before.remark for before in self.rows)
+        """Print a line of the table, and its remark below it."""
+        is_told = any(row.remark == before.remark for before in self.rows)
         self.rows.append(row)
         if row.samples_per_second is None or row.gain is None:
             self.told(f"  {row.setting:<32}  can't be used here")
         else:
             mark = "+" if row.taken else " "
-            rate, gain = f"{row.samples_per_second:,.4g}", _ratio(row.gain)
+            rate = f"{row.samples_per_second:,.4g}"
+            gain = _ratio(row.gain)
             self.told(f"{mark} {row.setting:<32}{rate:>11}   {gain:<23}{row.peak:>7.2f}")
-        self.below(row.remark if is_new else "the same")
+        self.below("the same" if is_told and row.remark else row.remark)
 
     def below(self, remark: str) -> None:
+        """Print a remark below a line of the table."""
         for line in textwrap.wrap(remark, 79, initial_indent="    ", subsequent_indent="    "):
             self.told(line)
 
     def confirmed(self, kept: Way) -> Tuning:
         """Measure what was found against the job as it is, once more."""
-        ways = {"that keep the numbers": kept, "of both kinds": self.way}
-        found = {what: way for what, way in ways.items() if way != self.start}
-        if self.way == kept:
-            found.pop("of both kinds", None)
-        gains: dict[str, Timing] = {}
-        if found:
-            turns = {name: self.turn(way) for name, way in {"": self.start, **found}.items()}
-            timings = in_turns(turns, rounds=self.rounds, warm_up=0)
-            gains = {what: timings[what].over(timings[""]) for what in found}
-        good: dict[str, tuple[Way, Timing | None]] = {}
+        ways = {}
+        if kept != self.start:
+            ways["that keep the numbers"] = kept
+        if self.way not in (self.start, kept):
+            ways["of both kinds"] = self.way
+
+        kept, gain_kept = self.start, None
+        changed, gain_changed = self.start, None
+        gains = self.confirming(ways)
         for what, gain in gains.items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
             if gain.median < _TAKEN:
                 self.told("  these settings are not recommended")
                 continue
-            good[what] = found[what], gain
-            line = found[what].line(self.job)
-            self.told(_in_lines(line) if isinstance(self.job, JobFile) else f"  {line}")
-        done = "nothing was changed: the line is yours to paste"
-        self.told(f"\n{done if good else 'nothing that was tried is faster than the job as it is'}")
-        kept, gain_kept = good.get("that keep the numbers", (self.start, None))
-        changed, gain_changed = good.get("of both kinds", (kept, gain_kept))
+            self.told(f"  {ways[what].line(self.job)}")
+            changed, gain_changed = ways[what], gain
+            if what == "that keep the numbers":
+                kept, gain_kept = changed, gain
+
+        if changed == self.start:
+            self.told("\nnothing that was tried is faster than the job as it is")
+        else:
+            self.told("\nnothing was changed: the line is yours to paste")
         return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)
 
-    def turn(self, way: Way) -> Callable[[], float]:
-        return lambda: self.attempt(way).rate
+    def confirming(self, ways: Mapping[str, Way]) -> dict[str, Timing]:
+        """Return the gain of each way over the job as it is, by turns."""
+        if not ways:
+            return {}
+
+        def rate_of(way: Way) -> Callable[[], float]:
+            return lambda: self.attempt(way).rate
+
+        turns = {"": rate_of(self.start)}
+        for what, way in ways.items():
+            turns[what] = rate_of(way)
+        timings = in_turns(turns, rounds=self.rounds, warm_up=0)
+        return {what: timings[what].over(timings[""]) for what in ways}
 
 
 def formats(kind: str, held: torch.dtype) -> list[str]:
-    """The formats to try on devices of a type, in this order, for parameters that are held in
-    one.
-    """
-    found = ["tf32"] if kind in ROUNDING else []
-    found.append("bf16")
+    """Return the formats to try on devices of a type, in this order, for parameters of a dtype."""
+    names = []
+    if kind in ROUNDING:
+        names.append("tf32")
+    names.append("bf16")
     if held == torch.float64:
-        found.append("fp32")
+        names.append("fp32")
     elif kind != "cpu":
-        found.append("fp16")
-    return found
+        names.append("fp16")
+    return names
 
 
 def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
-    """The values of ``compile`` to try on devices of a type, CUDA graphs only where they can be
-    captured.
+    """Return the values of ``compile`` to try on devices of a type; CUDA graphs only where they
+    can be captured.
     """
     if kind == "cpu":
         return [True]
@@ -433,47 +449,41 @@ def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
 
 def _placements(
     strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int
-) -> list[Way]:
-    """One device, and each exact strategy on 2, 4, ... and all ``count`` of them."""
-    counts = {count}
-    n = 2
-    while n <= count:
-        counts.add(n)
-        n *= 2
-
-    names = []
-    for name, kind in STRATEGIES.items():
-        if kind.exact is not True or name == "single":
-            continue
-        # Those that split layers or shard them are for models too large for one device: only where
-        # they are asked for.
-        splits = {"stage", "shard"} & kind().layout(2).axes.keys()
-        if name == strategy or (strategy is None and not splits):
-            names.append(name)
-
+) -> dict[str, Way]:
+    """Return one device, and each exact strategy on 2, 4, ... and all ``count`` devices."""
     ways = []
     if strategy in (None, "single"):
         ways.append(Way("single", first_of(chosen, 1)))
-    for n in sorted(counts):
-        if 1 < n <= batch_size:
-            ways += [Way(name, first_of(chosen, n)) for name in names]
-    return ways
+    counts = [n for n in _POWERS if n < count] + [count]
+    for n in counts:
+        if not 1 < n <= batch_size:
+            continue
+        for name in _replicating(strategy):
+            ways.append(Way(name, first_of(chosen, n)))
+    return {f"{way.strategy} on {way.devices}": way for way in ways}
+
+
+_POWERS = [2**k for k in range(1, 16)]
+
+
+def _replicating(strategy: str | None) -> list[str]:
+    """Return the names of the exact strategies to try, or of the one that was asked for.
+
+    Those that split or shard the model are for models too large for one device: they are tried only
+    where they are asked for.
+    """
+    names = []
+    for name, kind in STRATEGIES.items():
+        if name == "single" or kind.exact is not True:
+            continue
+        axes = kind().layout(2).axes
+        is_split = "stage" in axes or "shard" in axes
+        if name == strategy or (strategy is None and not is_split):
+            names.append(name)
+    return names
 
 
 def _ratio(gain: Timing) -> str:
     if len(gain.rates) == 1:
         return f"{gain.median:.2f}"
     return f"{gain.median:.2f} ({gain.spread[0]:.2f}, {gain.spread[1]:.2f})"
-
-
-def _in_lines(command: str, width: int = 120) -> str:
-    """A command in lines that a shell joins, none longer than ``width``, as far as its words are
-    shorter.
-    """
-    lines = [" "]
-    for word in map(shlex.quote, shlex.split(command)):
-        if len(f"{lines[-1]} {word} \\") > width:
-            lines[-1] += " \\"
-            lines.append("   ")
-        lines[-1] += f" {word}"
-    return "\n".join(lines)
