@@ -6,7 +6,6 @@ import csv
 import importlib
 import io
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.cli import command as cli
 from lockstep.compare import comparison_folder
-from lockstep.compare.advice import best_of, clearing, clocked_apart, sentence, unsteady
+from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of, sweeps_of
 from lockstep.compare.comparison_table import csv_of, lines_of
@@ -171,7 +170,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 100, 200])
+@pytest.mark.parametrize("width", [80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(width: int, machine: Callable[..., Any]) -> None:
     machine(steady)
     found = compared(
@@ -304,27 +303,6 @@ def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(
     )
 
 
-def test_updates_that_were_clocked_apart_and_took_longer_are_said_to(
-    machine: Callable[..., Any],
-) -> None:
-    machine(steady)
-    found = compared()
-    assert clocked_apart(found) == ""
-    slow = tuple(
-        replace(one, step=3 * one.step)
-        for one in glance(Way("ddp", "2xcpu"), 8 / SPEEDS["ddp"]).times
-    )
-    rows = tuple(
-        replace(row, glance=replace(row.glance, times=slow))
-        if row.glance is not None and row.name == "ddp"
-        else row
-        for row in found.rows
-    )
-    said = clocked_apart(replace(found, rows=rows))
-    assert "turns: ddp 3.0 times as long." in said
-    assert said in page_of(replace(found, rows=rows)).notes
-
-
 def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(
     machine: Callable[..., Any],
 ) -> None:
@@ -352,21 +330,6 @@ def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_thos
     found = compared(strategies=["pp", "dp"])
     (table,) = (one for one in page_of(found).sections if one.title == "The same results?")
     assert [row[-1] for row in table.parts[0].rows] == ["single in 4 micro-batches", "single"]
-
-
-def test_one_core_that_clears_memory_all_the_time_is_said_to(machine: Callable[..., Any]) -> None:
-    machine(steady)
-    found = compared()
-    assert clearing(found) == ""
-    rows = tuple(
-        replace(row, system=0.45 if row.role == "one device" else 0.9) for row in found.rows
-    )
-    slow = replace(found, rows=rows)
-    assert clearing(slow).startswith("single, 2 cores spends 45 % of its time in the system")
-    assert any("keep_memory=True" in line for line in lines_of(slow, 80))
-    assert clearing(slow) in page_of(slow).notes
-    assert clearing(replace(slow, keeps_memory=True)) == ""
-    assert clearing(Comparison.of(json.loads(comparison_folder.json_of(slow)))) == clearing(slow)
 
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
@@ -566,25 +529,6 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(
     assert not list(sweeps_of(compared()))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="taskset is Linux's")
-def test_what_trains_on_one_slot_of_several_has_a_line_too(
-    machine: Callable[..., Any], tmp_path: Path
-) -> None:
-    file = tmp_path / "job.py"
-    file.write_text("import test_compare\njob = test_compare.job\n")
-    machine(steady)
-    found = lockstep.compare(
-        file, strategies=["ddp"], devices="2xcpu", rounds=1, folder=None, told=None
-    )
-    assert (
-        found["single, 2 cores"].line
-        == f"taskset -c 0,1 lockstep train {file} --strategy single --devices 1xcpu"
-    )
-    assert (
-        found["single, 4 cores"].line == f"lockstep train {file} --strategy single --devices 1xcpu"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -688,9 +632,7 @@ def test_the_command_that_repeats_it_is_what_was_said(
         "pp microbatches=4",
     ]
     assert out[1].read_text() == csv_of(comparison_folder.read(found["folder"]))
-    assert compared(strategies=["ddp"], epochs=None).command == (
-        "lockstep.compare(job, strategies=['ddp'], devices='2xcpu', rounds=3, seconds=2.0)"
-    )
+    assert compared(strategies=["ddp"]).command == "", "its job is no file"
 
 
 def test_a_comparison_that_is_stopped_leaves_nothing(
@@ -833,6 +775,6 @@ def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
         """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
     )
     assert way.replace().line(job()) == (
-        'lockstep.train(job, strategy=PP(microbatches=8, device_map={"stem": 0, "": 1}), '
+        'lockstep.train(job, strategy=named("pp", microbatches=8, device_map={"stem": 0, "": 1}), '
         'devices="2xcpu", batch_size=4)'
     )

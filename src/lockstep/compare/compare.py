@@ -8,7 +8,6 @@ with epochs       A B C      each trained, for its losses and metrics
 from __future__ import annotations
 
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,7 +30,7 @@ from lockstep.strategies import Strategy, choose
 from lockstep.train import train
 
 _LOOK = 1e-9
-"""Seconds of a look's timed updates: two of them, to warm up."""
+"""Seconds of the timed updates of a look: two of them, to warm up."""
 
 
 def compare(
@@ -80,31 +79,40 @@ def compare(
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, device_map)
-    name = source.name if isinstance(source, JobFile) else "job"
-    kept = None if folder is None else RunFolder.new(folder, f"{name}-compare")
+    kept = None
+    folder_of_runs = None
+    if folder is not None:
+        name = source.name if isinstance(source, JobFile) else "job"
+        kept = RunFolder.new(folder, f"{name}-compare")
+        folder_of_runs = kept.path / "runs"
     say = told or (lambda line: None)
     turns = _Turns(source, entries, say)
     try:
         turns.look(parity=parity)
         turns.time(rounds, seconds)
         if settings.get("epochs") is not None:
-            turns.train(None if kept is None else kept.path / "runs")
+            turns.train(folder_of_runs)
     except BaseException:
         if kept is not None:
             kept.remove()
         raise
-    asked = {
-        "strategies": strategies and list(strategies),
-        "devices": devices,
-        "sweep": sweep and dict(sweep),
-        "device_map": device_map,
-        "rounds": rounds,
-        "seconds": seconds,
-        "parity": None if parity else False,
-    }
+
+    command = ""
+    words = [*(strategies or ()), devices]
+    if isinstance(source, JobFile) and all(isinstance(word, str | int) for word in words):
+        asked = {
+            "strategies": strategies and list(strategies),
+            "devices": devices,
+            "sweep": sweep,
+            "device_map": device_map,
+            "rounds": rounds,
+            "seconds": seconds,
+            "no_parity": None if parity else True,
+        }
+        command = comparison_folder.command(source, asked)
     found = Comparison(
         job=source.path if isinstance(source, JobFile) else "job",
-        command=comparison_folder.command(source, asked, settings),
+        command=command,
         batch_size=loaded.batch_size,
         rounds=rounds,
         seconds=seconds,
@@ -112,7 +120,6 @@ def compare(
         on_slots=all(entry.devices[0].is_slot for entry in entries),
         rows=list(turns.rows.values()),
         folder="" if kept is None else str(kept.path),
-        keeps_memory=loaded.keep_memory,
     )
     comparison_folder.tell(found, say)
     return found
@@ -124,14 +131,17 @@ class _Turns:
     def __init__(
         self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]
     ) -> None:
-        self.source, self.entries, self.say = source, entries, say
+        self.source = source
+        self.entries = entries
+        self.say = say
         self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
     def alive(self) -> list[Entry]:
-        """The entries that didn't fail."""
+        """Return the entries that didn't fail."""
         return [entry for entry in self.entries if not self.rows[entry.name].reason]
 
     def note(self, entry: Entry, **found: Any) -> None:
+        """Add what was found to the row of an entry."""
         self.rows[entry.name] = replace(self.rows[entry.name], **found)
 
     def look(self, *, parity: bool) -> None:
@@ -141,21 +151,17 @@ class _Turns:
             if tried is None:
                 self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
-            self.note(
-                entry,
-                caveats=list(map(str, tried.caveats)),
-                plans=list(tried.plans),
-                glance=tried.glance,
-            )
-            said = ""
+            caveats = [str(caveat) for caveat in tried.caveats]
+            self.note(entry, caveats=caveats, plans=list(tried.plans), glance=tried.glance)
+            line = f"{entry.name}: works, started in {tried.started:.1f} s"
             if parity and entry.role == "strategy":
                 agreement = agreement_of(self.source, entry)
                 self.note(entry, agreement=agreement)
-                said = f", {agreement}"
-            self.say(f"{entry.name}: works, started in {tried.started:.1f} s{said}")
+                line += f", {agreement}"
+            self.say(line)
 
     def time(self, rounds: int, seconds: float) -> None:
-        """The rounds."""
+        """Give each its turns."""
         tries: dict[str, list[Tried]] = {entry.name: [] for entry in self.alive()}
         for turn in range(rounds):
             for entry in self.alive():
@@ -164,13 +170,13 @@ class _Turns:
                     tries[entry.name].append(tried)
             self.say(f"round {turn + 1}/{rounds} done")
         for entry in self.alive():
-            its = tries[entry.name]
+            turns = tries[entry.name]
+            peaks = zip(*(tried.peaks for tried in turns), strict=True)
             self.note(
                 entry,
-                rates=[tried.rate for tried in its],
-                started=statistics.median(tried.started for tried in its),
-                system=statistics.median(tried.system for tried in its),
-                peaks=[max(column) for column in zip(*(tried.peaks for tried in its), strict=True)],
+                rates=[tried.rate for tried in turns],
+                started=statistics.median(tried.started for tried in turns),
+                peaks=[max(of_one) for of_one in peaks],
             )
 
     def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> Tried | None:
@@ -184,50 +190,43 @@ class _Turns:
         """Train each strategy, and ``single`` on one device, for the job's epochs."""
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
             for entry in self.alive():
-                if entry.role == "all cores":
-                    continue
-                try:
-                    run = train(
-                        with_settings(self.source, entry.way.settings),
-                        strategy=choose(entry.way.strategy, entry.devices, **entry.way.options),
-                        devices=entry.devices,
-                        folder=folder or scratch,
-                        quiet=True,
-                    )
-                except LockstepError as error:
-                    said = f"its training failed: {first_line(error)}"
-                    self.note(entry, caveats=[*self.rows[entry.name].caveats, said])
-                    self.say(f"{entry.name}: {said}")
-                    continue
-                self.note(entry, history=run.history, run="" if folder is None else str(run.folder))
-                last = run.history[-1]
-                self.say(
-                    f"{entry.name}: trained, loss {last.get('eval_loss', last['train_loss']):.4g}"
-                )
+                if entry.role != "all cores":
+                    self._train(entry, folder or Path(scratch))
+                    if folder is None:
+                        self.note(entry, run="")
+
+    def _train(self, entry: Entry, folder: Path) -> None:
+        way = entry.way
+        try:
+            run = train(
+                with_settings(self.source, way.settings),
+                strategy=choose(way.strategy, entry.devices, **way.options),
+                devices=entry.devices,
+                folder=folder,
+                quiet=True,
+            )
+        except LockstepError as error:
+            failed = f"its training failed: {first_line(error)}"
+            self.note(entry, caveats=[*self.rows[entry.name].caveats, failed])
+            self.say(f"{entry.name}: {failed}")
+            return
+        self.note(entry, history=run.history, run=str(run.folder))
+        last = run.history[-1]
+        loss = last.get("eval_loss", last["train_loss"])
+        self.say(f"{entry.name}: trained, loss {loss:.4g}")
 
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:
-    """The row of an entry, with nothing measured yet."""
+    """Return the row of an entry, with nothing measured yet."""
     way = entry.way
     return Row(
         name=entry.name,
         role=entry.role,
         strategy=way.strategy,
         settings={**way.options, **way.settings},
-        devices=list(map(str, entry.devices)),
+        devices=[str(device) for device in entry.devices],
         where=entry.where,
-        line=_line(entry, source),
+        line=way.line(source),
         one=entry.one,
         cores=entry.cores,
     )
-
-
-def _line(entry: Entry, source: Job | JobFile) -> str:
-    """What trains the job so; "" where there is no such line."""
-    if isinstance(entry.way.devices, str):
-        return entry.way.line(source)
-    if not isinstance(source, JobFile) or sys.platform != "linux":
-        return ""
-    # One slot of several: as many cores for the whole process.
-    cores = ",".join(map(str, entry.devices[0].cores))
-    return f"taskset -c {cores} {replace(entry.way, devices='1xcpu').line(source)}"

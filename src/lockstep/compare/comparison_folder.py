@@ -25,12 +25,11 @@ from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import job_words, option_words
 from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
-from lockstep.job import Job
 from lockstep.jobfile import JobFile
 
 
 def read(folder: str | Path) -> Comparison:
-    """The comparison that is kept in a folder.
+    """Return the comparison that is kept in a folder.
 
     Raises:
         FolderError: there is none.
@@ -59,55 +58,44 @@ def write(found: Comparison) -> None:
 
 
 def json_of(found: Comparison) -> str:
-    """All that was found."""
+    """Return all that was found."""
     text = json.dumps(found.as_dict(), default=str)
     # JSON has no word for what is not a number, or infinite.
-    return json.dumps(json.loads(text, parse_constant=lambda word: None), indent=2) + "\n"
+    values = json.loads(text, parse_constant=lambda word: None)
+    return json.dumps(values, indent=2) + "\n"
 
 
-def command(source: Job | JobFile, asked: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """What repeats the comparison: a command, or a call where the job isn't a file or a strategy is
-    an object.
+def command(source: JobFile, asked: Mapping[str, Any]) -> str:
+    """Return the command that repeats the comparison of a job file.
 
-    ``asked`` are arguments of ``compare``, None for what is as usual; ``settings`` are in
-    ``source`` too.
+    Args:
+        source: the job file, with its settings.
+        asked: arguments of ``compare``, None for what is as usual.
     """
-    given = {name: value for name, value in asked.items() if value is not None}
-    objects = [
-        one
-        for one in (*given.get("strategies", ()), given["devices"])
-        if not isinstance(one, str | int)
-    ]
-    if not isinstance(source, JobFile) or objects:
-        job = repr(source.path) if isinstance(source, JobFile) else "job"
-        values = {**given, **{name: value for name, value in settings.items() if value is not None}}
-        return f"lockstep.compare({', '.join([job, *(f'{name}={value!r}' for name, value in values.items())])})"
     words = ["lockstep", "compare", *job_words(source)]
-    for name, value in given.items():
+    for name, value in asked.items():
         if name == "sweep":
-            words += [
-                word
-                for key, its in value.items()
-                for word in ("--sweep", f"{key}={','.join(map(str, its))}")
-            ]
-        elif name == "parity":
-            words.append("--no-parity")
-        else:
+            for key, values in (value or {}).items():
+                words += ["--sweep", f"{key}={','.join(map(str, values))}"]
+        elif value is not None:
             words += option_words({name: value})
     return shlex.join([*words, *option_words(source.settings)])
 
 
 def tell(found: Comparison, say: Callable[[str], None]) -> None:
     """Print the tables and the sentence; write the folder, where there is one."""
-    for line in ("", *lines_of(found, shutil.get_terminal_size().columns)):
+    say("")
+    for line in lines_of(found, shutil.get_terminal_size().columns):
         say(line)
     if not found.folder:
         return
     write(found)
     try:
-        say(f"\nreport: {os.path.relpath(write_page(found))}")
+        page = write_page(found)
     except FolderError:
         raise
     except InputError as error:
         say(f"\nno report.html: {error}")
+    else:
+        say(f"\nreport: {os.path.relpath(page)}")
     say(f"all that was found: {os.path.relpath(found.folder)}/compare.json and compare.csv")

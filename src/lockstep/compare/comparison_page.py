@@ -9,14 +9,15 @@ has no such setting::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from lockstep.compare.advice import best_of, cautions, sentence
+from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.comparison_table import (
     MOVED,
     START,
+    Column,
     batches_of,
     caveats_of,
     one_device,
@@ -54,25 +55,25 @@ def write_page(found: Comparison) -> Path:
 
 
 def page_of(found: Comparison) -> Page:
-    """All that was found, in the order in which a person asks."""
+    """Return the page of a comparison, in the order in which a person asks."""
+    turns = f"{counted(found.rounds, 'turn')} of {found.seconds:g} s or more in alternation"
     notes = [
-        f"Batches of {batches_of(found)}; each way in fresh processes, "
-        f"{counted(found.rounds, 'turn')} of "
-        f"{found.seconds:g} s or more in alternation; bars show the median turn, and the lines on "
-        "them the lowest and "
-        "the highest."
+        f"Batches of {batches_of(found)}; each way in fresh processes, {turns}; bars show the "
+        "median turn, and the lines on them the lowest and the highest."
     ]
     if found.on_slots:
         notes.append(
-            "The devices are CPU devices: cores of one machine, which share its memory and "
-            "caches. They are not GPUs: "
-            "what gains here may gain more or less there."
+            "The devices are CPU devices: cores of one machine, which share its memory and caches. "
+            "They are not GPUs: what gains here may gain more or less there."
         )
+    warning = unsteady(found)
+    if warning:
+        notes.append(warning)
     best = best_of(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",
         verdict=sentence(found),
-        notes=[*notes, *cautions(found)],
+        notes=notes,
         sections=[section for section in _sections(found) if section.parts or section.text],
         facts=[(name, str(value)) for name, value in found.machine.items()],
         command=found.command,
@@ -86,14 +87,13 @@ def _sections(found: Comparison) -> Iterator[Section]:
         yield Section("How fast", [_speed(found), *sweeps_of(found), _overview(found)])
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
     if failed:
-        yield Section(
-            "What could not be measured", [Table("failed", "And why", ["", "reason"], failed)]
-        )
+        table = Table("failed", "And why", ["", "reason"], failed)
+        yield Section("What could not be measured", [table])
     if rows:
         yield Section("Memory", [_memory(found)])
         yield _time(found)
         yield Section("Who computes when", list(_turns(found)), plans_of(found))
-        yield from _losses(found)
+        yield Section("What was learned", list(_outcome(found)))
     yield _numbers(found)
     if rows:
         yield Section("What each device sees of a batch", [_seen(found)])
@@ -101,18 +101,21 @@ def _sections(found: Comparison) -> Iterator[Section]:
 
 def _speed(found: Comparison) -> Figure:
     rows = found.measured
-    ratios = [None if row.name == row.one else found.speed_up(row) for row in rows]
+    notes = []
+    for row in rows:
+        ratio = found.speed_up(row)
+        is_known = ratio is not None and row.name != row.one
+        notes.append(f"{ratio.median:.2f} x" if is_known and ratio is not None else "")
     chart = Bars(
         "samples per second",
-        [row.name for row in rows],
-        [row.timing.median for row in rows],
-        [row.timing.spread for row in rows],
-        [row.strategy for row in rows],
-        ["" if ratio is None else f"{ratio.median:.2f} x" for ratio in ratios],
+        names=[row.name for row in rows],
+        values=[row.timing.median for row in rows],
+        spreads=[row.timing.spread for row in rows],
+        kinds=[row.strategy for row in rows],
+        notes=notes,
     )
-    return Figure(
-        "speed", "Samples per second", chart, f"Longer is faster; x: times {one_device(found)}."
-    )
+    caption = f"Longer is faster; x: times {one_device(found)}."
+    return Figure("speed", "Samples per second", chart, caption)
 
 
 def sweeps_of(found: Comparison) -> Iterator[Figure]:
@@ -178,122 +181,112 @@ def _sweep(
 
 
 def _numbers_of(row: Row) -> dict[str, float]:
-    """The settings of a row that are numbers; the number of devices too, where the rows' names
-    have it.
+    """Return the settings of a row that are numbers; the number of devices too, where the names of
+    the rows have it.
     """
     numbers = {key: float(v) for key, v in row.settings.items() if type(v) in (int, float)}
-    return numbers | ({"devices": float(len(row.devices))} if " devices=" in row.name else {})
+    if " devices=" in row.name:
+        numbers["devices"] = float(len(row.devices))
+    return numbers
 
 
 def _overview(found: Comparison) -> Table:
     columns = [*speed_columns(found), START, MOVED]
-    rows = [
-        [row.name, *(column.cell(row) for column in columns), row.where] for row in found.measured
-    ]
-    head = ["", *(column.title or column.head for column in columns), "devices"]
+    columns.append(Column("devices", lambda row: row.where, 0))
     caption = (
         "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a "
-        "process or an "
-        "accelerator. Start: until the first step is done. Moved: what a device gives to the "
-        "others in a step, where "
-        "that is known."
+        "process or an accelerator. Start: until the first step is done. Moved: what a device gives "
+        "to the others in a step, where that is known."
     )
-    return Table("overview", "All of it", head, rows, caption)
+    return _table("overview", "All of it", found.measured, columns, caption)
+
+
+def _table(
+    name: str, title: str, rows: Sequence[Row], columns: Sequence[Column], caption: str = ""
+) -> Table:
+    """Return a table with a line for each row."""
+    head = [column.title or column.head for column in columns]
+    cells = []
+    for row in rows:
+        cells.append([row.name, *(column.cell(row) for column in columns)])
+    return Table(name, title, ["", *head], cells, caption)
 
 
 def _memory(found: Comparison) -> Figure:
-    bars = [
-        (
-            f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name,
-            peak / 2**20,
-            row.strategy,
-        )
-        for row in found.measured
-        for i, peak in enumerate(row.peaks)
-    ]
-    names, values, kinds = zip(*bars, strict=True)
-    what = (
-        "process; one that drives several CPU devices has one bar" if found.on_slots else "device"
-    )
-    return Figure(
-        "memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), f"Of each {what}."
-    )
+    names = []
+    values = []
+    kinds = []
+    for row in found.measured:
+        for i, peak in enumerate(row.peaks):
+            names.append(f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name)
+            values.append(peak / 2**20)
+            kinds.append(row.strategy)
+    caption = "Of each device."
+    if found.on_slots:
+        caption = "Of each process; one that drives several CPU devices has one bar."
+    return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), caption)
 
 
 def _time(found: Comparison) -> Section:
     known = [row for row in found.measured if row.shares]
-    if not known:
-        return Section("Where the time goes")
-    steps = [1e3 * found.samples_of(row) / row.timing.median for row in known]
-    parts = {
-        kind: [step * row.shares[kind] for row, step in zip(known, steps, strict=True)]
-        for kind in known[0].shares
-    }
     text = []
-    if others := [row.name for row in found.measured if not row.shares]:
-        text.append(
-            f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns."
-        )
-    if hidden := [row.name for row in known if row.glance is not None and row.glance.overlaps]:
+    others = [row.name for row in found.measured if not row.shares]
+    if others:
+        names = ", ".join(others)
+        text.append(f"Not known of {names}: one clock can't tell of stages that take turns.")
+    if not known:
+        return Section("Where the time goes", [], text)
+    parts: dict[str, list[float]] = {}
+    hidden = []
+    for row in known:
+        step = 1e3 * found.samples_of(row) / row.timing.median
+        for kind, share in row.shares.items():
+            parts.setdefault(kind, []).append(step * share)
+        if row.glance is not None and row.glance.overlaps:
+            hidden.append(row.name)
+    if hidden:
         text.append(
             f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run "
             "while it computes."
         )
     caption = (
-        "Of one global batch, at the rate of the median turn; how it divides is the mean over "
-        "ranks (or replicas) of a "
-        "few steps that were clocked apart. Shorter is faster."
+        "Of one global batch, at the rate of the median turn; how it divides is the mean over ranks "
+        "(or replicas) of a few steps that were clocked apart. Shorter is faster."
     )
     chart = Stacks("ms", [row.name for row in known], parts)
-    return Section(
-        "Where the time goes", [Figure("time", "A step, in milliseconds", chart, caption)], text
-    )
+    figure = Figure("time", "A step, in milliseconds", chart, caption)
+    return Section("Where the time goes", [figure], text)
 
 
 def _turns(found: Comparison) -> Iterator[Figure]:
     for row in found.measured:
         if row.glance is not None and row.glance.timelines:
             chart, caption = turns_of(row.glance.timelines)
-            name = "turns-" + "".join(letter if letter.isalnum() else "-" for letter in row.name)
-            yield Figure(
-                name, f"{row.name}: the stages' turns in one step, in milliseconds", chart, caption
-            )
+            name = re.sub(r"[\W_]", "-", f"turns-{row.name}")
+            title = f"{row.name}: the stages' turns in one step, in milliseconds"
+            yield Figure(name, title, chart, caption)
 
 
-def _losses(found: Comparison) -> Iterator[Section]:
+def _outcome(found: Comparison) -> Iterator[Figure | Table]:
+    """Yield the losses, and what was reached, with ``epochs``."""
     trained = [row for row in found.measured if row.history]
     if not trained:
         return
-    figures = []
+    caption = "Laid over one another: with single-device results all are one line."
     for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
-        series = {
-            row.name: [
-                (float(one["epoch"]), float(one[name]))
-                for one in _epochs(row)
-                if one.get(name) is not None
-            ]
-            for row in trained
-        }
-        if any(series.values()):
-            chart = Lines(
-                "epoch", title.lower(), {key: points for key, points in series.items() if points}
-            )
-            caption = "Laid over one another: with single-device results all are one line."
-            figures.append(Figure(name.replace("_", "-"), title, chart, caption))
-    columns = outcome_columns(found)
-    rows = [
-        [row.name, str(len(_epochs(row))), *(column.cell(row) for column in columns)]
-        for row in trained
-    ]
-    reached = Table(
-        "reached", "Reached", ["", "epochs", *(column.head for column in columns)], rows
-    )
-    yield Section("What was learned", [*figures, reached])
-
-
-def _epochs(row: Row) -> list[dict[str, Any]]:
-    """The records at the ends of epochs, without those in between."""
-    return [record for record in row.history if "train_loss" in record]
+        series = {}
+        for row in trained:
+            points = []
+            for record in row.history:
+                if record.get(name) is not None:
+                    points.append((float(record["epoch"]), float(record[name])))
+            if points:
+                series[row.name] = points
+        if series:
+            chart = Lines("epoch", title.lower(), series)
+            yield Figure(name.replace("_", "-"), title, chart, caption)
+    epochs = Column("epochs", lambda row: str(row.history[-1]["epoch"]), 0)
+    yield _table("reached", "Reached", trained, [epochs, *outcome_columns(found)])
 
 
 def _numbers(found: Comparison) -> Section:
@@ -303,22 +296,22 @@ def _numbers(found: Comparison) -> Section:
         agreement = row.agreement
         if agreement is None:
             continue
-        difference = "" if agreement.difference is None else f"{agreement.difference:.1e}"
-        against = (
-            f"single in {agreement.micro_batches} micro-batches"
-            if agreement.micro_batches > 1
-            else "single"
-        )
-        rows.append(
-            [row.name, agreement.word, difference, agreement.precision or "the job's own", against]
-        )
-        reasons += [f"{row.name}: {agreement.reason}"] if agreement.reason else []
+        difference = ""
+        if agreement.difference is not None:
+            difference = f"{agreement.difference:.1e}"
+        against = "single"
+        if agreement.micro_batches > 1:
+            against = f"single in {agreement.micro_batches} micro-batches"
+        precision = agreement.precision or "the job's own"
+        rows.append([row.name, agreement.word, difference, precision, against])
+        if agreement.reason:
+            reasons.append(f"{row.name}: {agreement.reason}")
     if not rows:
         return Section("The same results?")
     caption = (
         "The largest difference of any parameter after three steps, one of them on a smaller "
-        "batch, as a part of how "
-        "far it went. In fp64 rounding is near 1e-15, and a fault shows as 1e-3."
+        "batch, as a part of how far it went. In fp64 rounding is near 1e-15, and a fault shows as "
+        "1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
     table = Table("parity", "Each against one device", head, rows, caption)
@@ -329,16 +322,17 @@ def _seen(found: Comparison) -> Table:
     rows = []
     for row in found.measured:
         for one in () if row.glance is None else row.glance.devices:
-            ids = one.samples or ()
-            shown = ", ".join(map(str, ids[:_IDS])) + (", ..." if len(ids) > _IDS else "")
-            count = "" if one.samples is None else f"{len(ids):,}"
-            rows.append(
-                [row.name, one.device, count, written(one.inputs), written(one.outputs), shown]
-            )
+            count = ""
+            ids = ""
+            if one.samples is not None:
+                count = f"{len(one.samples):,}"
+                ids = ", ".join(map(str, one.samples[:_IDS]))
+                ids += ", ..." if len(one.samples) > _IDS else ""
+            sizes = [written(one.inputs), written(one.outputs)]
+            rows.append([row.name, one.device, count, *sizes, ids])
     head = ["", "device", "samples", "inputs", "outputs", "sample ids"]
     caption = (
         "Of the first global batch; inputs and outputs of one micro-batch, as the model has them. "
-        "All together are the "
-        "same samples in each row."
+        "All together are the same samples in each row."
     )
     return Table("devices", "Sizes, and which samples", head, rows, caption)

@@ -10,12 +10,11 @@ against.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lockstep.errors import InputError, counted, nearest
@@ -28,7 +27,7 @@ from lockstep.strategies import STRATEGIES, Strategy, devices_for, kind_of, name
 Role = Literal["one device", "all cores", "strategy"]
 
 LINE_UP = ("single", "dp", "ddp", "mp", "pp")
-"""What is compared where nothing was said: those with the results of single-device training."""
+"""What is compared where no strategies are given: those with single-device results."""
 
 Sweep = Mapping[str, Sequence[Any]]
 """Values by the name of a setting of the job, of a setting of a strategy, or ``devices``."""
@@ -36,64 +35,62 @@ Sweep = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train a job on this machine."""
+    """A way to train a job on this machine.
 
-    strategy: str  # by name
-    devices: (
-        str | tuple[Device, ...]
-    )  # as a person writes them; the devices where there is no word (one slot of several)
-    settings: dict[str, Any] = field(default_factory=dict)  # fields of the job that are replaced
-    options: dict[str, Any] = field(default_factory=dict)  # settings of the strategy's own
+    Attributes:
+        strategy: its name.
+        devices: as a person writes them; the devices where there is no word (one slot of several).
+        settings: fields of the job that are replaced.
+        options: settings of the strategy.
+    """
+
+    strategy: str
+    devices: str | tuple[Device, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def replace(self, **settings: Any) -> Way:
-        """The same with some settings changed."""
-        return dataclasses.replace(self, settings={**self.settings, **settings})
+        """Return the same way with some settings of the job changed."""
+        return replace(self, settings={**self.settings, **settings})
 
     @property
     def words(self) -> list[str]:
-        """``--strategy dp --devices 2xcpu --channels-last``: what to say to the command."""
-        return option_words(
-            {"strategy": self.strategy, "devices": self.devices, **self.options, **self.settings}
-        )
+        """``--strategy dp --devices 2xcpu --channels-last``: the options of the command."""
+        placement = {"strategy": self.strategy, "devices": self.devices}
+        return option_words({**placement, **self.options, **self.settings})
 
     def line(self, job: Job | JobFile) -> str:
-        """What to paste, to train a job so."""
+        """Return the command that trains a job so, or the call where the job isn't a file; ""
+        where there are no words for its devices.
+        """
+        if not isinstance(self.devices, str):
+            return ""
         if isinstance(job, JobFile):
-            words = dataclasses.replace(self, settings={**job.settings, **self.settings}).words
-            return shlex.join(["lockstep", "train", *job_words(job), *words])
+            way = replace(self, settings={**job.settings, **self.settings})
+            return shlex.join(["lockstep", "train", *job_words(job), *way.words])
         strategy = f'"{self.strategy}"'
         if self.options:
-            kind, options = kind_of(self.strategy), _arguments(self.options)
-            strategy = (
-                f"{kind.__name__}({options})"
-                if kind.name == self.strategy
-                else f"named({strategy}, {options})"
-            )
-        return (
-            f"lockstep.train(job, strategy={strategy}, "
-            f"{_arguments({'devices': self.devices, **self.settings})})"
-        )
+            strategy = f"named({strategy}, {_arguments(self.options)})"
+        settings = _arguments({"devices": self.devices, **self.settings})
+        return f"lockstep.train(job, strategy={strategy}, {settings})"
 
 
 def job_words(job: JobFile) -> list[str]:
-    """A job file and its parameters, as words of the command."""
-    return [
-        job.path,
-        *(
-            word
-            for name, value in written(job.parameters).items()
-            for word in ("--set", f"{name}={value}")
-        ),
-    ]
+    """Return a job file and its parameters, as words of the command."""
+    words = [job.path]
+    for name, value in written(job.parameters).items():
+        words += ["--set", f"{name}={value}"]
+    return words
 
 
 def option_words(values: Mapping[str, Any]) -> list[str]:
-    """Settings of a job or of a strategy as words of the command: ``--batch-size 32
+    """Return settings of a job or of a strategy as words of the command: ``--batch-size 32
     --channels-last``.
     """
     words = []
     for name, value in values.items():
-        words.append("--map" if name == "device_map" else f"--{name.replace('_', '-')}")
+        option = name.replace("_", "-")
+        words.append("--map" if name == "device_map" else f"--{option}")
         if isinstance(value, Mapping):
             words.append(json.dumps(dict(value)))
         elif value is not True:
@@ -104,25 +101,35 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
 def _word(value: Any) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
-    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
 
 
 def _arguments(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}".replace("'", '"') for name, value in values.items())
+    words = [f"{name}={value!r}" for name, value in values.items()]
+    return ", ".join(words).replace("'", '"')
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One row that is to be measured, such as ``pp microbatches=4``."""
+    """One row that is to be measured, such as ``pp microbatches=4``.
+
+    Attributes:
+        name: of the row.
+        role: what it is in the comparison.
+        way: how it trains.
+        devices: the devices themselves.
+        one: the name of the row that is its one device.
+        cores: the name of the row that is all cores of the machine, where slots are the devices.
+    """
 
     name: str
     role: Role
     way: Way
-    devices: tuple[Device, ...]  # the devices themselves
-    one: str  # the name of the row that is its one device
-    cores: (
-        str | None
-    )  # the name of the row that is all cores of the machine, where slots are the devices
+    devices: tuple[Device, ...]
+    one: str
+    cores: str | None
 
     @property
     def where(self) -> str:
@@ -143,7 +150,7 @@ def line_up(
     sweep: Sweep,
     device_map: Mapping[str, int] | None = None,
 ) -> list[Entry]:
-    """All rows, those that others are held against first.
+    """Return all rows, those that others are held against first.
 
     Raises:
         InputError: a strategy, a device or what is to be swept doesn't exist.
@@ -151,79 +158,79 @@ def line_up(
     wanted = [_as_way(item) for item in (LINE_UP if strategies is None else strategies)]
     if not wanted:
         raise InputError("strategies: name at least one")
-    for name, _ in wanted:
+    for name, options in wanted:
         devices = devices_for(name, devices)
-    sweep = _checked(sweep, [name for name, _ in wanted])
+        if device_map is not None and _takes(name, "device_map"):
+            options["device_map"] = device_map
+    names = [name for name, _ in wanted]
+    sweep = _checked(sweep, names)
     of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
+    others = {key: values for key, values in sweep.items() if key not in SETTINGS}
+
     references: list[Entry] = []
     entries: list[Entry] = []
-    for count, settings in itertools.product(sweep.get("devices", [devices]), _products(of_job)):
+    for count in sweep.get("devices", [devices]):
         chosen = _devices.parse_several(count)
         where = first_of(chosen, len(chosen))
-        alone = _references(chosen, settings)
-        references += alone
-        one, cores = alone[0].name, alone[0].cores
-        said = {**settings, **({"devices": count} if "devices" in sweep else {})}
-        for name, options in wanted:
-            if name == "single":
-                continue  # it is there
-            if device_map is not None and _takes(name, "device_map"):
-                options = {**options, "device_map": device_map}
-            swept = {key: sweep[key] for key in sweep if key not in of_job and _takes(name, key)}
-            for more in _products(swept):
-                way = Way(name, where, settings, {**options, **more})
-                shown = {key: value for key, value in way.options.items() if key != "device_map"}
-                entries.append(
-                    Entry(_named(name, {**shown, **said}), "strategy", way, chosen, one, cores)
-                )
+        for settings in _products(of_job):
+            swept = dict(settings)
+            if "devices" in sweep:
+                swept["devices"] = count
+            one, *cores = _references(chosen, settings)
+            references += [one, *cores]
+            for name, options in wanted:
+                if name == "single":
+                    continue
+                own = {key: values for key, values in others.items() if _takes(name, key)}
+                for more in _products(own):
+                    way = Way(name, where, settings, {**options, **more})
+                    row = _named(name, {**way.options, **swept})
+                    entries.append(Entry(row, "strategy", way, chosen, one.name, one.cores))
     return list({entry.name: entry for entry in [*references, *entries]}.values())
 
 
 def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
-    """The name of a strategy, and its settings as far as they aren't the usual ones."""
+    """Return the name of a strategy, and its settings that aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
-    usual = chosen.usual().items()
-    return chosen.name, {
-        name: getattr(chosen, name) for name, value in usual if getattr(chosen, name) != value
-    }
+    options = {}
+    for name, usual in chosen.usual().items():
+        value = getattr(chosen, name)
+        if value != usual:
+            options[name] = value
+    return chosen.name, options
 
 
 def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[Entry]:
-    """``single`` on one of these devices, and where they are slots, on all cores."""
+    """Return ``single`` on one of these devices, and where they are slots, on all cores."""
     first = chosen[0]
     if not first.is_slot:
         name = _named("single", settings)
-        return [
-            Entry(
-                name,
-                "one device",
-                Way("single", first_of(chosen, 1), settings),
-                (first,),
-                name,
-                None,
-            )
-        ]
+        way = Way("single", first_of(chosen, 1), settings)
+        return [Entry(name, "one device", way, (first,), name, None)]
     every = _devices.slots(1)
     whole_way = Way("single", "1xcpu", settings)
     name = _named(f"single, {counted(first.threads, 'core')}", settings)
     if first.cores == every[0].cores:  # one CPU device has them all
         return [Entry(name, "one device", whole_way, every, name, name)]
     whole = _named(f"single, {len(every[0].cores)} cores", settings)
+    one_way = Way("single", (first,), settings)
     return [
-        Entry(name, "one device", Way("single", (first,), settings), (first,), name, whole),
+        Entry(name, "one device", one_way, (first,), name, whole),
         Entry(whole, "all cores", whole_way, every, name, whole),
     ]
 
 
 def first_of(chosen: Sequence[Device], count: int) -> str:
-    """How a person writes the first so many of these devices."""
+    """Return how a person writes the first ``count`` of these devices."""
     if chosen[0].is_slot:
         return f"{count}xcpu"
-    return f"{chosen[0].type}:{','.join(str(d.index) for d in chosen[:count])}"
+    numbers = [str(device.index) for device in chosen[:count]]
+    return f"{chosen[0].type}:{','.join(numbers)}"
 
 
 def _named(name: str, settings: Mapping[str, Any]) -> str:
-    return " ".join([name, *(f"{key}={_word(value)}" for key, value in settings.items())])
+    words = [f"{key}={_word(value)}" for key, value in settings.items() if key != "device_map"]
+    return " ".join([name, *words])
 
 
 def _products(values: Sweep) -> list[dict[str, Any]]:
@@ -238,36 +245,34 @@ def _takes(strategy: str, key: str) -> bool:
 
 
 def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
-    """The same with the values in their own types."""
+    """Return the same with the values in their own types."""
     found: dict[str, list[Any]] = {}
     for key, values in sweep.items():
         having = [name for name in strategies if _takes(name, key)]
         if not having and key not in SETTINGS and key != "devices":
-            if others := [name for name in STRATEGIES if _takes(name, key)]:
-                raise InputError(
-                    f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared "
-                    "here"
-                )
-            every = sorted(
-                {
-                    "devices",
-                    *SETTINGS,
-                    *(key for name in strategies for key in kind_of(name).choices()),
-                }
-            )
-            raise InputError(
-                f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a '
-                "parameter "
-                f"of the job function is the same for all, by --set); {nearest(key, every)}"
-            )
+            raise _unknown(key, strategies)
         if not values:
             raise InputError(f"sweep: {key} has no values; write {key}=1,2,4")
         if key in SETTINGS:
             found[key] = [checked_setting(key, value) for value in values]
+        elif having:
+            found[key] = [getattr(named(having[0], **{key: value}), key) for value in values]
         else:
-            found[key] = (
-                [getattr(named(having[0], **{key: v}), key) for v in values]
-                if having
-                else list(values)
-            )
+            found[key] = list(values)
     return found
+
+
+def _unknown(key: str, strategies: Sequence[str]) -> InputError:
+    """Return the error of a sweep of something that isn't a setting here."""
+    others = [name for name in STRATEGIES if _takes(name, key)]
+    if others:
+        return InputError(
+            f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here"
+        )
+    every = {"devices", *SETTINGS}
+    for name in strategies:
+        every |= kind_of(name).choices()
+    return InputError(
+        f'sweep: "{key}" is no setting of a job or of {", ".join(strategies)} (and a parameter '
+        f"of the job function is the same for all, by --set); {nearest(key, sorted(every))}"
+    )

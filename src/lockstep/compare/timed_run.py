@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import nullcontext
@@ -43,24 +42,33 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tried:
-    """What a trial found."""
+    """What a trial found.
 
-    rate: float  # samples per second
-    first: float  # seconds of the first update, in which compilers compile
-    peaks: tuple[int, ...]  # bytes that each process held at most, or each accelerator
-    fused: bool = False  # whether the optimizer's implementation is a fused one
-    convolves: bool = False  # whether the model has convolutions, whose weights have a layout
-    dtype: torch.dtype = torch.float32  # the format of the parameters
-    workers: int | None = (
-        # of each rank's loader; None where they would only slow it down (a dataset of tensors)
-        None
-    )
-    caveats: tuple[Caveat, ...] = ()  # where results differ from single-device training
-    plans: tuple[str, ...] = ()  # what was chosen for it: the stages of a pipeline, say
-    started: float = 0.0  # seconds from asking for the trial until the first update was done
-    # the part of this process's processor time that the system took, while updates were timed
-    system: float = 0.0
-    glance: Glance | None = None  # what was seen of some updates, where that was asked for
+    Attributes:
+        rate: samples per second.
+        first: seconds of the first update, in which compilers compile.
+        peaks: the most bytes that each process, or each accelerator, held.
+        fused: whether the optimizer's implementation is a fused one.
+        convolves: whether the model has convolutions, whose weights have a layout.
+        dtype: of the parameters.
+        workers: of each rank's loader; None for a dataset of tensors, which they would slow down.
+        caveats: where results differ from single-device training.
+        plans: what was chosen for it, such as the stages of a pipeline.
+        started: seconds from the call until the first update was done.
+        glance: what was seen of some updates, where that was asked for.
+    """
+
+    rate: float
+    first: float
+    peaks: tuple[int, ...]
+    fused: bool = False
+    convolves: bool = False
+    dtype: torch.dtype = torch.float32
+    workers: int | None = None
+    caveats: tuple[Caveat, ...] = ()
+    plans: tuple[str, ...] = ()
+    started: float = 0.0
+    glance: Glance | None = None
 
     @property
     def peak(self) -> int:
@@ -140,7 +148,12 @@ def _tried(
     looks: bool,
 ) -> Tried:
     lines: list[Line] = []
-    world.tell = lambda told: lines.append(told) if isinstance(told, Line) else None
+
+    def keep(told: object) -> None:
+        if isinstance(told, Line):
+            lines.append(told)
+
+    world.tell = keep
     data = resolve(job.train_data, world, "train_data")
     strategy = strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)
@@ -148,44 +161,39 @@ def _tried(
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     onlooker = Onlooker(step) if looks else None
-    first, size = _timed(
-        step, batches if onlooker is None else onlooker.first(batches), 1, job.seed
-    )
-    started, last = now() - asked, first
+    first_batches = batches if onlooker is None else onlooker.first(batches)
+    first, size = _timed(step, first_batches, 1, job.seed)
+    started = now() - asked
+    last = first
     if patience is not None and first >= patience:  # kernels of another format are made once
         last, size = _timed(step, batches, 1, job.seed)
-    rate, before = size / last, os.times()
+    rate = size / last
     if patience is None or last < patience:
         rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
-    after = os.times()
     step.check()
     glance = None if onlooker is None else onlooker.seen(batches, job.seed)
     batches.close()
     loader.close()
-    peaks = tuple(byte for mine in world.gather_objects(peak_memory(world)) for byte in mine)
+
     parameters = list(step.model.parameters())
+    peaks: list[int] = []
+    for of_rank in world.gather_objects(peak_memory(world)):
+        peaks += of_rank
+    caveats = list(strategy.caveats(job, step.model, step.replicas))
+    caveats += [line.as_caveat for line in lines if line.kind == "note"]
     return Tried(
         rate=rate,
         first=first,
-        peaks=peaks,
+        peaks=tuple(peaks),
         fused=any(group.get("fused") for group in step.optimizer.param_groups),
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
         workers=_workers(job, world, data),
-        caveats=(
-            *strategy.caveats(job, step.model, step.replicas),
-            *(line.as_caveat for line in lines if line.kind == "note"),
-        ),
+        caveats=tuple(caveats),
+        plans=tuple(line.text for line in lines if line.kind == "plan"),
         started=started,
         glance=glance,
-        system=_system(before, after),
-        plans=tuple(line.text for line in lines if line.kind == "plan"),
     )
-
-
-def _system(before: os.times_result, after: os.times_result) -> float:
-    system, user = after.system - before.system, after.user - before.user
-    return system / (system + user) if system + user else 0.0
 
 
 def _workers(job: Job, world: World, data: Any) -> int | None:
