@@ -34,12 +34,12 @@ from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import draws_dropout
 from lockstep.model.optimizer import build_optimizer
 from lockstep.recipe import Recipe
-from lockstep.strategies.copied_model import (
+from lockstep.strategies.replicas.copied_model import (
     refuse_other_parameters,
     refuse_uncopied,
 )
-from lockstep.strategies.replica_evaluator import ReplicaEvaluator
-from lockstep.strategies.replicas import Replicas
+from lockstep.strategies.replicas.replica_evaluator import ReplicaEvaluator
+from lockstep.strategies.replicas.replicas import Replicas
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
 from lockstep.strategies.strategy import Strategy
@@ -135,7 +135,7 @@ class DPStep(Step):
     @phase("communicating", "refresh replicas")
     def _refresh(self) -> None:
         """Make every replica equal to the first."""
-        self.copies.follow()
+        self.copies.follow(statistics=False)
 
     @phase("communicating", "scatter")
     def scatter(self, batch: Batch) -> list[list[Part]]:
@@ -160,7 +160,7 @@ class DPStep(Step):
     @observed(lambda observer, step, number, *args: observer.replica(number))
     def _on_replica(self, i: int, parts: list[Part], size: int) -> Loss:
         """Compute forward, loss and backward of one replica's shares, in the replica's thread."""
-        self.copies.clear_gradients(i)
+        self.copies.all[i].clear_gradients()
         losses = []
         for j, part in enumerate(parts):
             if part.size:
@@ -169,14 +169,15 @@ class DPStep(Step):
 
     def _of_part(self, i: int, j: int, part: Part, size: int) -> Loss:
         """Compute one replica's share of micro-batch ``j``."""
+        replica = self.copies.all[i]
         numbers = self.draws.stream
         if j and numbers is not None:
-            self.copies.seed(i, mixed(*numbers[:2], i, j))
+            replica.seed(mixed(*numbers[:2], i, j))
         exchange = self._exchange
         if exchange is not None:
             exchange.enter(i, j)
         where = f"replica {i} ({self.world.devices[i]})"
-        loss = self._forward_loss(self.copies.models[i], part, where)
+        loss = self._forward_loss(replica.model, part, where)
         if i and self.is_checked:
             refuse_other_parameters(loss.total, self.model)
         self._add_gradient(loss.total, self._divisor(loss.count, size))
@@ -197,8 +198,8 @@ class DPStep(Step):
         self._begin_streams(seed, self.world.step if number is None else number)
 
     def _begin_streams(self, seed: int, number: int) -> None:
-        for i in range(self.replicas):
-            self.copies.seed(i, mixed(seed, number, i))
+        for i, replica in enumerate(self.copies.all):
+            replica.seed(mixed(seed, number, i))
 
     def _check_sums(self, batch: Batch) -> None:
         """Check that a batch is the sum of its parts, in updates that are checked.
@@ -236,11 +237,11 @@ class DPStep(Step):
 
     def models(self) -> list[nn.Module]:
         """Give every replica, the first one first."""
-        return self.copies.models
+        return [replica.model for replica in self.copies.all]
 
     def share_buffers(self) -> None:
         """Give every replica the first one's buffers, and parameters that may have changed."""
-        self.copies.follow_all()
+        self.copies.follow(statistics=True)
 
     def _follow_modes(self) -> None:
         """Give replicas that share the first one's parameters its mode."""

@@ -26,10 +26,10 @@ from lockstep.model.compile import refuse_compiled
 from lockstep.model.hooks import hooked_parameters
 from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
 from lockstep.recipe import Recipe
-from lockstep.strategies.copied_model import computed_tensor
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import synchronised
+from lockstep.strategies.replicas.copied_model import computed_tensor
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.byte_size import size

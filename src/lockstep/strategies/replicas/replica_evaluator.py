@@ -42,7 +42,7 @@ class ReplicaEvaluator(Evaluator):
         parts = [share[0] for share in self._step.scatter(batch)]
 
         def compute(i: int) -> tuple[Part, T]:
-            return parts[i], function(replicas.models[i], parts[i])
+            return parts[i], function(replicas.all[i].model, parts[i])
 
         return replicas.run(compute, [i for i, part in enumerate(parts) if part.size])
 

@@ -1,0 +1,85 @@
+"""Replica: a model on one of the devices of ``dp``, and what it takes from the first one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lockstep.launch.devices import Device
+from lockstep.model.attributes import follow_settings
+from lockstep.model.build import buffers_of
+from lockstep.model.modes import NORMS
+from lockstep.tensors.placing import moved_in_buckets
+from lockstep.tensors.seeding import seed_on
+
+
+class Replica:
+    """The model itself, on the first device, or a copy of it.
+
+    Args:
+        model: on the device.
+        device: where it computes.
+        shares_storage: whether all replicas share the storage of the parameters.
+
+    Attributes:
+        model: see above.
+        parameters: of the model.
+        generator: draws its random numbers; None on accelerators, which have one each.
+    """
+
+    def __init__(self, model: nn.Module, device: Device, *, shares_storage: bool) -> None:
+        self.model = model
+        self.parameters = list(model.parameters())
+        self.generator = torch.Generator() if shares_storage else None
+        self._device = device
+        self._shares_storage = shares_storage
+        self._modules = list(model.modules())
+        self._buffers = buffers_of(model)
+
+    def seed(self, key: int) -> None:
+        """Begin the random stream."""
+        if self.generator is not None:
+            self.generator.manual_seed(key)
+        elif not self._device.is_slot:
+            seed_on(self._device.torch, key)
+
+    def clear_gradients(self) -> None:
+        """Forget the gradients."""
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def follow(self, first: Replica, *, statistics: bool) -> None:
+        """Become equal to the first replica.
+
+        Args:
+            first: the first replica.
+            statistics: whether its running statistics are taken, too.
+        """
+        self.follow_modes(first, statistics=statistics)
+        for p, q in zip(first.parameters, self.parameters, strict=True):
+            if q.requires_grad != p.requires_grad:
+                q.requires_grad_(p.requires_grad)
+            if self._shares_storage and q.data_ptr() != p.data_ptr():
+                q.data = p.data  # somebody gave the parameter other storage
+        if not self._shares_storage:
+            for which, copies in moved_in_buckets(first.parameters, self._device.torch):
+                torch._foreach_copy_([self.parameters[k] for k in which], copies)
+
+    @torch.no_grad()
+    def follow_modes(self, first: Replica, *, statistics: bool = False) -> None:
+        """Take over the attributes, the mode among them, and the buffers that act."""
+        follow_settings(self._modules, first._modules)
+        for (module, name), (mine, _) in zip(first._buffers, self._buffers, strict=True):
+            # Running statistics act in evaluation only, so they may differ in training.
+            if statistics or not (isinstance(module, NORMS) and module.training):
+                # Always: batch norm's own kernels write without changing a buffer's version.
+                self._copy_buffer(module._buffers[name], mine, name)
+
+    def _copy_buffer(self, value: torch.Tensor | None, module: nn.Module, name: str) -> None:
+        assert value is not None
+        target = module._buffers[name]
+        if target is not None and target.shape == value.shape:
+            target.copy_(value, non_blocking=True)
+        else:
+            module._buffers[name] = value.clone().to(self._device.torch)

@@ -1,0 +1,162 @@
+"""The replicas of ``dp``, their threads, and the sum of their gradients."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.errors import StrategyError
+from lockstep.launch.devices import Device
+from lockstep.model.hooks import structure_of
+from lockstep.strategies.replicas.copied_model import copied_model
+from lockstep.strategies.replicas.replica import Replica
+from lockstep.tensors.placing import moved_in_buckets
+from lockstep.threads import recompute
+from lockstep.threads.random_streams import stream
+from lockstep.threads.thread_pool import ThreadPool
+
+T = TypeVar("T")
+
+
+class Replicas:
+    """A model on the first device, and a copy of it on each other device, each with a thread.
+
+    On CPU devices the copies share the storage of the model's parameters, and have gradients of
+    their own. On accelerators they have parameters of their own, which are copied anew before each
+    update.
+
+    Args:
+        model: the model, which is on the first device.
+        devices: where the replicas are.
+
+    Attributes:
+        all: the replicas.
+        share_storage: whether they share the storage of the parameters.
+        pool: has a thread for each.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[Device]) -> None:
+        shares = all(device.is_slot for device in devices)
+        self.share_storage = shares
+        self.all = [Replica(model, devices[0], shares_storage=shares)]
+        for device in devices[1:]:
+            copied = copied_model(model, device, shares=shares)
+            self.all.append(Replica(copied, device, shares_storage=shares))
+        self.pool = ThreadPool(devices)
+        self._home = devices[0].torch
+        self._first, *self._others = self.all
+        self._spans = _even_spans(self._first.parameters, len(devices))
+        self.note_structure()
+        recompute.install()
+
+    def run(self, function: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
+        """Call a function with the number of each of these replicas, in its thread.
+
+        Returns:
+            What it returned, in order.
+        """
+
+        def call(number: int) -> T:
+            with stream(self.all[number].generator):
+                return function(number)
+
+        work: list[Callable[[], T] | None] = [None] * len(self.all)
+        for number in numbers:
+            work[number] = functools.partial(call, number)
+        return [result for result in self.pool.run(work) if result is not None]
+
+    def draw_from_shared_generator(self) -> None:
+        """Give up random streams on CPU devices: compiled code can't draw from them."""
+        for replica in self.all:
+            replica.generator = None
+
+    # ---- what the copies take from the model -----------------------------------------------------
+
+    def note_structure(self) -> None:
+        """Note the modules, parameters and hooks of the model, as the copies have them."""
+        self._structure = structure_of(self._first.model)
+
+    def refuse_changes(self) -> None:
+        """Refuse a model that has other modules, parameters or hooks than noted.
+
+        Raises:
+            StrategyError: the model has changed.
+        """
+        if structure_of(self._first.model) != self._structure:
+            raise StrategyError(
+                "dp: modules, parameters or hooks of the model have changed since its replicas "
+                "were made: call lockstep.parallelize again, or take ddp"
+            )
+
+    def follow(self, *, statistics: bool) -> None:
+        """Make the copies equal to the model.
+
+        Args:
+            statistics: whether they get its running statistics, which don't act in an update.
+        """
+        for replica in self._others:
+            replica.follow(self._first, statistics=statistics)
+
+    def follow_modes(self) -> None:
+        """Give the copies the mode of the model."""
+        for replica in self._others:
+            replica.follow_modes(self._first)
+
+    # ---- gradients -------------------------------------------------------------------------------
+
+    def add_gradients(self) -> None:
+        """Add the gradients of the copies, in order, to those of the model.
+
+        On CPU devices each thread adds those of a span of the parameters.
+        """
+        if not self._others:
+            return
+        if not self.share_storage:
+            self._add_span(0, len(self._first.parameters))
+            return
+        self.pool.run([functools.partial(self._add_span, *span) for span in self._spans])
+
+    def _add_span(self, start: int, end: int) -> None:
+        mine = self._first.parameters[start:end]
+        for replica in self._others:
+            parameters = []
+            grads = []
+            for p, q in zip(mine, replica.parameters[start:end], strict=True):
+                if q.grad is not None:
+                    parameters.append(p)
+                    grads.append(q.grad)
+            if self.share_storage:
+                _add(parameters, grads)
+                continue
+            for which, copies in moved_in_buckets(grads, self._home):
+                _add([parameters[k] for k in which], copies)
+
+
+def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+    """Add gradients to those that parameters have."""
+    sums: list[torch.Tensor] = []
+    added: list[torch.Tensor] = []
+    for p, grad in zip(parameters, grads, strict=True):
+        if p.grad is None:
+            p.grad = grad
+        elif grad.is_sparse:
+            p.grad = p.grad + grad
+        else:
+            sums.append(p.grad)
+            added.append(grad)
+    if sums:
+        torch._foreach_add_(sums, added)
+
+
+def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
+    """Cut the list of parameters in spans of about equal numbers of trained elements."""
+    sizes = [p.numel() if p.requires_grad else 0 for p in parameters]
+    done = list(itertools.accumulate(sizes, initial=0))
+    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
+    return list(itertools.pairwise([*cuts, len(parameters)]))
