@@ -239,25 +239,6 @@ def test_runs_go_on_under_another_strategy_and_back(optimizer: Any, tmp_path: Pa
     assert losses[-1] < losses[0]
 
 
-def test_the_saved_momentum_is_that_of_one_device(tmp_path: Path) -> None:
-    """In one step, in which nobody can have moved a weight that another reads: the mean of the
-    ranks', by samples.
-    """
-    job = rows_job(
-        sparse=False,
-        batch_size=29,
-        epochs=1,
-        optimizer=lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9),
-    )
-    states = []
-    for way, devices in (("single", "1xcpu"), ("hogwild", "3xcpu")):
-        run = train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
-        states.append(
-            state_of(Path(run.folder))["optimizer"]["state"]["rows.weight"]["momentum_buffer"]
-        )
-    assert (states[0] - states[1]).abs().max() < 1e-12
-
-
 def test_an_epoch_is_taken_up_in_its_middle_with_its_sums(tmp_path: Path) -> None:
     job = rows_job(epochs=1)
     whole = train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)

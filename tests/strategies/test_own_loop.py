@@ -878,3 +878,14 @@ def test_a_loop_in_parts_is_told_how_often_its_loss_is_checked() -> None:
         for number in range(6):
             step.backward(drawn(16, 6, seed=number), torch.arange(16) % 2)
             step.update()
+
+
+def test_single_is_refused_on_several_ranks() -> None:
+    """Found by trial: each rank trained a model of its own."""
+
+    def owns(world: lockstep.World) -> str:
+        with pytest.raises(StrategyError, match="this is one of 2: take ddp"):
+            lockstep.parallelize(mlp(), nn.CrossEntropyLoss(), plain_sgd, strategy="single")
+        return "refused"
+
+    assert lockstep.launch(owns, devices="2xcpu") == ["refused"] * 2

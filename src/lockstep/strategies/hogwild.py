@@ -21,7 +21,7 @@ would decay N times as often as on one device. A rank's own counts global batche
 one device's: Adam's counter and its moments mean what they mean there, and momentum that no other
 rank moves adds nothing to what waiting for nobody adds by itself (Mitliagkas et al., 2016,
 https://arxiv.org/abs/1605.09774). The price: N states in memory, as under ``ddp``, each of them an
-estimate from 1 / N of the samples. What is saved is their mean, weighted by samples.
+estimate from 1 / N of the samples. The first rank's is saved.
 
 Ranks meet at the end of an epoch only, for evaluating and saving weights that nobody writes
 meanwhile. (A stream, and a loop of one's own that gives a step inputs rather than batches of
@@ -50,7 +50,7 @@ from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
 from lockstep.model.optimizer import build_optimizer, has_own_state, with_modes
 from lockstep.recipe import Recipe
-from lockstep.strategies.ranks.rank_tensors import take_first
+from lockstep.strategies.ranks.followed_buffers import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.steps.evaluator import Evaluator
@@ -216,7 +216,6 @@ class HogwildStep(SingleStep):
     ) -> None:
         super().__init__(model, optimizer, job, world)
         self._shared = shared
-        self._samples = 0
 
     def _follow_flags(self, name: str) -> None:
         super()._follow_flags(name)
@@ -254,7 +253,6 @@ class HogwildStep(SingleStep):
         if not share:
             self.world.step += 1
             return Result(0.0, 0, batch.size)
-        self._samples += share
         with self._part_of_rate(share / batch.size):
             result = super().update(dataclasses.replace(batch, size=share))
         result.size = batch.size
@@ -313,12 +311,10 @@ class HogwildStep(SingleStep):
         take_first(self.world, buffers_of(self.model))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """Give the state with copies of the weights, and the mean of the ranks' optimizer states."""
+        """Give the state with copies of the weights, before other ranks write them."""
         state = super().state_dict(whole=whole)
         if self._shared is None:
             return state
-        optimizer = state["optimizer"]
-        state["optimizer"] = {**optimizer, "state": self._mean_state(optimizer["state"])}
         if self.world.is_first:
             weights = dict(state["model"])
             for name, value in weights.items():
@@ -331,42 +327,4 @@ class HogwildStep(SingleStep):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a state: all ranks write the same weights, and have the same optimizer state."""
         super().load_state_dict(state)
-        self._samples = 0
         self.world.barrier()
-
-    def _mean_state(self, mine: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-        """Average the floats of the ranks' optimizer states, by the samples that each has seen."""
-        forms = {}
-        for name, values in mine.items():
-            forms[name] = {key: _form(value) for key, value in values.items()}
-        every = self.world.gather_objects((self._samples, forms))
-        seen = sum(samples for samples, _ in every)
-        part = self._samples / seen if seen else 1 / len(every)
-
-        found: dict[str, dict[str, Any]] = {}
-        for name in self.trained.names:  # in an order that all ranks know
-            of_name: dict[str, Any] = {}
-            for _, of_rank in every:
-                of_name.update(of_rank.get(name, {}))
-            for key in sorted(of_name):
-                own = mine.get(name, {}).get(key)
-                found.setdefault(name, {})[key] = self._mean(key, own, of_name[key], part)
-        return found
-
-    def _mean(self, key: str, own: Any, form: Any, part: float) -> Any:
-        """Average one value of all ranks; that of the rank that is furthest is taken of others."""
-        if form is None or key == "step":
-            every = [value for value in self.world.gather_objects(own) if value is not None]
-            return max(every, key=float) if key == "step" else every[0]
-        shape, dtype = form
-        value = torch.zeros(shape, dtype=dtype) if own is None else own
-        if value.is_sparse:
-            value = value.to_dense()
-        return self.world.all_reduce(value * part)
-
-
-def _form(value: Any) -> tuple[tuple[int, ...], torch.dtype] | None:
-    """Give shape and format of a tensor of floats; None for anything else."""
-    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-        return tuple(value.shape), value.dtype
-    return None

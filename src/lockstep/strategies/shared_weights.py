@@ -6,7 +6,6 @@ The memory is a file without a name: nothing can be left behind, however a rank 
 
 from __future__ import annotations
 
-import mmap
 import os
 import tempfile
 
@@ -40,13 +39,11 @@ class SharedWeights:
             lines = -(-p.nbytes // _LINE)
             size += lines * _LINE
 
-        size = max(size, 1)
-        file = _opened(world, size)
-        memory = mmap.mmap(file, size)
-        os.close(file)
+        memory = _mapped(world, max(size, 1))
         with torch.no_grad():
             for name, p in self._parameters.items():
-                view = _view(memory, places[name], p)
+                flat = memory[places[name] :][: p.nbytes].view(p.dtype)
+                view = flat.as_strided(p.shape, torch.empty_like(p).stride())
                 if world.is_first:
                     view.copy_(p)
                 p.data = view
@@ -71,15 +68,8 @@ class SharedWeights:
                 )
 
 
-def _view(memory: mmap.mmap, place: int, like: torch.Tensor) -> torch.Tensor:
-    if not like.numel():
-        return torch.empty_like(like)
-    flat = torch.frombuffer(memory, dtype=like.dtype, count=like.numel(), offset=place)
-    return flat.as_strided(like.shape, torch.empty_like(like).stride())
-
-
-def _opened(world: World, size: int) -> int:
-    """Open a file of so many bytes on every rank."""
+def _mapped(world: World, size: int) -> torch.Tensor:
+    """Map the bytes of one file into the memory of every rank."""
     file = -1
     path = ""
     if world.is_first:
@@ -91,12 +81,13 @@ def _opened(world: World, size: int) -> int:
                 f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}"
             ) from error
     path = world.broadcast_object(path)
-    if not world.is_first:
-        file = os.open(path, os.O_RDWR)
+    memory = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
     world.barrier()
-    if world.is_first and not path.startswith("/proc/"):
-        os.unlink(path)
-    return file
+    if world.is_first:
+        os.close(file)
+        if not path.startswith("/proc/"):
+            os.unlink(path)
+    return memory
 
 
 def _made() -> tuple[int, str]:

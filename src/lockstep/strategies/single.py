@@ -35,7 +35,12 @@ class Single(Strategy):
         return Layout({"data": 1})
 
     def build(self, job: Recipe, world: World) -> Step:
-        """Build the model and its optimizer on the world's one device."""
+        """Build the model and its optimizer on the world's one device.
+
+        Raises:
+            StrategyError: this is one of several processes.
+        """
+        self.refuse_other_processes(world)
         model = build_model(job, world)
         kind = SingleStep if job.step is None else SingleFunctionStep
         return kind(model, build_optimizer(job, model), job, world)

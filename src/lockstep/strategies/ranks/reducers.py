@@ -21,7 +21,7 @@ from lockstep.data import Part
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizer import sparse_parameters
-from lockstep.strategies.ranks.rank_tensors import FlatGradients
+from lockstep.strategies.ranks.flat_gradients import FlatGradients
 from lockstep.strategies.steps.weighting import as_tensor
 
 _SETTINGS = inspect.signature(DistributedDataParallel.__init__).parameters
