@@ -230,9 +230,10 @@ class BatchSums:
             )
 
     def _notes_of_evaluation(self, verdict: Verdict) -> Iterator[Caveat]:
-        if any(map(normalizes_by_batch, self._step.model.modules())):
+        modules = list(self._step.model.modules())
+        if any(map(normalizes_by_batch, modules)):
             yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
-        if verdict.draws:
+        if verdict.draws or any(module.training and draws_dropout(module) for module in modules):
             yield _drawing("in evaluation", "those of one device")
 
     def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
