@@ -3,16 +3,18 @@ batches, and finds why they differ.
 
 ::
 
-    verification  the answer, and how it is found          preflight     in which number format, how large a batch
+    search        how the answer is found                  verification  the answer, as a table
+    preflight     in which number format, how large a batch
     batches       which batches, of the job's own loader   training_run  one side, an update at a time
     paired_run    both at once, compared after each update comparison    what is compared, and what was found
     measures      how far two values lie apart             layer_watch   the first layer that gave other values
-    model_facts   attributes, buffers, functions           determinism   dropout, draws, or batch norms, taken out
-    experiments   where experiments run, and noise there   cause_search  the experiments that find a cause
-    cause_texts   the table of causes: kind, text, fix     batch_cut     what micro-batches alone change
+    experiments   where experiments run, and noise there   determinism   dropout, draws, or batch norms, taken out
+    cause_search  the experiments that find a cause        batch_cut     what micro-batches alone change
+    cause_texts   the table of causes: kind, text, fix
 """
 
 from lockstep.verify.comparison import Comparison, Update
-from lockstep.verify.verification import Verification, verify
+from lockstep.verify.search import verify
+from lockstep.verify.verification import Verification
 
 __all__ = ["Comparison", "Update", "Verification", "verify"]

@@ -20,6 +20,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import refuse_given_twice
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
+from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import each, named_tensors
 from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import same, states
@@ -30,13 +31,16 @@ from lockstep.verify.comparison import Experiment
 from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
 from lockstep.verify.measures import row_ids
-from lockstep.verify.model_facts import attribute_values
 
 _FACTOR = 1 + 2.0**-21
 """A loss whose sums are taken in another order is multiplied by this, and its gradients divided. In
 float64 that changes nothing. What a model computes in float32 inside is rounded otherwise, as it is
 where a mean is over fewer samples.
 """
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
+"""Attributes that every module has."""
 
 
 class Side(Observer):
@@ -93,7 +97,7 @@ class Side(Observer):
         self.watch = Watch()
         self.drew = False
         self.whole_outputs: dict[str, None] = {}
-        self._attributes = attribute_values(self.step.model)
+        self._attributes = _attribute_values(self.step.model)
         self._number = 0
         self._total = 0.0
         self._count = 0.0
@@ -165,7 +169,7 @@ class Side(Observer):
     def changed_attributes(self) -> dict[str, Any]:
         """Return the plain attributes of modules that have other values than at the start."""
         found = {}
-        for name, value in attribute_values(self.step.model).items():
+        for name, value in _attribute_values(self.step.model).items():
             if value != self._attributes.get(name):
                 found[name] = value
         return found
@@ -248,3 +252,34 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
         return None
 
     return each(of_tensor, nest, on_list=of_list, on_packed=lambda packed: packed)
+
+
+def _attribute_values(model: nn.Module) -> dict[str, Any]:
+    """Return the values of plain attributes (``"body.calls"``): numbers, texts, tensors, and lists,
+    tuples and dictionaries of these.
+    """
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+    found = {}
+    for way, module in model.named_modules():
+        for key, held in vars(module).items():
+            if key not in _OF_EVERY_MODULE:
+                found[f"{way}.{key}".lstrip(".")] = _value(held, own)
+
+    return found
+
+
+def _value(held: Any, own: set[int]) -> Any:
+    """Return what can be compared.
+
+    The model's own tensors (a list of an RNN's weights) are left out.
+    """
+    if isinstance(held, torch.Tensor):
+        return None if id(held) in own else digest(held)
+    if isinstance(held, dict):
+        return [(key, _value(value, own)) for key, value in held.items()]
+    if isinstance(held, list | tuple):
+        return [_value(value, own) for value in held]
+    if isinstance(held, int | float | complex | str):
+        return repr(held)
+    return None
