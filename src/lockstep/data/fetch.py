@@ -9,7 +9,6 @@ is detected by the generators' states.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ from lockstep.data.dataset_state import has_state
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
 from lockstep.errors import JobError, SampleError, told
 from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import parts, to_device
+from lockstep.tensors.pytree import own_copy, parts, to_device
 from lockstep.tensors.seeding import kept_generators, kept_states, same, seed_all, states
 
 Collate = Callable[[list[Any]], Any]
@@ -116,7 +115,7 @@ class Fetcher:
             samples = self._samples(epoch, self._indices(whole), whole)
             by_index = dict(zip(whole, samples, strict=True))
             for share in shares:
-                copies = [_copy(by_index[i]) for i in share]
+                copies = [own_copy(by_index[i]) for i in share]
                 pairs.append(self._together(copies, epoch, share[0]))
 
         if state is not None:
@@ -240,14 +239,6 @@ def _rows(tensor: Tensor, at: Tensor, pin: bool) -> Tensor:
 
     out = torch.empty((len(at), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
     return torch.index_select(tensor, 0, at, out=out)
-
-
-def _copy(sample: Any) -> Any:
-    """Copy a sample, since a collate may change it; one that can't be copied is given itself."""
-    try:
-        return copy.deepcopy(sample)
-    except Exception:
-        return sample
 
 
 def number_of(nest: Any) -> int:

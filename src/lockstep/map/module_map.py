@@ -1,9 +1,8 @@
-"""A module over devices: a replica and a thread for each, batches in turn to the one that has least
-to do.
+"""A module over devices: a replica and a thread for each, to which batches go in turn.
 
-Of several such it is the one whose last batch was longest ago. A batch is put together in the
-caller's thread while the devices compute those before it; at most two are under way on each. The
-replicas are in evaluation mode and without gradients; the module itself is left as it is.
+A batch is put together in the caller's thread while the devices compute those before it; at most
+two are under way on each. The replicas are in evaluation mode and without gradients; the module
+itself is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,7 +23,6 @@ from lockstep.data.shares import MAP, mixed
 from lockstep.errors import InputError, ItemFailed, told
 from lockstep.launch.devices import Device
 from lockstep.map.map_worker import named
-from lockstep.map.shared_values import copied
 from lockstep.model.modes import has_own_train
 from lockstep.parallel.replicate import replicate
 from lockstep.tensors.pytree import (
@@ -32,11 +30,12 @@ from lockstep.tensors.pytree import (
     described,
     each,
     named_parts,
+    own_copy,
     parts,
     rebuilt,
-    tensors,
     to_device,
 )
+from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import seed_on
 from lockstep.threads.random_streams import stream
 from lockstep.threads.thread_pool import borrowed
@@ -66,48 +65,61 @@ def mapped(
             row for each item.
         ItemFailed: the module raised.
     """
-    if any(
-        map(has_own_train, module.modules())
-    ):  # it may write the weights, which replicas may share
+    # Its own may write the weights, which replicas may share.
+    if any(has_own_train(part) for part in module.modules()):
         module = copy.deepcopy(module).eval()
     replicas = replicate(module, list(devices), detach=True)
-    for part in itertools.chain(*(replica.modules() for replica in replicas)):
-        part.training = False
-    with borrowed(devices) as team:
-        under_way: deque[tuple[int, int, int, Future[Any]]] = (
-            deque()
-        )  # index of the first, items, device
-        busy, turns = (
-            [0] * len(devices),
-            [0] * len(devices),
-        )  # batches under way, where the last one ended
-        index = 0
+    for replica in replicas:
+        for part in replica.modules():
+            part.training = False
+
+    with borrowed(devices) as pool:
+        under_way: deque[_Batch] = deque()
+        turns = itertools.cycle(range(len(devices)))
+        first = 0
         while True:
-            while min(busy) < 2 and (
-                batch := [copied(item) for item in itertools.islice(items, batch_size or 1)]
-            ):
-                inputs = batch[0] if batch_size is None else _together(batch, collate, index)
-                number = min(range(len(devices)), key=lambda n: (busy[n], turns[n]))
-                run = partial(_outputs, replicas[number], inputs, devices[number], seed, index)
-                under_way.append((index, len(batch), number, team.start(number, run)))
-                busy[number] += 1
-                index += len(batch)
-                turns[number] = index
-                if under_way[0][3].done():
+            while len(under_way) < 2 * len(devices):
+                batch = [own_copy(item) for item in itertools.islice(items, batch_size or 1)]
+                if not batch:
                     break
+                inputs = batch[0] if batch_size is None else _together(batch, collate, first)
+                number = next(turns)
+                run = partial(_outputs, replicas[number], inputs, devices[number], seed, first)
+                outputs = pool.start(number, run)
+                under_way.append(_Batch(first, len(batch), devices[number], outputs))
+                first += len(batch)
+                if under_way[0].outputs.done():
+                    break
+
             if not under_way:
                 return
-            first, size, number, pending = under_way.popleft()
-            try:
-                outputs = pending.result()
-            except Exception as error:
-                where = f"{named(first, size)} failed on {devices[number]}"
-                raise ItemFailed(f"{where}: {told(error)}", first) from error
-            busy[number] -= 1
-            if batch_size is None:
-                yield outputs
-            else:
-                yield from _rows(outputs, size, "")
+            yield from _results(under_way.popleft(), is_row=batch_size is not None)
+
+
+class _Batch(NamedTuple):
+    """A batch that a device computes.
+
+    Attributes:
+        first: the index of its first item.
+        size: its items.
+        device: where it is computed.
+        outputs: of the module, on the CPU.
+    """
+
+    first: int
+    size: int
+    device: Device
+    outputs: Future[Any]
+
+
+def _results(batch: _Batch, *, is_row: bool) -> list[Any]:
+    """Wait for the outputs of a batch: as they are, or a row for each item."""
+    try:
+        outputs = batch.outputs.result()
+    except Exception as error:
+        where = f"{named(batch.first, batch.size)} failed on {batch.device}"
+        raise ItemFailed(f"{where}: {told(error)}", batch.first) from error
+    return _rows(outputs, batch.size, "") if is_row else [outputs]
 
 
 def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int | None, index: int) -> Any:
@@ -118,9 +130,12 @@ def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int | None, 
         generator = torch.Generator().manual_seed(key)
         if not device.is_slot:
             seed_on(device.torch, key)
+
     with torch.no_grad(), stream(generator):
-        outputs = call(replica, inputs if device.is_slot else to_device(inputs, device.torch))
-        return outputs if device.is_slot else each(lambda tensor: tensor.cpu(), outputs)
+        if device.is_slot:
+            return call(replica, inputs)
+        outputs = call(replica, to_device(inputs, device.torch))
+        return each(torch.Tensor.cpu, outputs)
 
 
 def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, first: int) -> Any:
@@ -128,9 +143,8 @@ def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, firs
         return (collate or default_collate)(batch)
     except Exception as error:
         advice = "" if collate else "; give a collate that can"
-        raise InputError(
-            f"{named(first, len(batch))} can't be put together: {told(error)}{advice}"
-        ) from error
+        where = named(first, len(batch))
+        raise InputError(f"{where} can't be put together: {told(error)}{advice}") from error
 
 
 def _rows(outputs: Any, size: int, name: str) -> list[Any]:
@@ -138,20 +152,21 @@ def _rows(outputs: Any, size: int, name: str) -> list[Any]:
     each item.
     """
     if isinstance(outputs, torch.Tensor):
-        if not outputs.dim() or outputs.shape[0] != size:
-            raise InputError(
-                f"the module's outputs have no row for each of {size} items: {name or 'they'} "
-                f"{'is' if name else 'are'} {described(outputs)}: leave batch_size out, and give "
-                "it batches"
-            )
-        return list(outputs.unbind())
+        if has_rows(outputs, size):
+            return list(outputs.unbind())
+        where = f"{name} is" if name else "they are"
+        raise InputError(
+            f"the module's outputs have no row for each of {size} items: {where} "
+            f"{described(outputs)}: leave batch_size out, and give it batches"
+        )
+
     inside = parts(outputs)
     if inside is None:  # None, a word, a number: the same for each
         return [outputs] * size
-    are_batches = any(t.dim() and t.shape[0] == size for part in inside for t in tensors(part))
-    if isinstance(outputs, list) and len(outputs) == size and not are_batches:  # one for each
+    if type(outputs) is list and holds_samples(outputs, size):
         return outputs
-    columns = [
-        _rows(part, size, f"{name}.{below}".lstrip(".")) for below, part in named_parts(outputs)
-    ]
-    return [rebuilt(outputs, [column[i] for column in columns]) for i in range(size)]
+
+    columns = []
+    for key, part in named_parts(outputs):
+        columns.append(_rows(part, size, f"{name}.{key}".lstrip(".")))
+    return [rebuilt(outputs, list(row)) for row in zip(*columns, strict=True)]

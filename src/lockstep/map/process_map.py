@@ -28,6 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
 from lockstep.launch.devices import Device, occupied
 from lockstep.launch.processes import failure_records
@@ -38,14 +40,12 @@ from lockstep.launch.processes.pickling import pickled
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.map.map_worker import Call, Reply, Task, failed, named, serve
 from lockstep.map.shared_values import (
-    copied,
     first_that_cant_be_packed,
-    kept,
     new_block,
     pack,
     unpack,
 )
-from lockstep.tensors.pytree import each
+from lockstep.tensors.pytree import each, own_copy
 from lockstep.tensors.seeding import kept_states
 
 _SECONDS = 0.05
@@ -98,24 +98,23 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
     """The results, computed in the caller's process; its random generators stay where they are
     if there is a seed.
     """
-    index = 0
-    for unit in items if call.batch is None else _batched(items, call.batch, copied):
+    units = items if call.batch is None else _batched(items, call.batch)
+    for number, unit in enumerate(units):
+        index = number * (call.batch or 1)
+        keeping = contextlib.nullcontext() if call.stream is None else kept_states()
         try:
-            with (
-                occupied(device),
-                contextlib.nullcontext() if call.stream is None else kept_states(),
-            ):
+            with occupied(device), keeping:
                 result = call(unit, index, not device.is_slot)
         except Exception as error:
             message = f"item {index} failed on {device}: {failure_records.reason(error)}"
             raise ItemFailed(message, index, own_traceback(error)) from error
+
         if not device.is_slot:
-            result = each(lambda tensor: tensor.cpu(), result)
+            result = each(torch.Tensor.cpu, result)
         if call.batch is None:
             yield result
         else:
             yield from result
-        index += call.batch or 1
         del result
 
 
@@ -145,7 +144,7 @@ class ProcessMap:
         self._body = pickled({"serve": serve, "the function": call.fn, **given})
         self._on_output = on_output
         self._batch = call.batch
-        self._units = items if call.batch is None else _batched(items, call.batch, kept)
+        self._units = items if call.batch is None else _batched(items, call.batch)
         self._total = None if total is None else math.ceil(total / (call.batch or 1))
         self._devices = devices
         self._waiting: deque[_Chunk] = deque()
@@ -153,7 +152,8 @@ class ProcessMap:
         self._free = [[0, 1] for _ in devices]
         self._held = 0
         self._pace = _Pace()
-        self._sent = self._drawn = 0
+        self._sent = 0
+        self._drawn = 0
         self._ending: BaseException | None = None
         self._is_drawn = False
 
@@ -203,8 +203,8 @@ class ProcessMap:
             else:
                 yield from result
             del result
-            if (now := time.perf_counter()) - looked > _LOOK:
-                looked = now
+            if time.perf_counter() - looked > _LOOK:
+                looked = time.perf_counter()
                 self._turn(0)
                 if self._may_send():
                     self._send()
@@ -235,9 +235,8 @@ class ProcessMap:
         size = 0
         with contextlib.suppress(Exception):
             size = pack(units, block)
-        if (
-            not size
-        ):  # outside of the handler: how pickling went wrong inside tells a person nothing
+        # Outside of a handler: how pickling went wrong inside tells a person nothing.
+        if not size:
             units = self._sendable(units, block)
             size = pack(units, block)
         if not units:
@@ -254,15 +253,18 @@ class ProcessMap:
         """The next items: ``size`` of them, or fewer where they are slow to come, or end."""
         units = []
         limit = time.perf_counter() + _SECONDS
+        # A generator may write its next item into the same memory.
+        copies = size > 1 and self._batch is None
         try:
             for unit in itertools.islice(self._units, size):
-                units.append(kept(unit) if size > 1 and self._batch is None else unit)
+                units.append(own_copy(unit) if copies else unit)
                 if time.perf_counter() > limit:
                     break
             else:
                 self._is_drawn = len(units) < size
         except Exception as error:  # given when those before it have been
-            self._is_drawn, self._ending = True, error
+            self._is_drawn = True
+            self._ending = error
         self._drawn += len(units)
         return units
 
@@ -277,8 +279,7 @@ class ProcessMap:
         index = (self._sent + good) * (self._batch or 1) + place
         self._ending = InputError(
             f"item {index} (a {type(items[place]).__qualname__}) can't be sent to a process: "
-            f"{told(error)}: "
-            "send what it is made of, and make it in the function"
+            f"{told(error)}: send what it is made of, and make it in the function"
         )
         return units[:good]
 
@@ -286,7 +287,10 @@ class ProcessMap:
 
     def _turn(self, seconds: float | None) -> None:
         self._workers.turn(seconds)
-        if self._workers.failed_at is not None and (failures := self._workers.failures()):
+        if self._workers.failed_at is None:
+            return
+        failures = self._workers.failures()
+        if failures:
             raise self._death(min(failures, key=lambda failure: failure.time))
 
     def _hear(self, worker: int, reply: Reply) -> None:
@@ -301,8 +305,9 @@ class ProcessMap:
         self._free[worker].append(chunk.slot)
         self._pace.learn(chunk.units, reply.seconds, max(chunk.bytes, reply.bytes))
         chunk.bytes = reply.bytes
+        chunk.results = deque(results)
+        chunk.failure = reply.failure
         self._held += chunk.bytes
-        chunk.results, chunk.failure = deque(results), reply.failure
         if reply.failure is not None:
             self._is_drawn = True  # what comes after it will not be given
 
@@ -323,6 +328,7 @@ class ProcessMap:
         return ItemFailed(f"the process of the map on {device} {how}", index)
 
 
-def _batched(items: Iterator[Any], size: int, kept: Callable[[Any], Any]) -> Iterator[list[Any]]:
-    while batch := [kept(item) for item in itertools.islice(items, size)]:
+def _batched(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    # A generator may write its next item into the same memory.
+    while batch := [own_copy(item) for item in itertools.islice(items, size)]:
         yield batch

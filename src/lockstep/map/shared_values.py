@@ -34,65 +34,12 @@ _KEPT = 16 << 20
 """Bytes of a block that are kept for the next value, however small that is."""
 
 
-_CONSTANT = (int, float, complex, bool, str, bytes, type(None))
-
-
-def kept(value: Any) -> Any:
-    """A value as it is now, to be packed later: a generator may write its next item into the same
-    memory.
-
-    What can't be pickled comes back as it is: packing it will say so.
-    """
-    if _is_constant(value):
-        return value
-    file = io.BytesIO()
-    try:
-        _Pickler(file, whole=True).dump(value)
-    except Exception:
-        return value
-    return _Kept(file.getvalue())
-
-
-def _is_constant(value: Any) -> bool:
-    return type(value) in _CONSTANT or (type(value) is tuple and all(map(_is_constant, value)))
-
-
-class _Kept:
-    """A pickle that is unpacked as what was pickled."""
-
-    def __init__(self, pickled: bytes) -> None:
-        self._pickled = pickled
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return pickle.loads, (pickle.PickleBuffer(self._pickled),)
-
-
-def copied(value: Any) -> Any:
-    """The same for a value that stays in this process: new tensors and arrays, in new lists,
-    tuples and dicts.
-    """
-    if isinstance(value, torch.Tensor):
-        return (
-            value.detach().clone().requires_grad_(value.requires_grad)
-            if type(value) is torch.Tensor
-            else value
-        )
-    if type(value).__module__ == "numpy" and hasattr(value, "copy"):
-        return value.copy()
-    if type(value) in (list, tuple):
-        return type(value)(copied(part) for part in value)
-    if type(value) is dict:
-        return {name: copied(part) for name, part in value.items()}
-    return value
-
-
 def new_block(stack: contextlib.ExitStack) -> int:
     """A file without a name, in memory where the system can do that, of no size yet; open until
     the stack ends.
     """
-    if hasattr(
-        os, "memfd_create"
-    ):  # not bound by the size of /dev/shm, which is small in containers
+    # Not bound by the size of /dev/shm, which is small in containers.
+    if hasattr(os, "memfd_create"):
         number = os.memfd_create("lockstep")
     else:
         with tempfile.TemporaryFile() as file:
@@ -154,11 +101,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Keeps large buffers apart, and tells the pickler that a tensor is one.
 
     Attributes:
-        pieces: the buffers, in order; none where they are to be in the pickle, the ``whole`` of it.
+        pieces: the buffers, in order.
     """
 
-    def __init__(self, file: io.BytesIO, *, whole: bool = False) -> None:
-        super().__init__(file, protocol=5, buffer_callback=None if whole else self._take)
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5, buffer_callback=self._take)
         self.pieces: list[memoryview] = []
         self._held: list[Any] = []
 
@@ -198,14 +145,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its numbers in memory are all there is to it; any other goes as PyTorch pickles
     it.
     """
-    return (
-        type(tensor) in (torch.Tensor, nn.Parameter)
-        and tensor.layout == torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_meta
-        and not getattr(tensor, "__dict__", None)
-        and not nn.parameter.is_lazy(tensor)
-    )
+    if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return False
+    has_more = tensor.is_quantized or tensor.is_meta or nn.parameter.is_lazy(tensor)
+    return not has_more and not getattr(tensor, "__dict__", None)
 
 
 def _rebuilt(

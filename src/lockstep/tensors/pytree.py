@@ -250,6 +250,30 @@ def _doubled(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
+_CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
+
+
+def own_copy(value: Any) -> Any:
+    """Return a deep copy of anything; what can't be copied is given itself."""
+    if type(value) in _CONSTANTS:
+        return value
+    return each(_cloned, value, on_packed=_deep_copy, on_object=_deep_copy)
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    if type(tensor) is not Tensor:
+        return _deep_copy(tensor)
+    # deepcopy copies byte by byte, on several threads.
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _deep_copy(value: T) -> T:
+    try:
+        return copy.deepcopy(value)
+    except Exception:
+        return value
+
+
 def _same(thing: Any) -> Any:
     return thing
 
