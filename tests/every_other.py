@@ -11,7 +11,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizers.build import build_optimizer
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy

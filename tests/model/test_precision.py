@@ -15,7 +15,7 @@ from lockstep import Job, parallelize, train
 from lockstep.errors import JobError, LossError
 from lockstep.launch.processes import modes
 from lockstep.model import precision
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizers.build import build_optimizer
 from lockstep.strategies.ddp import DDP
 
 from harness import differences, parity  # isort: skip

@@ -23,7 +23,7 @@ from lockstep.data import Part
 from lockstep.errors import LossError, StrategyError
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
-from lockstep.model.optimizer import clip_gradients
+from lockstep.model.optimizers.gradients import clip_gradients
 from lockstep.pipelining import transfer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import even_split

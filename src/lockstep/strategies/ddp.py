@@ -24,7 +24,8 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
-from lockstep.model.optimizer import build_optimizer, is_of_pytorch
+from lockstep.model.optimizers.build import build_optimizer
+from lockstep.model.optimizers.kinds import is_of_pytorch
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
 from lockstep.strategies.ranks.reducers import OverlappedReducer

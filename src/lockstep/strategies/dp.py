@@ -32,7 +32,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import draws_dropout
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizers.build import build_optimizer
 from lockstep.recipe import Recipe
 from lockstep.strategies.replicas.copied_model import (
     refuse_other_parameters,

@@ -24,7 +24,8 @@ from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.compile import refuse_compiled
 from lockstep.model.hooks import hooked_parameters
-from lockstep.model.optimizer import build_optimizer, has_own_state, is_of_pytorch
+from lockstep.model.optimizers.build import build_optimizer
+from lockstep.model.optimizers.kinds import has_own_state, is_of_pytorch
 from lockstep.recipe import Recipe
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.product import Product

@@ -48,7 +48,8 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
 from lockstep.model.losses.loss import Loss
 from lockstep.model.modes import has_own_train
-from lockstep.model.optimizer import build_optimizer, has_own_state, with_modes
+from lockstep.model.optimizers.build import build_optimizer
+from lockstep.model.optimizers.kinds import has_own_state, with_modes
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.followed_buffers import take_first
 from lockstep.strategies.shared_weights import SharedWeights

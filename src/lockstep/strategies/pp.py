@@ -33,7 +33,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.modes import draws_dropout
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizers.build import build_optimizer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned

@@ -13,7 +13,7 @@ from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.loss import Loss
-from lockstep.model.optimizer import build_optimizer
+from lockstep.model.optimizers.build import build_optimizer
 from lockstep.recipe import Recipe
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step

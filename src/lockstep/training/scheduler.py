@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lockstep.errors import JobError, told
 from lockstep.job import Job
-from lockstep.model.optimizers import Optimizers
+from lockstep.model.optimizers.several import Optimizers
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.data import Part
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import sparse_parameters
+from lockstep.model.optimizers.fused import sparse_parameters
 from lockstep.strategies.ranks.flat_gradients import FlatGradients
 from lockstep.strategies.steps.weighting import as_tensor
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.errors import StrategyError
-from lockstep.model.optimizer import is_hooked
+from lockstep.model.optimizers.kinds import is_hooked
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:

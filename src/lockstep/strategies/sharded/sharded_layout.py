@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lockstep.launch.world import World
-from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizers.state import load_named_optimizer_state, named_optimizer_state
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.sharded.whole_parameters import WholeParameters
 from lockstep.strategies.steps.parameter_layout import ParameterLayout

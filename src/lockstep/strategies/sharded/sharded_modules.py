@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import StrategyError
-from lockstep.model.optimizer import sparse_parameters
+from lockstep.model.optimizers.fused import sparse_parameters
 from lockstep.tensors.placing import place_tensor
 from lockstep.tensors.pytree import tensors
 

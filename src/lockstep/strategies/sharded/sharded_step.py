@@ -24,7 +24,7 @@ from lockstep.errors import InputError, StrategyError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizer import gradient_values, scale_to_norm
+from lockstep.model.optimizers.gradients import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep
 from lockstep.strategies.sharded.block_watch import BlockWatch, during

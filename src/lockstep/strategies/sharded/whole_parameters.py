@@ -31,7 +31,7 @@ from lockstep.launch.events import Caveat
 from lockstep.launch.world import END_OF_CALLBACKS, World
 from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked
-from lockstep.model.optimizer import REPLACED
+from lockstep.model.optimizers.state import REPLACED
 from lockstep.strategies.sharded.shards import Shards
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")

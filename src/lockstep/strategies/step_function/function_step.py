@@ -33,7 +33,7 @@ from lockstep.errors import InputError, NonFiniteLoss, StrategyError, nearest
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
-from lockstep.model.optimizers import Optimizers
+from lockstep.model.optimizers.several import Optimizers
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.reducers import FlatReducer
 from lockstep.strategies.step_function.function_losses import SummedFunction, Update

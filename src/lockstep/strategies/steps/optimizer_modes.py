@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lockstep.model.optimizer import with_modes
+from lockstep.model.optimizers.kinds import with_modes
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.model.optimizer import load_named_optimizer_state, named_optimizer_state
+from lockstep.model.optimizers.state import load_named_optimizer_state, named_optimizer_state
 from lockstep.tensors.row_shard import RowShard
 
 

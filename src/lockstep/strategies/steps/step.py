@@ -32,7 +32,9 @@ from lockstep.model.layer_error import layer_error
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled
 from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
-from lockstep.model.optimizer import begin_momentum, clip_gradients, gradient_values, may_draw
+from lockstep.model.optimizers.fused import begin_momentum
+from lockstep.model.optimizers.gradients import clip_gradients, gradient_values
+from lockstep.model.optimizers.kinds import may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
 from lockstep.strategies.steps.draws import Draws
