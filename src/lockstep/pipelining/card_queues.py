@@ -71,7 +71,7 @@ class CardQueues:
 
     @contextlib.contextmanager
     def streams(self) -> Iterator[None]:
-        """The computing streams are current in this thread."""
+        """Make the computing streams current in this thread."""
         with contextlib.ExitStack() as stack:
             for one in self._computing.values():  # whose object only one thread can enter
                 stream = torch.Stream(
@@ -83,7 +83,7 @@ class CardQueues:
             yield
 
     def begin(self) -> None:
-        """In its first turn: what is made now comes last in backward, in the turn of the first
+        """Begin the first turn: what is made now comes last in backward, in the turn of the first
         stage.
 
         The gradient of a parameter that is sent (a tied weight) would else make the card wait for
@@ -128,8 +128,8 @@ class CardQueues:
 
     @contextlib.contextmanager
     def sending(self, stage: int, come_back: Callable[[int], None]) -> Iterator[None]:
-        """What the next stage is given is sent from this one, and ``come_back(stage)`` is called
-        in backward.
+        """Send from this stage what the next one is given, and call ``come_back(stage)`` in
+        backward.
         """
         self.leaves = True
         self._backs = {self.places[stage]: functools.partial(come_back, stage)}
@@ -140,7 +140,7 @@ class CardQueues:
             self._backs = {}
 
     def sent(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        """A copy of an accelerator's tensor on another one, which may be used after ``wait``."""
+        """Copy an accelerator's tensor on another one, which may be used after ``wait``."""
         source = tensor.device
         out = self._copying[source]
         into = self._copying[place]
@@ -164,13 +164,13 @@ class CardQueues:
         return copy
 
     def _view_of(self, leaf: torch.Tensor) -> torch.Tensor:
-        """A view of a leaf, whose gradient is to be accumulated on the computing stream."""
+        """Give a view of a leaf, whose gradient is to be accumulated on the computing stream."""
         if isinstance(leaf, nn.Parameter):
             self._shared[id(leaf)] = leaf
         return self._views[id(leaf)] if id(leaf) in self._views else leaf.view_as(leaf)
 
     def sent_back(self, gradient: torch.Tensor, place: torch.device) -> torch.Tensor:
-        """A copy of a gradient, for which autograd waits, and which it has waited for."""
+        """Copy a gradient, for which autograd waits, and which it has waited for."""
         self._held.append(gradient)
         with self._copying[place], self._copying[gradient.device]:
             copy: torch.Tensor = gradient.to(place, non_blocking=True)

@@ -27,8 +27,8 @@ DeviceMap = Mapping[str, int]
 
 
 def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None) -> dict[str, int]:
-    """The stage of each module, parameter and buffer by name, those that share a tensor under each
-    of their names.
+    """Find the stage of each module, parameter and buffer by name, those that share a tensor under
+    each of their names.
 
     Modules that no prefix covers (the model itself, containers) are left out.
 
@@ -87,7 +87,7 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
 
 
 def read_map(word: str) -> dict[str, int]:
-    """A device map as JSON, ``{"stem": 0, "layer3": 1}``, or from a file that has it.
+    """Read a device map: as JSON, ``{"stem": 0, "layer3": 1}``, or from a file that has it.
 
     Raises:
         StrategyError: it can't be read.
@@ -120,7 +120,7 @@ _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 
 def longest(name: str, device_map: DeviceMap) -> int | None:
-    """The stage of the longest prefix of a name; None where none fits."""
+    """Give the stage of the longest prefix of a name; None where none fits."""
     return next(
         (
             device_map[prefix]
@@ -132,6 +132,6 @@ def longest(name: str, device_map: DeviceMap) -> int | None:
 
 
 def modules_around(name: str) -> list[str]:
-    """The names of the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
+    """List the modules that a name lies in: ``""``, ``"a"``, ``"a.b"`` for ``"a.b.c"``."""
     words = name.split(".") if name else []
     return [".".join(words[:length]) for length in range(len(words))]

@@ -44,7 +44,7 @@ _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def current() -> MicroBatch | None:
-    """The microbatch of this thread, or None."""
+    """Give the micro-batch of this thread, or None."""
     return getattr(_here, "microbatch", None)
 
 
@@ -112,7 +112,7 @@ class MicroBatch:
         self._skip_to(len(self.route))
 
     def turn_back(self) -> None:
-        """The forward and its loss are done: backward is to begin where they ended."""
+        """End forward and loss: backward is to begin where they ended."""
         last = self.stage or 0
         self._leave()
         self.kind = "B"
@@ -151,11 +151,11 @@ class MicroBatch:
 
     @property
     def direction(self) -> str:
-        """In a word."""
+        """``forward`` or ``backward``."""
         return "forward" if self.kind == "F" else "backward"
 
     def come_back(self, stage: int) -> None:
-        """Backward has come to what was made on this stage.
+        """Take a stage, as backward comes to what was made there.
 
         Raises:
             StrategyError: it is that of another micro-batch, which has turns of its own.

@@ -50,7 +50,7 @@ Key = tuple[int, int]
 
 
 def straight(stages: int) -> Route:
-    """Through all stages and back."""
+    """Go through all stages and back."""
     return (
         *(Visit(s, "F") for s in range(stages)),
         *(Visit(s, "B") for s in reversed(range(stages))),
@@ -58,7 +58,7 @@ def straight(stages: int) -> Route:
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """Every forward, then every backward; each stage holds all micro-batches in between.
+    """Compute every forward, then every backward; each stage holds all micro-batches in between.
 
     ::
 
@@ -75,7 +75,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """As many forwards as it takes to reach the last stage, then one backward for each forward.
+    """Compute as many forwards as it takes to reach the last stage, then one backward for each
+    forward.
 
     ::
 
@@ -91,8 +92,8 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
 
 
 def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """As 1F1B, but each device holds several short stages, so that filling and draining take a part
-    of the time.
+    """Compute as 1F1B, but each device holds several short stages, so that filling and draining
+    take a part of the time.
 
     Stage s is on device ``s % devices``. Two devices with two chunks each, so four stages, each
     half as long::
@@ -138,7 +139,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 
 
 def devices_of(schedule: Schedule) -> dict[int, int]:
-    """By stage, the device whose list its actions are in.
+    """Find for each stage the device whose list has its actions.
 
     Raises:
         StrategyError: a stage is in two lists.
@@ -155,7 +156,7 @@ def devices_of(schedule: Schedule) -> dict[int, int]:
 
 
 def printed(schedule: Schedule) -> str:
-    """A line of words for each device."""
+    """Write a line of words for each device."""
     return "\n".join(" ".join(map(str, order)) for order in schedule)
 
 
@@ -170,7 +171,7 @@ def _checked(stages: int, microbatches: int) -> None:
 
 
 def whole(route: Route, stages: int) -> Route:
-    """A straight route with the visits that it leaves out; another one as it is."""
+    """Add to a straight route the visits that it leaves out; leave another one as it is."""
     way = straight(stages)
     return way if has_way(way, route) else route
 
@@ -182,7 +183,7 @@ def has_way(route: Route, other: Route) -> bool:
 
 
 def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
-    """The visits of all devices in one list, each device's in its order, as they would begin.
+    """Put the visits of all devices in one list, each device's in its order, as they would begin.
 
     A forward takes one tick, a backward two.
     """
@@ -204,7 +205,7 @@ def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
 
 
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
-    """For each device the visits in their order, by a schedule for so many micro-batches.
+    """Order the visits of each device, by a schedule for so many micro-batches.
 
     A straight route takes its turns by the schedule. For another one they are found by letting the
     micro-batches go through stages that take equally long: a forward one tick, a backward two.
@@ -221,7 +222,7 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
 def _greedy(
     route: Route, places: Mapping[int, int], schedule: Schedule, microbatches: int
 ) -> list[list[Key]]:
-    """For each device an order of visits: whenever it is free, it takes what it can at that moment.
+    """Order the visits of each device: whenever it is free, it takes what it can at that moment.
 
     Of several visits a backward goes first, then the one that is nearest to the end of the route,
     each in the order of micro-batches. All forwards go first where the schedule has it so, else a

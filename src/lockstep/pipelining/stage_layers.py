@@ -63,7 +63,7 @@ class StagedModel:
             place_tensors(model, places, self._places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
-        """What a forward and its loss run in."""
+        """Give the context of a forward and its loss."""
         if not self.moves:
             return contextlib.nullcontext()
         microbatch = current()
@@ -77,7 +77,7 @@ class StagedModel:
 
 
 def _mixed(stage_of: Mapping[str, int]) -> set[str]:
-    """The names of modules that hold something of another stage.
+    """Find the modules that hold something of another stage.
 
     They only hand on: their own code runs on whichever stage it comes to.
     """
@@ -136,7 +136,7 @@ class _Hook:
 
 
 def _nothing(*args: Any) -> None:
-    """What a copy of a hook does."""
+    """Do what a copy of a hook does."""
 
 
 def _arriving(
@@ -146,8 +146,8 @@ def _arriving(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Before the forward of a module on a stage, where its inputs must be; None where all stages
-    are on one device.
+    """Act before the forward of a module on a stage, where its inputs must be; None where all
+    stages are on one device.
     """
     microbatch = current()
     sent = None
@@ -182,7 +182,7 @@ def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """After a module's forward, on whose stage all was that is in it."""
+    """Act after a module's forward, on whose stage all was that is in it."""
     microbatch = current()
     if microbatch is not None and microbatch.outer is module:
         microbatch.outer = None
@@ -190,15 +190,13 @@ def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
 
 
 def _entering(places: list[torch.device], module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Before the forward of a whole model that is called outside of a step: what meets in it is
-    moved too.
-    """
+    """Act before the forward of a whole model outside of a step: what meets in it is moved, too."""
     if transfer.current() is None:
         TransferMode(places, owner=module).__enter__()
 
 
 def _exiting(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """After it, however it ended."""
+    """Act after the forward of a whole model, however it ended."""
     mode = transfer.current()
     if mode is not None and mode.owner is module:
         mode.__exit__(None, None, None)

@@ -39,7 +39,7 @@ _here = threading.local()
 
 
 def current() -> TransferMode | None:
-    """The mode that this thread is in, or None."""
+    """Give the mode that this thread is in, or None."""
     return getattr(_here, "mode", None)
 
 
@@ -81,7 +81,7 @@ class TransferMode(TorchFunctionMode):
         self._copies.clear()
 
     def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor on the stage that computes; what several layers there are given is copied
+        """Give a tensor on the stage that computes; what several layers there are given is copied
         once.
 
         A copy is kept for as long as what it was made of: an evaluation would keep all activations
@@ -114,7 +114,7 @@ class TransferMode(TorchFunctionMode):
         return copy
 
     def nest_moved(self, nest: Any) -> Any:
-        """What a layer is given, on the stage that computes."""
+        """Give what a layer is given, on the stage that computes."""
 
         def packed_moved(packed: Any) -> Any:
             return packed.to(self.moved(packed.data).device)
@@ -140,8 +140,8 @@ class TransferMode(TorchFunctionMode):
     def _queued(
         self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a function gives; where it computes on another stage's device, that is behind the
-        copies made there.
+        """Call a function; where it computes on another stage's device, that is behind the copies
+        made there.
         """
         if func in _ANYWHERE:
             queues.wait_all()
@@ -159,7 +159,7 @@ class TransferMode(TorchFunctionMode):
                 queues.wait(tensor.device)
 
     def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
-        """What an autograd function of a person's own gives; ``function`` applies it.
+        """Call an autograd function of a person's own, which ``function`` applies.
 
         Raises:
             StrategyError: it writes to an operand that had to be moved, so that this would stay as
@@ -181,7 +181,9 @@ class TransferMode(TorchFunctionMode):
     def _together(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """The arguments on one device: of what is written to, else of the stage that computes."""
+        """Move arguments to one device: that of what is written to, else of the stage that
+        computes.
+        """
         stage = self.place
         written = _written(func, args, kwargs)
         if written is not None:
@@ -216,7 +218,7 @@ def install() -> None:
 
 
 def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """What a checkpoint that begins now has to be computed again in: its mode, and each card's
+    """Give what a checkpoint that begins now has to be computed again in: its mode, and each card's
     random numbers.
 
     Autograd computes it again in a thread of its own, and PyTorch keeps the generators of those
@@ -250,7 +252,7 @@ def _has_generator(place: torch.device) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The tensor that a function writes to, where all else has to come to."""
+    """Find the tensor that a function writes to, where all else has to come to."""
     out = kwargs.get("out")
     if out is not None:
         return next(tensors(out), None)
@@ -322,7 +324,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _operands(nests: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, and in lists and tuples of these."""
+    """List the tensors among arguments, and in lists and tuples of these."""
     for nest in nests:
         if isinstance(nest, torch.Tensor):
             yield nest

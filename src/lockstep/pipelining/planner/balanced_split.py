@@ -36,8 +36,8 @@ def split(
     devices: Sequence[str] = (),
     slack: float = 0.0,
 ) -> list[int]:
-    """Where each stage begins: its first block's place, for every stage, and the number of blocks
-    at the end.
+    """Find where each stage begins: its first block's place, for every stage, and the number of
+    blocks at the end.
 
     Args:
         blocks: in the order of execution.
@@ -63,7 +63,7 @@ def split(
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
 
     def cost(stage: int, first: int, last: int) -> Cost:
-        """How many times too large a stage is for its device, and its time."""
+        """Tell how many times too large a stage is for its device, and its time."""
         time = before[last] - before[first]
         if capacity is None:
             return 0.0, time
@@ -83,8 +83,8 @@ def split(
     limit = fastest * (1 + slack) + 1e-12
 
     def sent(stage: int, first: int, last: int) -> Cost:
-        """The bytes that this stage's end sends on; of equal ones the upper cut in the tree of
-        modules.
+        """Count the bytes that this stage's end sends on; of equal ones the upper cut in the tree
+        of modules.
         """
         too_large, time = cost(stage, first, last)
         if too_large or time > limit:
@@ -111,7 +111,7 @@ def _best(
     cost: Callable[[int, int, int], Cost],
     together: Callable[[Cost, Cost], Cost],
 ) -> tuple[Cost, list[int]]:
-    """The least cost of a split, and its bounds."""
+    """Find the least cost of a split, and its bounds."""
     # By the number of blocks before, the best split of them.
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [0])}
     for stage in range(stages):
@@ -131,7 +131,7 @@ def _best(
 
 
 def _depth(blocks: Sequence[Block], place: int) -> int:
-    """How deep inside of modules a cut before a block lies: the length of both names' common
+    """Tell how deep inside of modules a cut before a block lies: the length of both names' common
     beginning.
     """
     above = blocks[place - 1].name.split(".")

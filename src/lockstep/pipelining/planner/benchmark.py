@@ -57,7 +57,7 @@ class ModelBenchmark:
         self._loss = Totalled(copy.deepcopy(job.loss), self._precision.whole)
 
     def fixed(self, block: Block) -> float:
-        """Bytes that a block takes besides activations: parameters, their gradients, the
+        """Count the bytes that a block takes besides activations: parameters, their gradients, the
         optimizer's state.
         """
         return block.parameters + (1 + self._state_copies) * block.trained

@@ -99,7 +99,7 @@ def blocks_of(model: nn.Module, seen: Trace) -> ModelBlocks:
 
 
 def _names_in_order(model: nn.Module, seen: Trace) -> list[str]:
-    """The names of a model's blocks, in the order in which forward comes to them."""
+    """List a model's blocks, in the order in which forward comes to them."""
     whole = sum(segment.seconds for segment in seen.segments) or 1.0
     shares = {name: seconds / whole for name, seconds in seen.seconds.items()}
     repeated = {name for name, times in seen.calls.items() if times > 1}
@@ -111,7 +111,7 @@ def _names_in_order(model: nn.Module, seen: Trace) -> list[str]:
 
 
 def _segments_of(names: Sequence[str], segments: Sequence[Segment]) -> list[list[Segment]]:
-    """The segments of each block: those of a module that is none belong to the block before."""
+    """List the segments of each block: those of a module that is none belong to the block before."""
     places = {name: place for place, name in enumerate(names)}
     inside: list[list[Segment]] = [[] for _ in names]
     here = 0
@@ -145,7 +145,7 @@ def _block(
 def loose_of(
     model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]
 ) -> dict[str, int]:
-    """The parameters and buffers outside of all blocks; one that forward doesn't use goes with
+    """Find the parameters and buffers outside of all blocks; one that forward doesn't use goes with
     what is named before.
     """
     of_block: dict[nn.Module, int] = {}
@@ -163,7 +163,7 @@ def loose_of(
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a module holds itself."""
+    """Yield the parameters and buffers that a module holds itself."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -171,7 +171,7 @@ def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def block_names(
     model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = ()
 ) -> list[str]:
-    """The names of a model's blocks, in the order of the model's modules.
+    """List a model's blocks, in the order of the model's modules.
 
     A module is taken apart where all its parameters belong to modules inside that are called. Where
     some don't (a table of positions beside the layers), it stays whole, unless it is large: then
@@ -187,7 +187,7 @@ def block_names(
     names = {module: name for name, module in model.named_modules()}
 
     def inside(module: nn.Module) -> tuple[list[str], bool]:
-        """The blocks in a module, and whether anything in it that has state belongs to none of
+        """Find the blocks in a module, and whether anything in it that has state belongs to none of
         them.
         """
         name = names[module]
@@ -210,7 +210,7 @@ def block_names(
 
 
 def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[str, int]:
-    """The device map of a split: as few names as say it, each with everything below it on one
+    """Make the device map of a split: as few names as say it, each with everything below it on one
     stage.
 
     A container whose layers are on several stages is not in it, but its parts are.

@@ -125,8 +125,8 @@ def divided(
     held: Mapping[int, float] | None = None,
     notes: Sequence[str] = (),
 ) -> Partition:
-    """The best run of blocks for each stage, or those that a device map says, which need not follow
-    one another.
+    """Find the best run of blocks for each stage, or those that a device map says, which need not
+    follow one another.
 
     Args:
         bench: whose blocks they are.
@@ -172,8 +172,8 @@ def divided(
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
-    """A device map by the layers' parameters, in the order in which they were registered, without
-    any forward.
+    """Make a device map by the layers' parameters, in the order in which they were registered,
+    without any forward.
 
     The blocks of a list stay whole where there are enough of them. A device has ``each`` stages.
 
@@ -209,7 +209,7 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
-    """The bytes of each stage's device; None where PyTorch doesn't tell."""
+    """Give the bytes of each stage's device; None where PyTorch doesn't tell."""
     number = len(devices)
     if memory is not None:
         sizes = [memory] * number if isinstance(memory, int) else memory

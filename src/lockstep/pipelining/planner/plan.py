@@ -75,7 +75,7 @@ class Plan:
 
     @property
     def devices(self) -> int:
-        """How many."""
+        """The number of devices."""
         return max(self.places) + 1
 
     def schedules(self, microbatches: int) -> dict[str, Schedule]:
@@ -198,7 +198,7 @@ def choose_schedule(
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
-    """The time for so many samples, on the straight line through the two nearest sizes.
+    """Give the time for so many samples, on the straight line through the two nearest sizes.
 
     Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
     is never cheaper.
@@ -315,8 +315,8 @@ def planned(
 
 
 def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int, ModelBlocks], int]:
-    """The costs of the blocks by the samples of a micro-batch, and the first size that the model
-    can't take (0: none).
+    """Measure the blocks by the samples of a micro-batch, and the first size that the model can't
+    take (0: none).
     """
     whole = bench.first.size
     sizes = {whole, max(1, whole // _NEAR_CUT), max(1, whole // _SMALL_CUT)}
@@ -334,7 +334,7 @@ def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int,
 def _costs(
     bench: ModelBenchmark, by_size: Mapping[int, ModelBlocks], found: Partition
 ) -> tuple[Costs, ...]:
-    """What each stage of a partition costs, at each size with which forward goes the same way."""
+    """Sum what each stage of a partition costs, at each size with which forward goes the same way."""
     names = {block.name for block in found.blocks}
     same: dict[int, dict[str, Block]] = {}
     for size, of_size in by_size.items():

@@ -36,7 +36,7 @@ KEY = (
 
 
 def grid(timeline: Timeline, width: int = 80) -> list[str]:
-    """A line for each device, at most ``width`` columns wide.
+    """Draw a line for each device, at most ``width`` columns wide.
 
     The scale is one for all: an action of the usual length is as wide as its name. Where the whole
     is wider than the terminal, its middle, in which the same goes on and on, is left out.
@@ -63,7 +63,7 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 
 
 def _without_middle(row: str, length: int, room: int) -> str:
-    """A row with its two ends only. What was cut through is left out: half a name would be another
+    """Keep the two ends of a row. What was cut through is left out: half a name would be another
     one.
     """
     left = (room - len(CUT) + 1) // 2
@@ -74,7 +74,7 @@ def _without_middle(row: str, length: int, room: int) -> str:
 
 
 def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
-    """The title, the grid, and the bubble below it."""
+    """Give the title, the grid, and the bubble below it."""
     return [
         *textwrap.wrap(f"{title}:", width),
         *grid(timeline, width),
@@ -83,8 +83,8 @@ def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
 
 
 def _scale(timeline: Timeline, cell: int) -> float:
-    """Columns for each unit of time: a short action has room for its name, unless it is much
-    shorter than most.
+    """Find the columns for each unit of time: a short action has room for its name, unless it is
+    much shorter than most.
     """
     spans = itertools.chain(*timeline.devices)
     lengths = sorted(span.end - span.start for span in spans)
@@ -112,7 +112,7 @@ def _row(
 
 
 def _column(place: float) -> int:
-    """The nearest column; halves go up, so that equal lengths have equal columns wherever they
+    """Give the nearest column; halves go up, so that equal lengths have equal columns wherever they
     begin.
     """
     return int(place + 0.5 + 1e-6)

@@ -30,7 +30,7 @@ each micro-batch.
 def simulate(
     schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0
 ) -> Timeline:
-    """When each action would begin and end.
+    """Find when each action would begin and end.
 
     Args:
         schedule: for each device its actions.
@@ -79,8 +79,8 @@ def simulate(
 
 
 def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
-    """What a schedule would take if nobody waited but for what it needs, with the stage times that
-    were measured.
+    """Find what a schedule would take if nobody waited but for what it needs, with the stage times
+    that were measured.
 
     Args:
         schedule: for each device its actions.
@@ -110,7 +110,7 @@ def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
 
 
 def _before(action: Action, last: int) -> Action | None:
-    """What has to be done before an action, ``last`` being the last stage."""
+    """Give what has to be done before an action, ``last`` being the last stage."""
     stage, kind, microbatch = action
     if kind == "B" and stage < last:
         return Action(stage + 1, "B", microbatch)
@@ -120,7 +120,7 @@ def _before(action: Action, last: int) -> Action | None:
 
 
 def _time_of(action: Action, times: Times) -> float:
-    """How long an action takes."""
+    """Tell how long an action takes."""
     if isinstance(times, int | float):
         return times
     of_stage = times[action.stage]

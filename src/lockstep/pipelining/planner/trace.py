@@ -84,7 +84,7 @@ def trace(
 
 @contextmanager
 def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
-    """A model with fake tensors in the place of its own."""
+    """Give a model fake tensors in the place of its own."""
     # What the person's model raises is raised again where it is run; PyTorch logs it too.
     log = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = log.disabled
@@ -165,7 +165,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept = set(self.state)
 
     def begin(self, name: str, inputs: Any) -> None:
-        """A module begins."""
+        """Note that a module begins."""
         self._open.append(name)
         self.calls[name] += 1
         self.seconds.setdefault(name, 0.0)
@@ -173,13 +173,13 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments.append(Segment(name, has_gradient))
 
     def end(self, name: str, outputs: Any) -> None:
-        """A module ends, and those inside of it that raised what somebody caught."""
+        """Note that a module ends, and those inside of it that raised what somebody caught."""
         if name in self._open:
             while self._open.pop() != name:
                 pass
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor is kept for backward; what is the model's own is there anyway."""
+        """Note that a tensor is kept for backward; what is the model's own is there anyway."""
         if tensor.layout == torch.strided:
             number = self._number(tensor)
             if number not in self._kept:
@@ -207,7 +207,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _sizes(self, nest: Any) -> dict[int, int]:
-        """The bytes of an operator's arguments or results, by their storages."""
+        """Count the bytes of an operator's arguments or results, by their storages."""
         found = {}
         for tensor in tensors(nest):
             if tensor.layout == torch.strided:
@@ -232,12 +232,12 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def bytes_of(held: Iterable[torch.Tensor]) -> int:
-    """The bytes of some tensors together."""
+    """Count the bytes of some tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each parameter and buffer of a model, under each of its names."""
+    """Yield each parameter and buffer of a model, under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
