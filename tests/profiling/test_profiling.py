@@ -422,19 +422,16 @@ def a_profile(ranks: int) -> Profile:
     )
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 200])
+@pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("ranks", [1, 3, 64])
 def test_the_table_fits_the_terminal(width: int, ranks: int) -> None:
     lines = lines_of(a_profile(ranks), width)
     assert max(map(len, lines)) <= width
-    if width >= 80:
-        assert len(lines) < 24
-        assert lines[1:3] == [
-            "rank         computing communicating     waiting     loading       other   step",
-            "0 cuda:0     1000  83%      100   8%  0.000   0%  0.120   0%    100   8%   1200",
-        ]
-    else:
-        assert "rank 0 cuda:0: 1200 ms" in lines and "  computing       1000  83%" in lines
+    assert len(lines) < 24
+    assert lines[1:3] == [
+        "rank         computing communicating     waiting     loading       other   step",
+        "0 cuda:0     1000  83%      100   8%  0.000   0%  0.120   0%    100   8%   1200",
+    ]
     assert any("and 48 more" in line for line in lines) == (ranks == 64)
 
 

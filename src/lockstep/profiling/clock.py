@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,32 +28,47 @@ from lockstep.strategies.steps.step import Step
 
 @dataclass
 class _Place:
-    """Where a thread is: whose times it notes, and for each open phase the time that belongs to
-    inner ones.
+    """Where a thread is.
+
+    Attributes:
+        times: what the thread notes.
+        inner: for each open phase, the seconds that belong to phases inside it.
+        is_in_collective: whether it communicates.
     """
 
     times: StepTimes
     inner: list[float] = field(default_factory=list)
     is_in_collective: bool = False
 
+    def took(self, seconds: float) -> None:
+        """Note that a part of the open phase took so long, and belongs to something else."""
+        if self.inner:
+            self.inner[-1] += seconds
+
 
 class Clock(Observer):
     """Notes when this process's threads begin and end what, while it is ``observing`` the
     updates of a step.
+
+    Attributes:
+        track: of the thread that runs the loop.
+        overlaps: whether gradients were summed while backward ran.
+        timelines: by title, when stages computed, once it has observed.
+        whose: what has a track; threads have one where they compute.
     """
 
     def __init__(self, step: Step) -> None:
         self._world = world = step.world
-        self.track = Track(world.rank, str(world.device))  # of the thread that runs the loop
-        self.overlaps = False  # whether a sum ran inside of a backward
+        self.track = Track(world.rank, str(world.device))
+        self.overlaps = False
+        self.timelines: dict[str, Timeline] = {}
+        self.whose = step.timed
         self._runner: Runner | None = getattr(step, "runner", None)
-        self.timelines: dict[
-            str, Timeline
-        ] = {}  # by title, when stages computed, once it has observed
-        self.whose = step.timed  # what has a track: threads do where they compute
-        devices = () if self.whose == "rank" else world.devices
-        before = world.rank * len(devices)
-        self._threads = [Track(before + i, str(device)) for i, device in enumerate(devices)]
+        self._threads: list[Track] = []
+        if self.whose != "rank":
+            before = world.rank * len(world.devices)
+            for number, device in enumerate(world.devices, before):
+                self._threads.append(Track(number, str(device)))
         self._on_accelerator = not world.device.is_slot
         self._here = threading.local()
         self._began: float | None = None
@@ -63,33 +77,36 @@ class Clock(Observer):
 
     @property
     def replicas(self) -> list[Track]:
-        """A track for each device that this process drives: its own thread's time, and the
-        loop's.
+        """A track for each device that this process drives: the time of its own thread, and of
+        the loop.
         """
         return self._threads or [self.track]
 
+    @property
+    def _place(self) -> _Place | None:
+        """Where this thread is; None for a thread without a track, such as autograd's."""
+        return getattr(self._here, "place", None)
+
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Meanwhile it is among the step's observers; a step that is open at the end is
-        forgotten.
-        """
+        """Be among the step's observers meanwhile; a step that is open at the end is forgotten."""
+        runner = self._runner
         self._world.observers.append(self)
-        if self._runner is not None:
-            self._runner.timelines = []
+        if runner is not None:
+            runner.timelines = []
         try:
             yield
         finally:
             self._world.observers.remove(self)
-            if self._runner is not None:
-                self.timelines = _timelines_of(
-                    self._runner, ", rank 0" if self._world.size > 1 else ""
-                )
-                self._runner.timelines = None
+            if runner is not None:
+                whose = ", rank 0" if self._world.size > 1 else ""
+                self.timelines = _timelines_of(runner, whose)
+                runner.timelines = None
             self.forget_step()
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; a step begins with asking for its batch, and ends when the next is
-        asked for.
+        """Yield the same batches; a step begins with asking for its batch, and ends when the next
+        one is asked for.
         """
         while True:
             self._begin_step()
@@ -111,7 +128,7 @@ class Clock(Observer):
             track.steps.append(StepTimes())
 
     def end_step(self) -> None:
-        """The step ends here, where one is open."""
+        """End the step, where one is open."""
         if self._began is None:
             return
         self.wait()
@@ -119,24 +136,19 @@ class Clock(Observer):
         times.wall = now() - self._began
         self._close()
         self.track.steps.append(times)
-        if not self._threads:
-            return
+
         first = min((begun for begun, _ in self._stays.values()), default=0.0)
         slowest = max((done for _, done in self._stays.values()), default=0.0)
-        for i, track in enumerate(self._threads):
+        for number, track in enumerate(self._threads):
             own = track.steps[-1]
             own.wall = times.wall
-            done = self._stays[i][1] if i in self._stays else first  # without a share it only waits
             if self.whose == "replica":
+                _, done = self._stays.get(number, (first, first))  # without a share it only waits
                 own.add("waiting", "slowest replica", slowest - done)
-            for (kind, phase), seconds in times.spent.items():
-                own.add(kind, phase, seconds)
-            for (name, parties), stays in times.collectives.items():
-                if parties > 1:  # (a wait for another rank is in it)
-                    own.add("communicating", name, sum(left - entered for entered, left in stays))
+            _add_those_of_loop(own, times)
 
     def forget_step(self) -> None:
-        """No step came to its end, where one is open."""
+        """Drop the step that is open, where one is: it didn't come to its end."""
         if self._began is None:
             return
         self._close()
@@ -150,8 +162,8 @@ class Clock(Observer):
             self._named = None
 
     def wait(self) -> None:
-        """On an accelerator: until all that was asked of it is done, so that the time is its
-        own.
+        """Wait until accelerators have done all that was asked of them, so that the time is that
+        of the phase.
         """
         if self._on_accelerator:
             for device in self._world.devices:
@@ -159,11 +171,11 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def phase(self, kind: Kind, name: str) -> Iterator[None]:
-        """What this thread does now. Phases may lie inside one another; each has what its inner
-        ones leave.
+        """Note what this thread does now. Phases may lie inside one another; each has what its
+        inner ones leave.
         """
-        place: _Place | None = getattr(self._here, "place", None)
-        if place is None:  # a thread of autograd's, say: its work is part of what waits for it
+        place = self._place
+        if place is None:  # its work is part of what waits for it
             yield
             return
         began = now()
@@ -175,13 +187,12 @@ class Clock(Observer):
         finally:
             whole = now() - began
             place.times.add(kind, name, whole - place.inner.pop())
-            if place.inner:
-                place.inner[-1] += whole
+            place.took(whole)
 
     @contextlib.contextmanager
     def collective(self, name: str, parties: int) -> Iterator[None]:
-        """What the first so many ranks, or replicas, do together."""
-        place: _Place | None = getattr(self._here, "place", None)
+        """Note what the first ``parties`` ranks, or replicas, do together."""
+        place = self._place
         if place is None or place.is_in_collective:
             yield
             return
@@ -197,38 +208,38 @@ class Clock(Observer):
         self._was_in(name, parties, entered)
 
     def _was_in(self, name: str, parties: int, entered: float) -> None:
-        """This thread has left a collective that it entered at that moment."""
+        """Note that this thread has left a collective that it entered at that moment."""
         place: _Place = self._here.place
         left = now()
         place.times.collectives.setdefault((name, parties), []).append((entered, left))
-        if place.inner:
-            place.inner[-1] += left - entered
+        place.took(left - entered)
 
     @contextlib.contextmanager
     def stages(self) -> Iterator[None]:
-        """The devices' stages compute, and this thread waits for them."""
+        """Note what the stages of the devices compute, while this thread waits for them."""
         began = now()
         yield
-        timelines = self._runner.timelines if self._runner is not None else None
-        is_queued = self.whose == "rank" and self._runner is not None and self._runner.overlaps
-        if not timelines and not is_queued:
+        runner = self._runner
+        if runner is None:
+            return
+        is_queued = self.whose == "rank" and runner.overlaps
+        if not runner.timelines and not is_queued:
             return
         self.wait()
         seconds = now() - began
         place: _Place = self._here.place
-        if place.inner:
-            place.inner[-1] += seconds
+        place.took(seconds)
         if is_queued:  # on accelerators, by threads that have no times of their own
             place.times.add("computing", "stages", seconds)
-        for track, computed in zip(
-            self._threads, timelines[-1].busy if timelines else (), strict=True
-        ):
-            track.steps[-1].add("computing", "stages", computed)
-            track.steps[-1].add("waiting", "other stages", max(0.0, seconds - computed))
+        if runner.timelines:
+            for track, computed in zip(self._threads, runner.timelines[-1].busy, strict=True):
+                own = track.steps[-1]
+                own.add("computing", "stages", computed)
+                own.add("waiting", "other stages", max(0.0, seconds - computed))
 
     @contextlib.contextmanager
     def replica(self, number: int) -> Iterator[None]:
-        """This thread computes a replica's share."""
+        """Note what a replica computes, on its own thread."""
         self._here.place = _Place(self._threads[number].steps[-1])
         began = now()
         try:
@@ -241,11 +252,11 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def backward(self, total: torch.Tensor, *, sums: bool) -> Iterator[None]:
-        """PyTorch's reducer sums while backward runs; what is left when backward's own work is done
-        is a collective.
+        """Note what remains to be summed when backward's own work is done, as a collective:
+        PyTorch's reducer sums while backward runs.
 
-        The reducer waits for it in a callback at the end of backward, and one that was asked for
-        before the reducer's runs before it.
+        The reducer waits for its sums in a callback at the end of backward. A callback that was
+        queued before it runs before it.
         """
         if not sums:
             yield
@@ -269,23 +280,37 @@ class Clock(Observer):
             self.overlaps = True
 
 
-def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
-    """When each stage computed in a usual update, and when it ideally would have; empty where
-    nothing was noted.
+def _add_those_of_loop(own: StepTimes, times: StepTimes) -> None:
+    """Add the times of the loop to those of a device."""
+    for (kind, phase), seconds in times.spent.items():
+        own.add(kind, phase, seconds)
+    for (name, parties), stays in times.collectives.items():
+        if parties > 1:  # the wait for another rank is part of it
+            for entered, left in stays:
+                own.add("communicating", name, left - entered)
 
-    Usual is the one of middle length, among those with as many micro-batches as most have.
-    ``whose`` ends the title of what was measured, where each rank has its own.
+
+def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
+    """Return when each stage computed in a usual update, and when it ideally would have; empty
+    where nothing was noted.
+
+    The usual update is the one of middle length, among those with as many micro-batches as most
+    have.
+
+    Args:
+        runner: of the pipeline.
+        whose: the end of the title of what was measured, where each rank has its own.
     """
-    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
-    if not noted:
+    of_count: dict[int, list[Timeline]] = {}
+    for timeline in runner.timelines or ():
+        numbers = [span.action.microbatch for spans in timeline.devices for span in spans]
+        if numbers:
+            of_count.setdefault(1 + max(numbers), []).append(timeline)
+    if not of_count:
         return {}
-    counts = [
-        1 + max(span.action.microbatch for mine in one.devices for span in mine) for one in noted
-    ]
-    count = Counter(counts).most_common(1)[0][0]
-    equal = [timeline for timeline, its in zip(noted, counts, strict=True) if its == count]
-    middle = sorted(equal, key=lambda timeline: timeline.makespan)[(len(equal) - 1) // 2]
+    count, alike = max(of_count.items(), key=lambda item: len(item[1]))
+    by_length = sorted(alike, key=lambda timeline: timeline.makespan)
     return {
-        f"measured{whose}": middle,
-        "ideal, with the same stage times": ideal(runner.schedule(count), equal),
+        f"measured{whose}": by_length[(len(alike) - 1) // 2],
+        "ideal, with the same stage times": ideal(runner.schedule(count), alike),
     }

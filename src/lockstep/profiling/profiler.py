@@ -1,4 +1,4 @@
-"""Which steps are profiled, the trace of each rank, and what is told.
+"""The steps that are profiled, the trace of each rank, and the report.
 
 While these steps run, a clock is among their observers::
 
@@ -17,7 +17,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
@@ -51,8 +51,13 @@ STEPS = 10
 class Profiler:
     """Profiles some steps of a training on this rank; each rank has one.
 
-    Traces and ``summary.json`` go to the run's folder. A training known to be short is warmed up
-    for fewer ``steps``.
+    Traces and ``summary.json`` go to the run's folder.
+
+    Args:
+        world: of this rank.
+        step: whose updates are profiled.
+        folder: of the run.
+        steps: of the training, where that is known; a short one has fewer warm-up steps.
     """
 
     def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
@@ -60,7 +65,9 @@ class Profiler:
         self._step = step
         step.sums.last = 1  # none in the steps that are profiled
         self._folder = folder
-        self._warm_up = WARM_UP if steps is None else max(0, min(WARM_UP, steps - 1))
+        self._warm_up = WARM_UP
+        if steps is not None:
+            self._warm_up = max(0, min(WARM_UP, steps - 1))
         self._clock = Clock(step)
         self._observing = contextlib.ExitStack()
         self._trace: profile | None = None
@@ -85,7 +92,7 @@ class Profiler:
             )
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """The same batches; what happens between them is looked at."""
+        """Yield the same batches; some of the steps between them are profiled."""
         for batch in itertools.islice(batches, self._warm_up):
             self._warm_up -= 1
             if not self._warm_up:
@@ -101,9 +108,7 @@ class Profiler:
         yield from batches
 
     def end_epoch(self) -> None:
-        """The epoch's last step is done: a profile that has begun ends here. Every rank calls
-        this.
-        """
+        """End a profile that has begun: the epoch's last step is done. Every rank calls this."""
         self._clock.end_step()
         if self._clock.track.steps and not self._done:
             self._finish()
@@ -112,17 +117,14 @@ class Profiler:
             self._trace = None
 
     def _begin(self) -> None:
-        # Kineto says on standard error that it begins and ends, unless told otherwise before its
-        # first use.
+        # Kineto logs to standard error that it begins and ends, unless that is switched off before
+        # its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         wanted = {"CPU", self._world.device.type.upper()}
         activities = [one for one in supported_activities() if one.name in wanted]  # type: ignore[no-untyped-call]
         threads = _all_threads(len(self._world.devices))
-        trace = profile(
-            activities=activities, experimental_config=threads, acc_events=True
-        )  # (of its one cycle)
-        trace.start()
-        self._trace = trace
+        self._trace = profile(activities=activities, experimental_config=threads, acc_events=True)
+        self._trace.start()
         self._observing.enter_context(self._clock.observing())
 
     def _stop(self) -> None:
@@ -131,119 +133,143 @@ class Profiler:
             self._trace.stop()
 
     def _finish(self) -> None:
-        """Write this rank's trace; lay the clocks of all ranks side by side, and tell. Every
-        rank calls this.
+        """Write this rank's trace; compare the clocks of all ranks, and tell. Every rank calls
+        this.
         """
         self._stop()
-        timelines = self._clock.timelines
         self._done = True
-        assert self._trace is not None
-        world, folder = self._world, self._folder.profile
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(folder / f"rank{world.rank}.json.gz"))
-            said = _save(timelines, folder) if timelines and world.is_first else []
-        except OSError as error:
-            raise SaveError(
-                f"{folder}: the profile could not be written: {error.strerror or error}"
-            ) from error
-        self._trace = None
-        count = len(self._clock.track.steps)
-        last = world.step
-        replicas = self._clock.replicas
-        whose = self._clock.whose
-        tracks = [track for mine in world.gather_objects(replicas) for track in mine]
+        world = self._world
+        clock = self._clock
+        saved = self._save()
+        tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
         bytes_of = world.gather_objects((_bytes_kept(self._step), self._peak))
         if not world.is_first:
             return
         found = Profile(
-            first=last - count + 1,
-            last=last,
-            whose=whose,
+            first=world.step - len(clock.track.steps) + 1,
+            last=world.step,
+            whose=clock.whose,
             rows=times_of(tracks, one_clock=world.nodes == 1),
-            notes=(*self._notes(whose), *_memory(bytes_of), *said),
+            notes=(*self._notes(), _memory(bytes_of), *saved),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
-            folder=os.path.relpath(folder),
+            folder=os.path.relpath(self._folder.profile),
         )
-        found = dataclasses.replace(
-            found,
-            drawings=(
-                functools.partial(table_of, found),
-                *(functools.partial(lines_of, title, one) for title, one in timelines.items()),
-                *((key,) if timelines else ()),
-            ),
-        )
+        drawings: list[Callable[[int], list[str]]] = [functools.partial(table_of, found)]
+        for title, timeline in clock.timelines.items():
+            drawings.append(functools.partial(lines_of, title, timeline))
+        if clock.timelines:
+            drawings.append(key)
         self._folder.write_json(
-            folder / "summary.json",
-            {
-                "first_step": found.first,
-                "last_step": found.last,
-                f"{whose}s": [
-                    {whose: row.number, "device": row.device, "step_seconds": row.step}
-                    | {
-                        "seconds": row.kinds,
-                        "shares": {kind: s / row.step for kind, s in row.kinds.items()},
-                    }
-                    | {"phases": row.phases}
-                    for row in found.rows
-                ],
-                **(
-                    {"bubbles": {title: one.bubble for title, one in timelines.items()}}
-                    if timelines
-                    else {}
-                ),
-                "processes": [
-                    {"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of
-                ],
-                "notes": found.notes,
-            },
+            self._folder.profile / "summary.json", _summary(found, clock.timelines, bytes_of)
         )
-        world.tell(found)
+        world.tell(dataclasses.replace(found, drawings=tuple(drawings)))
 
-    def _notes(self, whose: str) -> Iterator[str]:
-        if whose == "replica":
-            yield (
-                "waiting: a replica that is done before the slowest; computing: waiting for "
-                "Python's lock too"
-            )
-        if whose == "device":
-            yield (
-                "waiting: for what another device's layers have to give; computing: waiting for "
-                "Python's lock too"
-            )
+    def _save(self) -> list[str]:
+        """Write this rank's trace, and the timelines; return what should be known of them.
+
+        Raises:
+            SaveError: they can't be written.
+        """
+        assert self._trace is not None
+        folder = self._folder.profile
+        notes = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._trace.export_chrome_trace(str(folder / f"rank{self._world.rank}.json.gz"))
+            if self._clock.timelines and self._world.is_first:
+                notes = _save_timelines(self._clock.timelines, folder)
+        except OSError as error:
+            reason = error.strerror or error
+            raise SaveError(f"{folder}: the profile could not be written: {reason}") from error
+        self._trace = None
+        return notes
+
+    def _notes(self) -> list[str]:
+        """Return what should be known to read the numbers."""
+        whose = self._clock.whose
+        notes = []
+        if whose in _WAITING:
+            notes.append(f"waiting: {_WAITING[whose]}; computing: waiting for Python's lock too")
         if self._clock.overlaps:
-            yield "communicating: only what backward did not hide (sums run while it computes)"
+            notes.append(
+                "communicating: only what backward did not hide (sums run while it computes)"
+            )
         if self._world.nodes > 1:
-            yield (
+            notes.append(
                 "waiting: in a collective, longer than the rank that was in it for the shortest "
                 "time"
             )
         if not self._world.device.is_slot:
-            yield (
+            notes.append(
                 "each phase waits for the device, so these steps are slower than without --profile"
             )
+        return notes
 
 
-def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> Iterator[str]:
-    """What each process keeps, and the most that it had in a step."""
-    kept, peaks = [kept for kept, _ in bytes_of], [peak for _, peak in bytes_of if peak is not None]
-    text = (
-        f"memory of a process: weights, gradients and the optimizer's state {_least_to_most(kept)}"
-    )
-    yield text + (
-        f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}"
-        if peaks
-        else ""
-    )
+_WAITING = {
+    "replica": "a replica that is done before the slowest",
+    "device": "for what another device's layers have to give",
+}
+"""What waiting means, by what has a track."""
+
+
+def _summary(
+    found: Profile,
+    timelines: Mapping[str, Timeline],
+    bytes_of: Sequence[tuple[int, int | None]],
+) -> dict[str, Any]:
+    """Return what ``summary.json`` holds.
+
+    Args:
+        found: the profile.
+        timelines: of a pipeline, by title.
+        bytes_of: of each process, the bytes that it keeps, and the peak of a step.
+    """
+    rows = []
+    for row in found.rows:
+        shares = {kind: seconds / row.step for kind, seconds in row.kinds.items()}
+        rows.append(
+            {
+                found.whose: row.number,
+                "device": row.device,
+                "step_seconds": row.step,
+                "seconds": row.kinds,
+                "shares": shares,
+                "phases": row.phases,
+            }
+        )
+    summary: dict[str, Any] = {
+        "first_step": found.first,
+        "last_step": found.last,
+        f"{found.whose}s": rows,
+    }
+    if timelines:
+        summary["bubbles"] = {title: timeline.bubble for title, timeline in timelines.items()}
+    summary["processes"] = [
+        {"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of
+    ]
+    summary["notes"] = found.notes
+    return summary
+
+
+def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> str:
+    """Return what each process keeps, and the most that it had in a step."""
+    kept = _least_to_most([kept for kept, _ in bytes_of])
+    text = f"memory of a process: weights, gradients and the optimizer's state {kept}"
+    peaks = [peak for _, peak in bytes_of if peak is not None]
+    if peaks:
+        text += f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}"
+    return text
 
 
 def _least_to_most(sizes: Sequence[int]) -> str:
-    least, most = size(min(sizes)), size(max(sizes))
+    least = size(min(sizes))
+    most = size(max(sizes))
     return least if least == most else f"{least} to {most}"
 
 
 def _all_threads(devices: int) -> Any:
-    """What lets a trace have the threads of replicas, where this torch can do that."""
+    """Return the setting of a trace that has the threads of replicas, where this torch has one."""
     if devices == 1:
         return None
     with contextlib.suppress(ImportError, TypeError):
@@ -253,24 +279,29 @@ def _all_threads(devices: int) -> Any:
     return None
 
 
-def _save(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
-    """Write them as ``timeline.json``, and ``timeline.png`` where matplotlib is; gives what
-    should be said.
+def _save_timelines(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
+    """Write ``timeline.json``, and ``timeline.png`` where matplotlib is installed; return what
+    should be known.
     """
-    told = {title: one.plain() for title, one in timelines.items()}
-    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": told}))
+    plain = {title: timeline.plain() for title, timeline in timelines.items()}
+    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": plain}))
     if find_spec("matplotlib") is None:
         return ["timeline.png needs matplotlib: pip install 'torch-lockstep[pictures]'"]
-    in_ms = {title: one.times(1e3) for title, one in timelines.items()}
+    in_ms = {title: timeline.times(1e3) for title, timeline in timelines.items()}
     draw(in_ms, folder / "timeline.png", "ms")
     return []
 
 
 def _bytes_kept(step: Step) -> int:
-    """Of weights, gradients and the optimizer's state of this process, between updates."""
-    parts = list(step.layout.parts().values())
-    state = [dict(of) for of in getattr(step.optimizer, "state", {}).values()]
-    held = [
-        t for t in tensors([parts, [p.grad for p in parts], state]) if t.layout is torch.strided
-    ]
-    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in held)}.values())
+    """Return the bytes of weights, gradients and the optimizer's state of this process, between
+    updates.
+    """
+    parameters = list(step.layout.parts().values())
+    gradients = [p.grad for p in parameters]
+    states = getattr(step.optimizer, "state", {}).values()
+    storages = {}
+    for tensor in tensors([parameters, gradients, [dict(state) for state in states]]):
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

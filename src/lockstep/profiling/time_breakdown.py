@@ -16,7 +16,7 @@ what others stayed longer as waiting.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lockstep.launch.events import Profile, TimesOf
@@ -25,24 +25,24 @@ from lockstep.launch.observer import Kind
 KINDS: tuple[Kind, ...] = ("computing", "communicating", "waiting", "loading", "other")
 
 Collective = tuple[str, int]
-"""Its name, and how many ranks take part: the first so many."""
+"""The name of a collective, and how many ranks take part: the first ones."""
 
 _ROWS = 16
 """Rows of the table, so that it stays on one screen; the file has all."""
 
-_WIDE = 79
-"""Columns that the table takes; in a narrower terminal each rank has lines of its own."""
-
 
 @dataclass
 class StepTimes:
-    """What one rank, or one replica, noted in one step. Times are in seconds."""
+    """What one rank, or one replica, noted in one step. Times are in seconds.
 
-    wall: float = 0.0  # from asking for the batch until the loop comes back to ask for the next
-    spent: dict[tuple[Kind, str], float] = field(
-        default_factory=dict
-    )  # by kind and phase, without what is inside it
-    # For each kind of collective the moments of entering and leaving, in the order of the calls.
+    Attributes:
+        wall: from asking for the batch until the loop asks for the next one.
+        spent: by kind and phase, without the phases inside it.
+        collectives: when each was entered and left, in the order of the calls.
+    """
+
+    wall: float = 0.0
+    spent: dict[tuple[Kind, str], float] = field(default_factory=dict)
     collectives: dict[Collective, list[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, kind: Kind, phase: str, seconds: float) -> None:
@@ -52,7 +52,13 @@ class StepTimes:
 
 @dataclass
 class Track:
-    """All steps of one rank, or of one replica."""
+    """All steps of one rank, or of one replica.
+
+    Attributes:
+        number: of the rank or replica.
+        device: where it computes.
+        steps: what it noted, step by step.
+    """
 
     number: int
     device: str
@@ -60,10 +66,11 @@ class Track:
 
 
 def times_of(tracks: Sequence[Track], *, one_clock: bool) -> tuple[TimesOf, ...]:
-    """The mean step of each track, its collectives divided in waiting and communicating.
+    """Return the mean step of each track, its collectives divided in waiting and communicating.
 
-    The tracks are those of all ranks (or replicas), in order, with equally many steps. With
-    ``one_clock``, moments of different tracks can be compared.
+    Args:
+        tracks: those of all ranks (or replicas), in order, with equally many steps.
+        one_clock: whether moments of different tracks can be compared.
     """
     for together in zip(*(track.steps for track in tracks), strict=True):
         _divide(together, one_clock)
@@ -75,28 +82,49 @@ def _divide(steps: Sequence[StepTimes], one_clock: bool) -> None:
     for name, parties in {key for step in steps for key in step.collectives}:
         present = steps[:parties]
         calls = [step.collectives.get((name, parties), []) for step in present]
-        if (
-            len({len(mine) for mine in calls}) > 1
-        ):  # some didn't note theirs: who waited for whom isn't known
+        if len({len(mine) for mine in calls}) > 1:
+            # Some ranks noted none: which rank waited for which isn't known.
             for step, mine in zip(present, calls, strict=True):
-                step.add("communicating", name, sum(left - entered for entered, left in mine))
+                for entered, left in mine:
+                    step.add("communicating", name, left - entered)
             continue
         for together in zip(*calls, strict=True):
-            last = max(entered for entered, _ in together)
-            shortest = min(left - entered for entered, left in together)
-            for step, (entered, left) in zip(present, together, strict=True):
-                stay = left - entered
-                waiting = min(max(last - entered, 0.0), stay) if one_clock else stay - shortest
-                step.add("waiting", name, waiting)
-                step.add("communicating", name, stay - waiting)
+            _divide_call(name, present, together, one_clock)
+
+
+def _divide_call(
+    name: str,
+    steps: Sequence[StepTimes],
+    stays: Sequence[tuple[float, float]],
+    one_clock: bool,
+) -> None:
+    """Divide one collective in waiting and communicating, on all ranks.
+
+    Args:
+        name: of the collective.
+        steps: of the ranks that took part.
+        stays: when each of them entered and left.
+        one_clock: whether these moments can be compared.
+    """
+    last = max(entered for entered, _ in stays)
+    shortest = min(left - entered for entered, left in stays)
+    for step, (entered, left) in zip(steps, stays, strict=True):
+        stay = left - entered
+        waiting = stay - shortest
+        if one_clock:
+            waiting = min(max(last - entered, 0.0), stay)
+        step.add("waiting", name, waiting)
+        step.add("communicating", name, stay - waiting)
 
 
 def _mean(track: Track) -> TimesOf:
+    """Return the mean step of a track."""
     count = len(track.steps)
     kinds: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     phases: dict[str, float] = {}
-    wall = sum(step.wall for step in track.steps) / count
+    wall = 0.0
     for step in track.steps:
+        wall += step.wall / count
         for (kind, phase), seconds in step.spent.items():
             kinds[kind] += seconds / count
             name = f"{phase}: waiting" if kind == "waiting" else phase
@@ -109,59 +137,55 @@ def _mean(track: Track) -> TimesOf:
 
 
 def lines_of(profile: Profile, width: int = 80) -> list[str]:
-    """A table with a row for each rank, or in a narrow terminal a few lines for each."""
-    steps = (
-        f"steps {profile.first} to {profile.last}"
-        if profile.last > profile.first
-        else f"step {profile.first}"
-    )
+    """Return a table with a row for each rank, and what should be known to read it.
+
+    The table takes 79 columns.
+    """
+    steps = f"step {profile.first}"
+    if profile.last > profile.first:
+        steps = f"steps {profile.first} to {profile.last}"
     lines = _wrapped(f"profile of {steps}, in ms per step and % of it:", width)
-    shown = profile.rows[:_ROWS]
-    lines += _table(profile.whose, shown) if width >= _WIDE else _list(profile.whose, shown)
-    if len(shown) < len(profile.rows):
-        lines += _wrapped(f"and {len(profile.rows) - len(shown)} more, in summary.json", width)
+
+    heads = [f"{kind:>{_column(kind)}}" for kind in KINDS]
+    lines.append(f"{profile.whose:<10}{''.join(heads)}{'step':>7}")
+    lines += [_line(row) for row in profile.rows[:_ROWS]]
+    more = len(profile.rows) - _ROWS
+    if more > 0:
+        lines.append(f"and {more} more, in summary.json")
+
     for note in profile.notes:
         lines += _wrapped(note, width)
-    traces = ", ".join(profile.traces[:2]) + (", ..." if len(profile.traces) > 2 else "")
-    return [*lines, *_wrapped(f"traces for ui.perfetto.dev: {traces} in {profile.folder}", width)]
-
-
-def _table(whose: str, rows: Iterable[TimesOf]) -> list[str]:
-    lines = [
-        f"{whose:<10}" + "".join(f"{kind:>{_column(kind)}}" for kind in KINDS) + f"{'step':>7}"
-    ]
-    for row in rows:
-        cells = "".join(
-            f"{f'{milliseconds(row.kinds[kind])} {row.kinds[kind] / row.step:>4.0%}':>{_column(kind)}}"
-            for kind in KINDS
-        )
-        lines.append(f"{f'{row.number} {row.device}':<10}{cells}{milliseconds(row.step):>7}")
+    traces = ", ".join(profile.traces[:2])
+    if len(profile.traces) > 2:
+        traces += ", ..."
+    lines += _wrapped(f"traces for ui.perfetto.dev: {traces} in {profile.folder}", width)
     return lines
+
+
+def _line(row: TimesOf) -> str:
+    """Return the line of a rank or replica."""
+    line = f"{f'{row.number} {row.device}':<10}"
+    for kind in KINDS:
+        seconds = row.kinds[kind]
+        cell = f"{milliseconds(seconds)} {seconds / row.step:>4.0%}"
+        line += f"{cell:>{_column(kind)}}"
+    return f"{line}{milliseconds(row.step):>7}"
 
 
 def _column(kind: Kind) -> int:
+    """Return the width of a column."""
     return max(len(kind) + 1, 12)
 
 
-def _list(whose: str, rows: Iterable[TimesOf]) -> list[str]:
-    lines = []
-    for row in rows:
-        lines.append(f"{whose} {row.number} {row.device}: {milliseconds(row.step)} ms")
-        lines += [
-            f"  {k:<13} {milliseconds(row.kinds[k]):>6} {row.kinds[k] / row.step:>4.0%}"
-            for k in KINDS
-        ]
-    return lines
-
-
 def milliseconds(seconds: float) -> str:
-    """``0.123``, ``1.23``, ``12.3``, ``1234``: three places or the whole number, at most six
-    characters or so.
-    """
+    """Return ``0.123``, ``1.23``, ``12.3``, ``1234``: at most six characters or so."""
     value = max(seconds, 0.0) * 1e3
-    for limit, places in ((0.9995, 3), (9.995, 2), (99.95, 1)):
-        if value < limit:
-            return f"{value:.{places}f}"
+    if value < 0.9995:
+        return f"{value:.3f}"
+    if value < 9.995:
+        return f"{value:.2f}"
+    if value < 99.95:
+        return f"{value:.1f}"
     return f"{value:.0f}"
 
 
