@@ -297,7 +297,7 @@ def _tolerance(nest: Nest, total: Any) -> float:
     return _DOUBLE if total.dtype == torch.float64 else 1e-4
 
 
-def _add_up(sums: Iterable[tuple[Any, Any]], tolerance: float) -> Any:
+def _add_up(sums: Iterable[tuple[Any, ...]], tolerance: float) -> Any:
     """Whether total and count of the first, the whole, are those of the others, its parts, together.
 
     They are numbers, or tensors on an accelerator.
@@ -334,34 +334,29 @@ def not_additive(
         step: the update; 0 or 1 isn't named.
     """
     when = f" in step {step}" if step > 1 else ""
-    total, count = _pair(whole)
-    first_total, first_count = _pair(parts[0])
-    second_total, second_count = _pair(parts[1])
+    totals, counts = zip(*map(_pair, (whole, *parts)), strict=True)
     if loss.gives_pairs:
-        numbers = [total, first_total, second_total]
-        size = sum(map(abs, numbers))
         what = "total"
-        if abs(total - first_total - second_total) <= _DOUBLE * size:
-            numbers = [count, first_count, second_count]
+        numbers = totals
+        if _add_up([(total,) for total in totals], _DOUBLE):
             what = "count"
-        of_whole, of_first, of_second = numbers
+            numbers = counts
+        of_whole, first, second = numbers
         return LossError(
             f"{loss.name}: the {what} is not a sum over samples{when} "
-            f"(whole {of_whole:.6g}, its two parts {of_first:.6g} and {of_second:.6g})",
+            f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
             fix="return the sum over the items of the batch, and their number; or use single (or "
             "mp) without accumulate",
         )
-    first_size, second_size = coprime_sizes(samples)
-    mean = total / samples
-    first = first_total / first_size
-    second = second_total / second_size
+    sizes = (samples, *coprime_sizes(samples))
+    mean, first, second = (total / size for total, size in zip(totals, sizes, strict=True))
     if first and second and abs(first + second - mean) <= 1e-4 * abs(mean):
         return LossError(
             f"{loss.name} is not a mean over samples but a sum, its value depends on the batch "
             f"size (whole {mean:.6g}, its parts add up to it)",
             fix="use reduction='mean', or return (total, count)",
         )
-    together = (first_total + second_total) / samples
+    together = sum(totals[1:]) / samples
     return LossError(
         f"{loss.name} is not a mean over samples{when} "
         f"(whole {mean:.6g}, from two parts {together:.6g})",

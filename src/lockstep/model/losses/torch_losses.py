@@ -42,7 +42,6 @@ class SummedMean:
         self._mean = mean
         self._rule = rule
         self._options = options
-        self._copies: dict[tuple[str, torch.device], tuple[Tensor, int, Tensor]] = {}
 
     @classmethod
     def of(cls, loss: Any) -> SummedMean | None:
@@ -83,29 +82,14 @@ class SummedMean:
             outputs = outputs.float()
             targets = targets.float() if targets.dtype in HALF else targets
         for name in ("weight", "pos_weight"):
-            if options.get(name) is not None:
-                options[name] = self._beside(name, options[name], outputs)
+            weight = options.get(name)
+            if weight is not None:
+                dtype = torch.float32 if weight.dtype in HALF else weight.dtype
+                options[name] = weight.to(outputs.device, dtype, non_blocking=True)
         count = self._rule.divisor(options, outputs, targets)
         if given.get("reduction") == "batchmean":
             count = outputs.shape[0]
         return self._rule.function(outputs, targets, reduction="sum", **options), count
-
-    def _beside(self, name: str, weight: Tensor, outputs: Tensor) -> Tensor:
-        """Give a weight on the device of the outputs.
-
-        A copy is kept until the person changes the weight.
-        """
-        if weight.device == outputs.device and weight.dtype not in HALF:
-            return weight
-        key = (name, outputs.device)
-        if key in self._copies:
-            original, version, copied = self._copies[key]
-            if original is weight and version == weight._version:
-                return copied
-        dtype = torch.float32 if weight.dtype in HALF else weight.dtype
-        copied = weight.to(outputs.device, dtype)
-        self._copies[key] = (weight, weight._version, copied)
-        return copied
 
 
 def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
