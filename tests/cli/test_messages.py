@@ -543,17 +543,6 @@ def test_what_is_wrong_with_a_part_of_the_job_is_said_in_a_line(
     line(error)
 
 
-def test_a_one_cycle_that_is_moved_on_once_an_epoch_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lockstep.train(
-        MLP.replace(lr_scheduler=one_cycle(60), epochs=1), devices="1xcpu", folder=tmp_path
-    )
-    assert 'once an epoch: lr_scheduler_every="step"' in capsys.readouterr().out.replace(
-        "\n  ", " "
-    )
-
-
 @pytest.mark.parametrize("given", [mlp(), Job])
 def test_what_is_no_job_is_said(given: Any) -> None:
     with pytest.raises(
