@@ -30,7 +30,7 @@ LAYERS = [
     {"strategies"},
     {"profiling"},
     {"training", "map"},
-    {"train", "parallelize", "callbacks"},
+    {"train", "evaluate", "parallelize", "callbacks"},
     {"prediction"},
     {"export"},
     {"compare", "verify"},

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import lockstep
-from lockstep.training.run_page import write_page
+from lockstep.training.records.run_page import write_page
 
 DATA = Path(__file__).parent / "kept"
 HAVE = {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.compare.tune import tune as tune
     from lockstep.data import batches as batches
     from lockstep.errors import LockstepError as LockstepError
+    from lockstep.evaluate import evaluate as evaluate
     from lockstep.export import export as export
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.prediction.predict import predict as predict
-    from lockstep.train import evaluate as evaluate
     from lockstep.train import train as train
     from lockstep.training.callbacks.callback import Callback as Callback
     from lockstep.training.run import Run as Run
@@ -50,7 +50,7 @@ _HOME = {
     "batches": "lockstep.data",
     "callbacks": "lockstep.callbacks",
     "compare": "lockstep.compare.compare",
-    "evaluate": "lockstep.train",
+    "evaluate": "lockstep.evaluate",
     "export": "lockstep.export",
     "launch": "lockstep.launch",
     "map": "lockstep.map",

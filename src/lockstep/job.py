@@ -6,17 +6,15 @@ The command line has the same names and wins; there is no third place where a se
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from fractions import Fraction
 from typing import Any, Literal, Self
 
 import torch
 
 from lockstep.errors import JobError
 from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
-from lockstep.settings import checked, plain_fields
+from lockstep.settings import Every, best_of, checked, plain_fields
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,59 +234,3 @@ def checked_setting(name: str, value: Any) -> Any:
         JobError: it has another type, or is a number that the setting can't have.
     """
     return checked(name, value, SETTINGS[name])
-
-
-_EVERY = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|steps?|epochs?|)")
-_SECONDS = {"s": 1, "min": 60, "h": 3600}
-
-
-@dataclass(frozen=True)
-class Every:
-    """How often something is done: by steps, epochs or seconds; the other two are None."""
-
-    steps: int | None = None
-    epochs: Fraction | None = None
-    seconds: float | None = None
-
-    @property
-    def is_within(self) -> bool:
-        """Whether it falls within epochs, not only at their ends."""
-        return self.epochs is None or self.epochs.denominator > 1
-
-    @classmethod
-    def read(cls, value: int | str | None, name: str) -> Every:
-        """Read ``100``, ``"2 epochs"``, ``"0.5 epochs"``, ``"90 s"``, ``"10 min"`` or ``"2 h"``;
-        None is each epoch.
-
-        Raises:
-            JobError: it is none of them; ``name`` is the setting's.
-        """
-        if value is None or str(value).lower() == "none":
-            return cls(epochs=Fraction(1))
-        found = _EVERY.fullmatch(str(value).strip())
-        number = Fraction(found[1]) if found else Fraction(0)
-        unit = found[2] if found else ""
-        if number > 0 and unit in _SECONDS:
-            return cls(seconds=float(number * _SECONDS[unit]))
-        if number > 0 and unit.startswith("epoch"):
-            return cls(epochs=number)
-        if number > 0 and number.denominator == 1:
-            return cls(steps=int(number))
-        raise JobError(
-            f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, "
-            "nor 2epochs"
-        )
-
-
-def best_of(best: str | None) -> tuple[str, bool]:
-    """The name of ``"accuracy:max"``, and whether more is better.
-
-    Raises:
-        JobError: it doesn't say which.
-    """
-    name, _, mode = ("eval_loss:min" if best is None else str(best)).rpartition(":")
-    if not name or mode not in ("max", "min"):
-        raise JobError(
-            f'best: {best!r} is no metric with max or min after it: "{name or mode}:max", or ":min"'
-        )
-    return "eval_loss" if name == "loss" else name, mode == "max"

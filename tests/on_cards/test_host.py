@@ -25,7 +25,7 @@ from lockstep.strategies.pp import PP
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
 from lockstep.training.evaluation import evaluate_sets
-from lockstep.training.logs import Pace
+from lockstep.training.records.logs import Pace
 
 from harness import same_bits  # isort: skip
 from simulated_card import counts

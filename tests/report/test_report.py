@@ -34,8 +34,8 @@ from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.timeline_charts import turns_of
-from lockstep.training.run_page import command
-from lockstep.training.run_page import write_page as page_of_run
+from lockstep.training.records.run_page import command
+from lockstep.training.records.run_page import write_page as page_of_run
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
 pytest.importorskip("jinja2")

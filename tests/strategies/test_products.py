@@ -27,7 +27,7 @@ from lockstep.launch.devices import Device, slots
 from lockstep.launch.layout import Layout
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies import STRATEGIES, choose, devices_for, named
-from lockstep.training.run_page import page_of
+from lockstep.training.records.run_page import page_of
 from lockstep.verify import verify
 
 from harness import differences, same_bits  # isort: skip

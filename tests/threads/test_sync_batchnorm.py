@@ -380,7 +380,8 @@ def test_ranks_give_the_numbers_of_the_whole_batch_also_where_some_sit_out(tmp_p
         from lockstep.launch import devices
         from lockstep.threads.replica_collectives import RankExchange
         from lockstep.threads.sync_batchnorm import synchronise
-        from lockstep.launch.world import World, join, leave
+        from lockstep.launch.processes.group import join, leave
+        from lockstep.launch.world import World
 
         torch.set_num_threads(1)
         torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep import train
 from lockstep.errors import JobError
-from lockstep.training.batch_shapes import line_of, shapes_of
+from lockstep.training.records.batch_shapes import line_of, shapes_of
 from zoo import ZOO
 
 JOB = dataclasses.replace(ZOO["mlp"].replace(accumulate=1, steps=1, epochs=None), eval_data=None)

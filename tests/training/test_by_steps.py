@@ -21,8 +21,8 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep import Event, Job, Run, evaluate, train
 from lockstep.callbacks import SWA
 from lockstep.errors import InputError, JobError
-from lockstep.job import Every
 from lockstep.jobfile import JobFile
+from lockstep.settings import Every
 
 from harness import same_bits  # isort: skip
 from zoo import drawn, labels, right, slow

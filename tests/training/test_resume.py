@@ -24,8 +24,8 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP
+from lockstep.training.records.run_page import write_page
 from lockstep.training.resume import as_it_went
-from lockstep.training.run_page import write_page
 
 from harness import same_bits  # isort: skip
 from zoo import ZOO, sgd

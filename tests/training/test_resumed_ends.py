@@ -24,8 +24,8 @@ from lockstep.errors import FolderError, JobError, LockstepError, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
 from lockstep.strategies.steps import saved_state
-from lockstep.training.audit import added_up
 from lockstep.training.callbacks.callback import TrainingContext
+from lockstep.training.records.audit import added_up
 from lockstep.training.resume import newest_of
 
 from harness import same_bits  # isort: skip

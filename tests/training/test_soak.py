@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import Job, Run, train
 from lockstep.launch.processes import fork_server
-from lockstep.training.audit import added_up
+from lockstep.training.records.audit import added_up
 
 from harness import same_bits  # isort: skip
 from zoo import drawn, labels

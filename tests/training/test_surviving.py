@@ -26,7 +26,7 @@ from lockstep.cli.command import main
 from lockstep.errors import DeviceError, FolderError, InputError, RankFailed, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.run_folder import RunFolder
-from lockstep.training.audit import added_up
+from lockstep.training.records.audit import added_up
 from lockstep.training.resume import newest_of
 
 from harness import same_bits  # isort: skip

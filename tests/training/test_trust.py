@@ -24,8 +24,8 @@ from lockstep.errors import FolderError, InputError, JobError
 from lockstep.jobfile import JobFile, is_secret
 from lockstep.launch.processes.local_ranks import _log
 from lockstep.launch.run_folder import RunFolder
+from lockstep.training.records.run_page import write_page
 from lockstep.training.run import job_of
-from lockstep.training.run_page import write_page
 
 FILE = """
 import pathlib, torch, lockstep

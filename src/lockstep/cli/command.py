@@ -252,7 +252,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
 
 
 def _devices(options: argparse.Namespace) -> int:
-    from lockstep.launch.device_table import table
+    from lockstep.launch.device_table import drawn, table
 
     print(table())
     if options.strategy is not None:
@@ -261,5 +261,5 @@ def _devices(options: argparse.Namespace) -> int:
 
         chosen = devices.parse(devices_for(options.strategy, options.devices))
         layout = choose(options.strategy, chosen).layout(len(chosen))
-        print("\n".join(["", *layout.drawn([str(device) for device in chosen])]))
+        print("\n".join(["", *drawn(layout, [str(device) for device in chosen])]))
     return 0

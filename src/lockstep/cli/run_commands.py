@@ -141,7 +141,7 @@ def add_evaluate(commands: Any) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     warm_up(options)
-    from lockstep.train import evaluate
+    from lockstep.evaluate import evaluate
 
     values = evaluate(options.what, **_how(options))
     if os.environ.get("RANK", "0") == "0":
@@ -267,7 +267,7 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 def _audit(options: argparse.Namespace) -> int:
     """Add up what all starts of a run have used; 1 where a sample was used twice, or never."""
-    from lockstep.training.audit import added_up
+    from lockstep.training.records.audit import added_up
 
     lines, right = added_up(options.run)
     print("\n".join(lines))
@@ -306,7 +306,7 @@ def _report(options: argparse.Namespace) -> int:
 
         print(of_comparison(read(options.folder)))
     else:
-        from lockstep.training.run_page import write_page as of_run
+        from lockstep.training.records.run_page import write_page as of_run
 
         print(of_run(options.folder))
     return 0

@@ -31,7 +31,7 @@ from lockstep.errors import counted
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
-from lockstep.training.batch_shapes import written
+from lockstep.training.records.batch_shapes import written
 
 _IDS = 4
 """Sample ids that are shown of a device."""

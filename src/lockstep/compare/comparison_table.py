@@ -13,7 +13,7 @@ from lockstep.compare.result import Comparison, Row, median_of
 from lockstep.errors import counted
 from lockstep.profiling.time_breakdown import KINDS
 from lockstep.tensors.byte_size import size
-from lockstep.training.batch_shapes import written
+from lockstep.training.records.batch_shapes import written
 
 _NAME = 22
 """Columns of a terminal for the names of the rows, where there is room."""

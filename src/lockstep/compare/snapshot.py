@@ -17,7 +17,7 @@ from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.strategies.steps.step import Step
-from lockstep.training.batch_shapes import FirstStep
+from lockstep.training.records.batch_shapes import FirstStep
 
 CLOCKED = 6
 """Updates that are clocked."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 import lockstep
 from lockstep.errors import counted
 from lockstep.launch.devices import Device, accelerators, usable_cores
+from lockstep.launch.layout import Layout
 
 
 def table() -> str:
@@ -120,3 +122,45 @@ def machine() -> dict[str, Any]:
         "torch": torch.__version__,
         "lockstep": lockstep.__version__,
     }
+
+
+def drawn(layout: Layout, devices: Sequence[str], each: int = 1) -> list[str]:
+    """Return who holds what and who reads what, with a line for each process.
+
+    Args:
+        layout: of a strategy.
+        devices: the names of all devices.
+        each: how many parts (stages, say) a device holds, every so many.
+    """
+    lines = []
+    for process in range(layout.processes):
+        first = process * layout.devices_per_process
+        held = []
+        for number in range(first, first + layout.devices_per_process):
+            held.append(f"{devices[number]} {_held(layout, number, each)}")
+        reads = _read(layout, process)
+        lines.append(f"rank {process}: {', '.join(held)}; {reads}")
+    return lines
+
+
+def _held(layout: Layout, device: int, each: int) -> str:
+    """Return what a device holds: ``stage 0 and 2``, ``the whole model``."""
+    words: list[str] = []
+    rest = device
+    for axis, size in reversed(list(layout.axes.items())):
+        if axis != "data":
+            parts = range(rest % size, size * each, size)
+            words.insert(0, f"{axis} {' and '.join(map(str, parts))}")
+        rest //= size
+    return ", ".join(words) or "the whole model"
+
+
+def _read(layout: Layout, process: int) -> str:
+    """Return what a process reads of each batch: ``local batch 1 of 2``."""
+    if layout.local_batches == 1:
+        return "the whole batch"
+    share = layout.read_by(process)
+    which = f"batch {share.rank + 1}"
+    if share.local_batches > 1:
+        which = f"batches 1 to {share.local_batches}"
+    return f"local {which} of {layout.local_batches}"

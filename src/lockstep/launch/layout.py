@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -45,33 +45,6 @@ class Layout:
         return DataShare(
             process * readers // self.processes, readers, self.local_batches // readers
         )
-
-    def drawn(self, devices: Sequence[str], each: int = 1) -> list[str]:
-        """Who holds what and who reads what, with a line for each process.
-
-        Args:
-            devices: the names of all of them.
-            each: how many parts (stages, say) a device holds, every so many.
-        """
-        lines = []
-        for process in range(self.processes):
-            first, held = process * self.devices_per_process, []
-            for number in range(first, first + self.devices_per_process):
-                words, rest = [], number
-                for axis, size in reversed(list(self.axes.items())):
-                    parts = range(rest % size, size * each, size)
-                    words += [] if axis == "data" else [f"{axis} {' and '.join(map(str, parts))}"]
-                    rest //= size
-                held.append(f"{devices[number]} {', '.join(reversed(words)) or 'the whole model'}")
-            share, size, each_reads = self.read_by(process)
-            which = f"batch {share + 1}" if each_reads == 1 else f"batches 1 to {each_reads}"
-            reads = (
-                f"local {which} of {self.local_batches}"
-                if self.local_batches > 1
-                else "the whole batch"
-            )
-            lines.append(f"rank {process}: {', '.join(held)}; {reads}")
-        return lines
 
 
 class DataShare(NamedTuple):

@@ -34,7 +34,7 @@ from lockstep.errors import DeviceError, LockstepError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
-from lockstep.launch.processes import failure_records
+from lockstep.launch.processes import failure_records, group
 from lockstep.launch.world import World
 
 T = TypeVar("T")
@@ -208,10 +208,10 @@ def stay(devices: tuple[Device, ...]) -> World:
 def _join(world: World, *, backend: str | None = None, timeout: float = 1800.0) -> None:
     """Join the others; a process group that a person has made is taken as it is."""
     if dist.is_initialized():
-        _world.adopt(world)
+        group.adopt(world)
     else:
         _choose_interface(world.nodes)
-        _world.join(world, _store(timeout), backend=backend, timeout=timeout)
+        group.join(world, _store(timeout), backend=backend, timeout=timeout)
 
 
 def _choose_interface(nodes: int) -> None:
@@ -312,6 +312,6 @@ def _leave(world: World) -> None:
     goes away meanwhile, that aborts the process ("terminate called without an active exception",
     torch 2.13).
     """
-    _world.leave(world)
+    group.leave(world)
     gc.collect()
     time.sleep(0.1)

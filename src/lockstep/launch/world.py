@@ -1,25 +1,23 @@
 """World: which rank this process is, of how many, with which devices; and what ranks say to one
 another.
 
-This is the only place that makes process groups. One process that drives all its devices is a world
-of size 1 and has no group: every collective below is then the identity.
+A process joins its group in ``processes/group.py``. One process that drives all its devices is a
+world of size 1 and has no group: every collective below is then the identity.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
@@ -27,6 +25,7 @@ from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 from lockstep.launch.observer import Observer, StallCheck, observed
+from lockstep.launch.processes.meeting import Meeting
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -265,29 +264,14 @@ class World:
         """
         if self.size == 1:
             return
-        store = dist.distributed_c10d._get_default_store()
         self._meetings += 1
-        place = f"lockstep/meeting-{self._meetings}"
-        store.set(f"{place}/{self.rank}", what)
-        end = time.monotonic() + waits
+        words = f"lockstep/meeting-{self._meetings}"
+        meeting = Meeting(words, self.rank, self.size)
 
-        def missing(among: Iterable[int]) -> list[int]:
-            return [rank for rank in among if not store.check([f"{place}/{rank}"])]
+        def is_gone(rank: int) -> bool:
+            return together and self.step_of(rank) > self.step_of(self.rank)
 
-        while late := missing(range(self.size)):
-            # (Asked again, since it may have come, and gone on, meanwhile.)
-            gone = missing(
-                r for r in late if together and self.step_of(r) > self.step_of(self.rank)
-            )
-            if gone or time.monotonic() > end:
-                named = f"rank{'s' * (len(gone or late) > 1)} {', '.join(map(str, gone or late))}"
-                raise InputError(f"{what} has to be on every rank, and {named} went on without it")
-            time.sleep(1e-3)
-        calls = [store.get(f"{place}/{rank}").decode() for rank in range(self.size)]
-        if len(set(calls)) > 1:  # the same words on all ranks, since any may be the first to fail
-            call = next(one for one in calls if one != END_OF_CALLBACKS)
-            rank, other = next((rank, one) for rank, one in enumerate(calls) if one != call)
-            raise InputError(f"{call} has to be on every rank, and on rank {rank} it was {other}")
+        meeting.wait(what, waits, is_gone)
 
     @property
     def exchange_device(self) -> torch.device:
@@ -296,10 +280,6 @@ class World:
         """
         on_cpu = self.backend is None or "cpu:" in dist.get_backend_config()
         return torch.device("cpu") if on_cpu else self.device.torch
-
-
-END_OF_CALLBACKS = "the end of callbacks"
-"""What ranks meet at that have no call of a callback's to make."""
 
 
 def wait_awake(work: dist.Work | None) -> None:
@@ -361,62 +341,6 @@ def not_within_a_rank() -> None:
             "launch before the ranks, "
             'once; in a job file or a script, below if __name__ == "__main__":'
         )
-
-
-def default_backend(device: Device) -> str:
-    """NCCL between CUDA devices, gloo elsewhere, or what PyTorch holds to be right for the type."""
-    if device.is_slot or device.type == "mps":
-        return "gloo"
-    return str(dist.get_default_backend_for_device(device.torch))
-
-
-def join(
-    world: World, store: Store, *, backend: str | None = None, timeout: float = 1800.0
-) -> None:
-    """Join the process group of ``world`` and make it the current world.
-
-    The computing thread gets its device's thread limit at once, and is pinned only when the group
-    exists.
-    """
-    device, place = world.device, place_of(world.devices)
-    _devices.settle(place)
-    world.backend = backend or default_backend(device)
-    patience = datetime.timedelta(seconds=timeout)
-    store.set_timeout(patience)
-    is_whole = device.type == "cpu" or world.backend == "gloo" or ":" in world.backend
-    # what the host waits for goes over the CPU: NCCL's collectives don't hold the host
-    dist.init_process_group(
-        world.backend if is_whole else f"cpu:gloo,{device.type}:{world.backend}",
-        store=store,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=patience,
-        device_id=device.torch if "nccl" in world.backend and len(world.devices) == 1 else None,
-    )
-    world.barrier()
-    _devices.pin(place)
-    _devices.bind(world.devices, world.local_size)
-    enter(world)
-
-
-def adopt(world: World) -> None:
-    """Make ``world`` the current one in a process group that somebody else has made, and will
-    leave.
-    """
-    _devices.settle(place_of(world.devices))
-    backend = str(dist.get_backend())
-    world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend
-    world.own_group = False
-    enter(world)
-
-
-def leave(world: World) -> None:
-    """Leave the process group, if this world has one, together with the other ranks."""
-    if world.backend is not None and dist.is_initialized():
-        world.barrier()
-        dist.destroy_process_group()
-    world.backend = None
-    enter(None)
 
 
 def now() -> float:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lockstep.errors import StrategyError, counted
+from lockstep.launch.device_table import drawn
 from lockstep.launch.events import Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
@@ -97,7 +98,7 @@ class FSDP(Strategy):
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
         """Draw a line for each rank."""
-        return self.layout(len(devices)).drawn(devices)
+        return drawn(self.layout(len(devices)), devices)
 
     def build(self, job: Recipe, world: World) -> Step:
         """Build the same model on every rank's CPU, and keep a shard of it on the rank's device.

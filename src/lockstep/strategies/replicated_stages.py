@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lockstep.data import Batch
 from lockstep.job import Job
+from lockstep.launch.device_table import drawn
 from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
@@ -60,7 +61,7 @@ class ReplicatedPP(Product, PP):
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
         """Draw a line for each rank."""
-        return self.layout(len(devices)).drawn(devices, self.chunks_on(self.sizes[1]))
+        return drawn(self.layout(len(devices)), devices, self.chunks_on(self.sizes[1]))
 
     def seen_by_a_replica(self, job: Job) -> Job:
         """The job with batches of the largest local batch."""

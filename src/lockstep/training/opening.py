@@ -19,7 +19,26 @@ from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.resume import changed_parameters
 from lockstep.training.run import hash_of
-from lockstep.training.setup import Setup
+from lockstep.training.setup import Setup, write_config
+
+
+def open_run(setup: Setup, progress: TrainingProgress) -> None:
+    """Write ``config.json``, and log what is trained; rank 0 calls this.
+
+    Of a run that is resumed, the records up to this step are kept in ``metrics.jsonl``; how it had
+    ended is removed.
+    """
+    write_config(setup)
+    folder = setup.folder
+    kept = folder.keep_metrics(progress.step, progress.record)
+    if kept < progress.epoch:
+        lost = f"{kept} of the {progress.epoch} records are there, the others are lost"
+        setup.notes.append(Line.note(f"{folder.metrics}: {lost}"))
+    for file in (folder.failure, folder.summary):
+        file.unlink(missing_ok=True)
+
+    for line in opening(setup, progress.epoch):
+        setup.world.tell(line)
 
 
 def opening(setup: Setup, epoch: int) -> Iterator[Line]:
@@ -79,9 +98,9 @@ def _batches(setup: Setup) -> str:
     if len(shares) > 1:
         sizes = _shown([str(share) for share in shares])
         line += f" = {' + '.join(sizes)} over the {_over(setup)}s"
-    parts = min(setup.parts, job.batch_size)  # no micro-batch is empty
-    if parts > 1:
-        line += f", in {parts} micro-batches"
+    microbatches = min(setup.microbatches, job.batch_size)  # none is empty
+    if microbatches > 1:
+        line += f", in {microbatches} micro-batches"
 
     steps = setup.loader.batches_of(0)
     if steps:
@@ -250,14 +269,3 @@ def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
 def _given(value: Any) -> str:
     """Return a parameter of ``--set`` in words."""
     return "as the job file has it" if value is None else str(value)
-
-
-def keep_records(setup: Setup, progress: TrainingProgress) -> None:
-    """Leave the records up to this step in ``metrics.jsonl``, and remove how the run had ended."""
-    folder = setup.folder
-    kept = folder.keep_metrics(progress.step, progress.record)
-    if kept < progress.epoch:
-        lost = f"{kept} of the {progress.epoch} records are there, the others are lost"
-        setup.notes.append(Line.note(f"{folder.metrics}: {lost}"))
-    for file in (folder.failure, folder.summary):
-        file.unlink(missing_ok=True)

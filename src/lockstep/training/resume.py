@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.weights import load_weights
-from lockstep.errors import FolderError, JobError, StrategyError
+from lockstep.errors import FolderError, StrategyError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
@@ -201,34 +200,3 @@ def changed_parameters(
             found[name] = pair
 
     return found
-
-
-def has_ended(folder: RunFolder, step: int) -> bool:
-    """Return whether a run has come to its end at this step, and its last file is whole."""
-    if not folder.summary.is_file():
-        return False
-    if folder.read_json(folder.summary).get("steps") != step:
-        return False
-
-    try:
-        load_weights(folder.model)
-    except FolderError:
-        return False  # it is written anew
-
-    return True
-
-
-def nothing_left(epoch: int, step: int, epochs: int | None) -> JobError:
-    """Return the error of a run that has done all that is asked for.
-
-    Args:
-        epoch: completed epochs.
-        step: completed updates.
-        epochs: asked for; None where steps are asked for.
-    """
-    if epochs is None:
-        return JobError(f"steps: the run has done {step}: ask for more, --steps {2 * step} say")
-    return JobError(
-        f"epochs: the run has done {epoch} ({step} steps): ask for more, --epochs "
-        f"{epoch + epochs} say"
-    )

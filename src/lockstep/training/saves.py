@@ -15,7 +15,7 @@ from lockstep.data import is_stream
 from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
 from lockstep.data.stream import StreamLoader
 from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
-from lockstep.job import best_of
+from lockstep.settings import best_of
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.setup import Setup

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep import __version__
-from lockstep.data import eval_loaders, resolve, resolve_sets
+from lockstep.data import AnyLoader, eval_loaders, resolve, resolve_sets
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings, written
@@ -94,7 +94,7 @@ class Setup:
         eval_loaders: of the evaluation sets, by name.
         before: the ``config.json`` of a run that is resumed; empty for a new run.
         notes: what is logged after the opening lines, before the first step.
-        parts: the micro-batches of a global batch.
+        microbatches: of a global batch, in number.
         devices: the names of all ranks' devices.
         optimizer: the settings of the optimizer's groups, as the job gives them.
     """
@@ -120,7 +120,7 @@ class Setup:
         self.optimizer = [_numbers_in(group) for group in self.step.optimizer.param_groups]
         self.scheduler = scheduler_of(job, self.step)
 
-        self.parts = self.strategy.num_microbatches(job)
+        self.microbatches = self.strategy.num_microbatches(job)
         self.loader = self.strategy.training_loader(job, world, self.train_data)
         self.eval_loaders = eval_loaders(job, world, self.eval_data)
 
@@ -181,6 +181,11 @@ class Setup:
         if self.job.steps is None:
             return steps
         return min(self.job.steps, steps)
+
+    @property
+    def loaders(self) -> list[AnyLoader]:
+        """Return the loaders of the training data and of all evaluation sets."""
+        return [self.loader, *self.eval_loaders.values()]
 
     @property
     def file(self) -> JobFile | None:

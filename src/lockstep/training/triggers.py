@@ -8,8 +8,9 @@ from fractions import Fraction
 from typing import Any
 
 from lockstep.errors import JobError
-from lockstep.job import Every, Job
+from lockstep.job import Job
 from lockstep.launch.world import World
+from lockstep.settings import Every
 
 LOG = "log"
 EVALUATE = "eval"

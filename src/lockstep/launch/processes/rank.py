@@ -29,6 +29,7 @@ from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
+from lockstep.launch.processes import group
 from lockstep.launch.processes.call import Call, Setup
 from lockstep.launch.processes.failure_records import Record
 from lockstep.launch.processes.modes import Modes
@@ -169,7 +170,7 @@ def _call(
     world._board = board
     assert setup.rendezvous is not None
     store = FileStore(setup.rendezvous, size)
-    _world.join(world, store, backend=setup.backend, timeout=setup.timeout)
+    group.join(world, store, backend=setup.backend, timeout=setup.timeout)
     with setup.modes.entered():
         result = fn(world, *args)
     try:
@@ -181,7 +182,7 @@ def _call(
     del result
     if world.in_step:
         _end_together(world)
-    _world.leave(world)
+    group.leave(world)
     _channel.write(body)
 
 

@@ -28,7 +28,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.launch.events import Caveat
-from lockstep.launch.world import END_OF_CALLBACKS, World
+from lockstep.launch.processes.meeting import END_OF_CALLBACKS
+from lockstep.launch.world import World
 from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked
 from lockstep.model.optimizers.state import REPLACED

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from lockstep.errors import JobError, counted, nearest
-from lockstep.job import Every
+from lockstep.settings import Every
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 
 

@@ -1,0 +1,1 @@
+"""What a training logs and writes down, and the page that is made of it."""

@@ -1,0 +1,95 @@
+"""What is logged and written down of updates, where that is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from lockstep.data import Batch
+from lockstep.launch.events import Line
+from lockstep.profiling import Profiler
+from lockstep.strategies.steps.update_result import Sums
+from lockstep.training.progress import TrainingProgress
+from lockstep.training.records.audit import Audit
+from lockstep.training.records.batch_shapes import FirstStep, line_of
+from lockstep.training.records.logs import Logs, Pace
+from lockstep.training.setup import Setup
+
+
+class UpdateRecords:
+    """The shapes of the first update, the samples of each, logs, the pace and a profile.
+
+    Args:
+        setup: what is trained.
+        progress: of the training.
+
+    Attributes:
+        shapes: of the first update, for the summary.
+        samples: of the updates of this epoch.
+        logs: on rank 0, where the job has logs within epochs.
+    """
+
+    def __init__(self, setup: Setup, progress: TrainingProgress) -> None:
+        self._setup = setup
+        self._progress = progress
+        # Ranks that don't meet in their updates would wait here for one another.
+        self._first_step = FirstStep(setup.step) if setup.step.together else None
+        self.shapes: dict[str, Any] = {}
+        self.samples = 0
+        self.logs: Logs | None = None
+        self._pace: Pace
+        self._audit: Audit | None = None
+        self._profiler: Profiler | None = None
+
+    def open(self, stack: contextlib.ExitStack) -> None:
+        """Begin with what was asked for; ``stack`` closes it."""
+        setup = self._setup
+        plan = setup.plan
+        world = setup.world
+        if plan.profile:
+            to_go = None if setup.steps is None else setup.steps - world.step
+            profiler = Profiler(world, setup.step, setup.folder, to_go)
+            self._profiler = stack.enter_context(profiler)
+
+        had_audit = plan.resume and world.broadcast_object(setup.folder.audit.is_dir())
+        if plan.audit or had_audit:  # an audit with a gap would say nothing
+            has_order = setup.job.order is not None
+            self._audit = Audit(world, setup.folder, setup.train_data, order=has_order)
+            stack.callback(self._audit.close)
+
+        if setup.job.log_every is not None and world.is_first:
+            self.logs = Logs(setup.job, setup.step, setup.steps, self._progress)
+
+    def begin_epoch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """Begin with an epoch, or the rest of one; return its batches, perhaps profiled."""
+        setup = self._setup
+        self.samples = 0
+        self._pace = Pace(setup.world, self._progress.last_epoch, setup.steps)
+        return batches if self._profiler is None else self._profiler.over(batches)
+
+    def note(self, batch: Batch, sums: Sums) -> None:
+        """Note an update; ``sums`` has the loss of the epoch so far."""
+        progress = self._progress
+        self.samples += batch.size
+        if self._first_step is not None:
+            self._log_shapes(self._first_step, batch.size)
+        if self._audit is not None:
+            self._audit.note(progress.step, batch)
+        if self.logs is not None:
+            self.logs.note(batch)
+        self._pace.show(progress.number, self.samples, sums)
+
+    def end_epoch(self) -> None:
+        """End an epoch."""
+        if self._profiler is not None:
+            self._profiler.end_epoch()
+
+    def _log_shapes(self, first_step: FirstStep, size: int) -> None:
+        """Log the shapes of the first update, of ``size`` samples, outside and on each device."""
+        world = self._setup.world
+        self._first_step = None
+        self.shapes = first_step.done(world, self._setup.devices, size)
+        line = line_of(self.shapes, self._setup.microbatches)
+        if world.is_first and line is not None:
+            world.tell(Line(line))
