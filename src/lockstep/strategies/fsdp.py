@@ -204,7 +204,7 @@ class FSDP(Strategy):
             )
 
     def _refuse_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        from lockstep.strategies.sharded.optimizer_of_shards import refuse_hooks
+        from lockstep.strategies.sharded.shards import refuse_hooks
 
         name = type(optimizer).__name__
         known = is_of_pytorch(optimizer)

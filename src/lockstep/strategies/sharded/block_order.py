@@ -72,5 +72,6 @@ def _other_blocks(what: str) -> StrategyError:
     """Return the refusal of a model in which ranks gather different blocks."""
     return StrategyError(
         f"fsdp: {what}: blocks that depend on the samples can't be gathered on their own",
-        fix="name the other blocks: --blocks NAMES, or FSDP(blocks=...)",
+        fix='name the other blocks: --blocks NAMES, or FSDP(blocks=...); blocks="" gathers the '
+        "whole model at once",
     )

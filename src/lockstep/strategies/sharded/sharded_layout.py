@@ -84,18 +84,6 @@ class ShardedLayout(ParameterLayout):
             return None
         return self._shards.rows_of(p)
 
-    def parameters(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name, gathered."""
-        return {name: self.joined(name, p) for name, p in self.parts().items()}
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradients, gathered."""
-        found = {}
-        for name, p in self.parts().items():
-            if p.grad is not None:
-                found[name] = self.joined(name, p.grad)
-        return found
-
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's state dict, gathered on every rank, or this rank's rows."""
         given = self._shards.gathered if whole else self._shards.rows

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import StrategyError
+from lockstep.model.optimizers.kinds import is_hooked
 from lockstep.strategies.sharded.sharded_modules import ShardedModules, kept_whole
 from lockstep.tensors.row_shard import RowShard
 
@@ -244,6 +245,20 @@ class Shards:
             if p.grad is not self._shown[name]:
                 self.local[name].grad = None if p.grad is None else local_part(p.grad)
         self.show_gradients()
+
+
+def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of shards that has hooks on its step.
+
+    Raises:
+        StrategyError: it has one.
+    """
+    if is_hooked(optimizer):
+        raise StrategyError(
+            "fsdp: the optimizer has hooks on its step (or another step in its place), which "
+            "would be given a shard of each gradient and parameter: where they treat each element "
+            "by itself, say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
+        )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

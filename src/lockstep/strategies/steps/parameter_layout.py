@@ -80,12 +80,15 @@ class ParameterLayout:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """The whole parameters by name."""
-        return dict(self._model.named_parameters())
+        return {name: self.joined(name, p) for name, p in self.parts().items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradients, as far as there are any, by the names of their parameters."""
-        named = self._model.named_parameters()
-        return {name: p.grad for name, p in named if p.grad is not None}
+        found = {}
+        for name, p in self.parts().items():
+            if p.grad is not None:
+                found[name] = self.joined(name, p.grad)
+        return found
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """The model's state dict.

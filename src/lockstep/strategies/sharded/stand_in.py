@@ -1,0 +1,55 @@
+"""What a rank without samples computes: a sample of the first rank, so that it comes to each block.
+
+It must leave nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lockstep.data import Part
+from lockstep.launch.world import World
+from lockstep.strategies.sharded.block_watch import during
+from lockstep.strategies.sums.reference_modes import known_in_evaluation_mode
+from lockstep.tensors.pytree import to_device
+
+
+def stand_in_for(part: Part, world: World) -> Part | None:
+    """Return the first rank's samples on a rank that has none; None where it has some.
+
+    Every rank calls this.
+    """
+    if part.of >= world.size:
+        return None
+    given = part.inputs, part.targets
+    if world.is_first and not world.device.is_slot:
+        # Else the other ranks would unpack it on this rank's device.
+        given = to_device(given, torch.device("cpu"))
+    inputs, targets, size = world.broadcast_object((*given, part.size))
+    if part.size:
+        return None
+    return Part(inputs, targets, size, part.of)
+
+
+@contextlib.contextmanager
+def standing_in(model: nn.Module) -> Iterator[None]:
+    """Compute a sample of another rank in this context, at the end of which buffers have their
+    values of before.
+
+    Batch norms take no statistics meanwhile, and no parameter counts as used.
+    """
+    kept = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            kept.append((module, name, buffer, buffer.clone()))
+    try:
+        with during("stand-in"), known_in_evaluation_mode(model):
+            yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in kept:
+                module._buffers[name] = buffer.copy_(before)
