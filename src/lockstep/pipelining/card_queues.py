@@ -140,7 +140,7 @@ class CardQueues:
             self._backs = {}
 
     def sent(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-        """Copy an accelerator's tensor on another one, which may be used after ``wait``."""
+        """Copy an accelerator's tensor to another one, which may be used after ``wait``."""
         source = tensor.device
         out = self._copying[source]
         into = self._copying[place]
