@@ -72,7 +72,7 @@ def cause_of_cut(
             return cause("state: parameter", name=name)
 
     if tried.layer is not None:
-        return _cause_of_layer(laboratory, cut, tried, tried.layer, found)
+        return _cause_of_layer(laboratory, cut, tried.layer, found)
     if tried.whole_outputs:
         return cause("auxiliary loss", output=_output_of(tried.whole_outputs))
     if first.losses_apart > bounds.of("loss"):
@@ -94,7 +94,6 @@ def _output_of(whole_outputs: tuple[str, ...]) -> str:
 def _cause_of_layer(
     laboratory: Laboratory,
     cut: Experiment,
-    tried: Comparison,
     layer: tuple[str, str],
     found: Comparison,
 ) -> Caveat:
@@ -107,8 +106,9 @@ def _cause_of_layer(
     if found.own_buffers:
         return cause("buffer", name=found.own_buffers[0])
 
-    mixes = not tried.collated or _differs_uncollated(laboratory, cut)
-    return cause("mixing" if mixes else "collate", layer=named(*layer))
+    if cut.loaded.collate is None or _differs_uncollated(laboratory, cut):
+        return cause("mixing", layer=named(*layer))
+    return cause("collate", layer=named(*layer))
 
 
 def _differs_uncollated(laboratory: Laboratory, cut: Experiment) -> bool:

@@ -169,7 +169,6 @@ class Comparison:
         drops: whether there are dropout layers.
         normalises: whether there are batch norms over what a forward sees.
         whole_outputs: the model's outputs without a row for each sample.
-        collated: whether collate made other rows of local batches than of the whole batch.
         layer: name and class of the first module that gave other numbers, where watched.
         notes: what was logged before training, and while it ran.
         still: what was taken out of the model on both sides.
@@ -185,7 +184,6 @@ class Comparison:
     drops: bool = False
     normalises: bool = False
     whole_outputs: tuple[str, ...] = ()
-    collated: bool = False
     layer: tuple[str, str] | None = None
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()

@@ -216,15 +216,12 @@ class _PairedRun:
         """Compare the samples that the forwards of both sides were given."""
         if not theirs.rows:
             return 0
-        apart = samples_apart(rows, theirs.rows)
-
-        is_single = isinstance(self.experiment.strategy, Single)
-        is_cut_alike = is_single and self.experiment.cut in (None, self.experiment.parts)
-        if theirs.job.collate is None or is_cut_alike:
-            return apart
-        # What is padded with others is another row.
-        self.found.collated |= apart > 0
-        return 0
+        if theirs.job.collate is not None:
+            is_single = isinstance(self.experiment.strategy, Single)
+            is_cut_alike = is_single and self.experiment.cut in (None, self.experiment.parts)
+            if not is_cut_alike:  # what is padded with others is another row
+                return 0
+        return samples_apart(rows, theirs.rows)
 
     def _compare_replicas(self) -> None:
         """Find buffers that each replica has its own values of after the first update."""
