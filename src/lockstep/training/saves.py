@@ -289,13 +289,12 @@ class Saves:
 
     def _has_best_weights(self) -> bool:
         """Return whether the file of the best weights is there and whole; note it where not."""
-        path = self._folder.best
-
         try:
-            load_weights(path)
+            load_weights(self._folder.best)
         except FolderError as error:
-            why = first_line(error) if path.is_file() else f"{path} isn't there any more"
-            self.notes.append(f"{why}: the best weights are looked for anew from here on")
+            self.notes.append(
+                f"{first_line(error)}: the best weights are looked for anew from here on"
+            )
             return False
 
         return True

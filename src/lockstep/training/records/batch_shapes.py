@@ -16,9 +16,6 @@ from lockstep.tensors.pytree import each, named_tensors
 Shapes = dict[str, list[int]]
 """By the path to the tensor: ``logits``, ``hidden.2``, or "" where there is one only."""
 
-_LONG = 80
-"""Characters beyond which the line leaves out the shapes on each device."""
-
 
 class _Forward(NamedTuple):
     """The samples and the shapes of one replica's first forward."""
@@ -105,36 +102,27 @@ def _whole(shapes: Shapes, samples: int, size: int) -> Shapes:
     return whole
 
 
-def line_of(shapes: dict[str, Any], micro_batches: int) -> str | None:
+def line_of(shapes: dict[str, Any], microbatches: int) -> str | None:
     """Return ``inputs 30 x 8, outputs 30 x 2; each device: 15 x 8 -> 15 x 2``.
 
-    None where there is no tensor.
+    Where devices differ, ``summary.json`` has the shapes on those after the first. None where there
+    is no tensor.
     """
     if not shapes["inputs"] or not shapes["outputs"]:
         return None
 
     line = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
-    several = len(shapes["devices"]) > 1
-    if not several and micro_batches == 1:
+    devices = shapes["devices"]
+    if len(devices) == 1 and microbatches == 1:
         return line
-    if len(line) > _LONG:
-        return f"{line}; summary.json has them for each device"
 
-    by_shapes: dict[str, list[str]] = {}
-    for inside in shapes["devices"]:
-        if inside["inputs"] and inside["outputs"]:
-            words = f"{written(inside['inputs'])} -> {written(inside['outputs'])}"
-            by_shapes.setdefault(words, []).append(inside["device"])
-
-    within = " in a micro-batch" if micro_batches > 1 else ""
-    if len(by_shapes) == 1:
-        who = f"each device{within}" if several else "each micro-batch"
-        return f"{line}; {who}: {next(iter(by_shapes))}"
-
-    groups = [f"{_listed(devices)}{within}: {words}" for words, devices in by_shapes.items()]
-    if len(groups) > 4:
-        groups = [*groups[:3], "..."]
-    return "; ".join([line, *groups])
+    first = devices[0]
+    who = "each device" if len(devices) > 1 else "each micro-batch"
+    if any(one["inputs"] != first["inputs"] for one in devices):
+        who = first["device"]
+    if microbatches > 1 and len(devices) > 1:
+        who += " in a micro-batch"
+    return f"{line}; {who}: {written(first['inputs'])} -> {written(first['outputs'])}"
 
 
 def written(shapes: Shapes) -> str:
@@ -155,8 +143,3 @@ def written(shapes: Shapes) -> str:
 def _dimensions(shape: list[int]) -> str:
     """Return ``30 x 8``."""
     return " x ".join(map(str, shape)) or "a scalar"
-
-
-def _listed(devices: list[str]) -> str:
-    """Devices by name, the middle of many left out."""
-    return ", ".join(devices) if len(devices) <= 4 else f"{devices[0]}, ..., {devices[-1]}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -113,22 +112,11 @@ class Logs:
         return words
 
 
-def _are_tokens(batch: Batch) -> bool | None:
-    """Return whether targets are integers of shape (batch, time).
-
-    None where this process has no targets.
-    """
-    for parts in batch.shares or [batch.parts]:
-        for part in parts:
-            if part.size:
-                return _are_integers(part.targets) and part.targets.dim() == 2
-
-    return None
-
-
-def _are_integers(targets: Any) -> bool:
-    """Return whether targets are a tensor of integers."""
-    if not isinstance(targets, torch.Tensor):
+def _are_tokens(batch: Batch) -> bool:
+    """Return whether rank 0's targets are integers of shape (batch, time)."""
+    microbatches = batch.shares[0] if batch.shares else batch.parts
+    targets = microbatches[0].targets
+    if not isinstance(targets, torch.Tensor) or targets.dim() != 2:
         return False
     return not (targets.is_floating_point() or targets.is_complex())
 
