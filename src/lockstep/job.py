@@ -27,7 +27,7 @@ class Job(Recipe):
             ``nn.ModuleDict``.
         loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives
             ``(total, count)`` or a ``lockstep.Loss``; any other scalar is taken as a mean over
-            samples, and that is probed on the first batch. Not needed where ``step`` is given.
+            samples, which is checked in every update. Not needed where ``step`` is given.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.
@@ -35,19 +35,18 @@ class Job(Recipe):
             are a tuple are passed as ``model(*inputs)``, a dict as ``model(**inputs)``, anything
             else (a named tuple, say) as ``model(inputs)``. One that can only be gone through (an
             ``IterableDataset``, a generator function) is a
-            stream: every rank reads all of it, in its own order, and keeps its share; it must be
-                the same on every
-            rank, so don't cut it by rank. ``set_epoch(epoch)`` of either is called before each
-            epoch, if it has one.
+            stream: every rank reads all of it, in its own order, and keeps its share. A stream must
+            be the same on every rank, so don't cut it by rank. If the dataset has a
+            ``set_epoch(epoch)``, it is called before each epoch.
         batch_size: samples of the *global* batch: one update, whatever the number of devices.
         eval_data: as ``train_data``; None trains without evaluation. A dict of sets by name has
             metrics ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that
             chooses the best weights.
         epochs: how often the data are passed through (1 where ``steps`` isn't given either).
-        steps: stop after that many updates.
+        steps: the number of updates after which the training ends.
         step: ``step(models, batch, update)`` makes the updates of one step, of several losses and
             optimizers: it calls ``update("generator", total, count)`` (see
-                lockstep.strategies.step_function).
+            lockstep.strategies.step_function).
         lr_scheduler: makes a scheduler from the optimizer; with ``step``, a dict by the names of
             the optimizers.
         lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler moves on; once, on any
@@ -60,7 +59,7 @@ class Job(Recipe):
             grouped by length, ... It draws from the global generators, which are seeded by ``(seed,
             epoch)``.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
-        accumulate: cut each global batch in that many micro-batches, and update once.
+        accumulate: the number of micro-batches that each global batch is cut in, for one update.
         clip_norm: the largest norm of all gradients together.
         nonfinite: ``"raise"`` ends the training where the loss is NaN or infinite; ``"skip"`` skips
             each update whose loss or gradients aren't finite, on all ranks alike (what forward
@@ -70,11 +69,11 @@ class Job(Recipe):
         accept_differences: trains also where results depend on where a batch is cut, with a line;
             otherwise that is an error (see docs/verify.md).
         check_every: compares batches with parts of them in updates 1, 2, 4, 8, ..., and, if given,
-            in every so many-th: total, count and gradients must not depend on where a batch is cut;
-            0 compares none.
+            in every ``check_every``-th: total, count and gradients must not depend on where a batch
+            is cut; 0 compares none.
         init: weights to begin with: a safetensors file, the folder of a run, or one as Hugging
             Face's models have it (``model.safetensors``, or shards with an index). What doesn't fit
-            is said. A run that is resumed goes on with its own.
+            is logged. A run that is resumed keeps its own weights.
         init_strict: refuse an ``init`` that hasn't all weights of the model, or has others; False
             takes what fits.
         sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the
@@ -213,7 +212,7 @@ class Job(Recipe):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that are plain values, by name: what a run's ``config.json`` keeps."""
+        """Return the settings that are plain values, by name, as ``config.json`` keeps them."""
         return {name: getattr(self, name) for name in SETTINGS}
 
 
@@ -228,9 +227,9 @@ SETTINGS: dict[str, Any] = plain_fields(Job)
 
 
 def checked_setting(name: str, value: Any) -> Any:
-    """The value of a plain setting of a job, converted to its type.
+    """Return the value of a plain setting of a job, converted to the setting's type.
 
     Raises:
-        JobError: it has another type, or is a number that the setting can't have.
+        JobError: the value has another type, or is a number that the setting can't have.
     """
     return checked(name, value, SETTINGS[name])

@@ -149,11 +149,11 @@ def the_job(job: Job | JobFile) -> Job:
 
 
 def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
-    """The same job with some settings replaced.
+    """Return the job with some settings replaced.
 
     Raises:
-        JobError: one doesn't exist, or its value is wrong; a file's are looked at when it is
-            loaded.
+        JobError: a setting doesn't exist, or has a wrong value. The settings of a job file are
+            checked when the file is loaded.
     """
     if not settings:
         return job

@@ -113,7 +113,7 @@ def line_of(shapes: dict[str, Any], microbatches: int) -> str | None:
 
     line = f"inputs {written(shapes['inputs'])}, outputs {written(shapes['outputs'])}"
     devices = shapes["devices"]
-    if len(devices) == 1 and microbatches == 1:
+    if len(devices) <= 1 and microbatches == 1:
         return line
 
     first = devices[0]
