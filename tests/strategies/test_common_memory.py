@@ -91,5 +91,9 @@ def test_hogwild_refuses_it(tmp_path: Path) -> None:
         StrategyError, match=r"hogwild: .* have memory in common without being one parameter"
     ):
         lockstep.train(
-            job(eval_data=None), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True
+            job(eval_data=None, precision=None),
+            strategy="hogwild",
+            devices="2xcpu",
+            folder=tmp_path,
+            quiet=True,
         )
