@@ -23,10 +23,10 @@ from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of, sweeps_of
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.entries import Way, line_up
+from lockstep.compare.entries import Setup, line_up
+from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.result import Comparison
-from lockstep.compare.snapshot import Glance, Seen
-from lockstep.compare.timed_run import Tried, attempt
+from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
@@ -55,53 +55,56 @@ def job(**settings: Any) -> lockstep.Job:
 # ---- planted times -------------------------------------------------------------------------------
 
 KINDS = ("computing", "communicating", "waiting", "loading", "other")
-Rule = Callable[[Way, int], float]
+Rule = Callable[[Setup, int], float]
 
 
-def glance(way: Way, step: float) -> Glance:
+def observed(setup: Setup, step: float) -> ObservedUpdates:
     kinds = {
         kind: part * step for kind, part in zip(KINDS, (0.7, 0.2, 0.05, 0.01, 0.04), strict=True)
     }
-    two = way.strategy in ("dp", "ddp")
+    two = setup.strategy in ("dp", "ddp")
     times = (
         []
-        if way.strategy in ("mp", "pp")
+        if setup.strategy in ("mp", "pp")
         else [TimesOf(i, f"cpu:{i}", step, kinds, {}) for i in range(1 + two)]
     )
     seen = [
-        Seen(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]}) for i in range(1 + two)
+        DeviceBatch(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]})
+        for i in range(1 + two)
     ]
-    return Glance(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
+    return ObservedUpdates(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[Way, bool]]]]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tuple[Setup, bool]]]]:
     """A machine of four cores whose speed is a rule of the way and the round; it gives what was
     tried, in order.
     """
-    tried: list[tuple[Way, bool]] = []
+    tried: list[tuple[Setup, bool]] = []
 
     def obey(
         rule: Rule, agreement: Callable[[str], Agreement] = lambda strategy: EQUAL
-    ) -> list[tuple[Way, bool]]:
+    ) -> list[tuple[Setup, bool]]:
         turns: dict[str, int] = {}
 
-        def attempted(job: Any, way: Way, *, seconds: float, looks: bool = False) -> Tried:
-            tried.append((way, looks))
-            turn = turns[str(way)] = turns.get(str(way), -1) + 1
-            rate = rule(way, turn)
-            peaks = (410_000_000, 402_000_000) if way.strategy == "ddp" else (433_000_000,)
+        def attempted(
+            job: Any, setup: Setup, *, seconds: float, looks: bool = False
+        ) -> TrialResult:
+            tried.append((setup, looks))
+            turn = turns[str(setup)] = turns.get(str(setup), -1) + 1
+            rate = rule(setup, turn)
+            peaks = (410_000_000, 402_000_000) if setup.strategy == "ddp" else (433_000_000,)
             said = (
                 (Caveat("batchnorm", "BatchNorm normalizes over each replica's local batch"),)
-                if way.strategy == "dp"
+                if setup.strategy == "dp"
                 else ()
             )
-            seen = glance(way, way.settings.get("batch_size", 8) / rate)
-            return Tried(rate, 0.1, peaks, caveats=said, started=1.5, glance=seen)
+            seen = observed(setup, setup.settings.get("batch_size", 8) / rate)
+            return TrialResult(rate, 0.1, peaks, caveats=said, started=1.5, observed=seen)
 
         monkeypatch.setattr(measure, "attempt", attempted)
         monkeypatch.setattr(
-            measure, "agreement_of", lambda job, entry: agreement(entry.way.strategy)
+            measure, "agreement_of", lambda job, entry: agreement(entry.setup.strategy)
         )
         monkeypatch.setattr(
             importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0, 1, 2, 3)
@@ -116,9 +119,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., list[tupl
 SPEEDS = {"single": 4000.0, "dp": 5200.0, "ddp": 7400.0, "mp": 3900.0, "pp": 6600.0}
 
 
-def steady(way: Way, turn: int) -> float:
+def steady(setup: Setup, turn: int) -> float:
     """Two cores of a slot give what is planted, four cores 1.7 times that; a little spread."""
-    rate = SPEEDS[way.strategy] * (1.7 if way == Way("single", "1xcpu") else 1.0)
+    rate = SPEEDS[setup.strategy] * (1.7 if setup == Setup("single", "1xcpu") else 1.0)
     return rate * (1.0, 1.0, 0.98, 1.01)[turn % 4]
 
 
@@ -185,20 +188,20 @@ def test_each_has_its_turn_after_a_look_at_all(machine: Callable[..., Any]) -> N
     tried = machine(steady)
     compared(strategies=["ddp", "pp"], rounds=2)
     slot, cores, ddp, pp = (
-        Way("single", slots(2)[:1]),
-        Way("single", "1xcpu"),
-        Way("ddp", "2xcpu"),
-        Way("pp", "2xcpu"),
+        Setup("single", slots(2)[:1]),
+        Setup("single", "1xcpu"),
+        Setup("ddp", "2xcpu"),
+        Setup("pp", "2xcpu"),
     )
-    assert [way for way, looks in tried if looks] == [slot, cores, ddp, pp]
-    assert [way for way, looks in tried if not looks] == [slot, cores, ddp, pp] * 2
+    assert [setup for setup, looks in tried if looks] == [slot, cores, ddp, pp]
+    assert [setup for setup, looks in tried if not looks] == [slot, cores, ddp, pp] * 2
     assert [looks for _, looks in tried] == [True] * 4 + [False] * 8
 
 
 def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
     # The machine gets twice as fast from round to round: a ratio of medians over all rounds would
     # not see 1.5.
-    machine(lambda way, turn: 2.0**turn * (150.0 if way.strategy == "ddp" else 100.0))
+    machine(lambda setup, turn: 2.0**turn * (150.0 if setup.strategy == "ddp" else 100.0))
     found = compared(strategies=["ddp"], rounds=4)
     speed_up = found.speed_up(found["ddp"])
     assert speed_up is not None and speed_up.spread == (1.5, 1.5)
@@ -208,7 +211,7 @@ def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
 def test_where_nothing_could_be_measured_there_is_no_empty_table(
     machine: Callable[..., Any],
 ) -> None:
-    def broken(way: Way, turn: int) -> float:
+    def broken(setup: Setup, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
     machine(broken)
@@ -220,12 +223,12 @@ def test_where_nothing_could_be_measured_there_is_no_empty_table(
 
 
 def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> None:
-    def rule(way: Way, turn: int) -> float:
-        if way.strategy == "dp":
+    def rule(setup: Setup, turn: int) -> float:
+        if setup.strategy == "dp":
             raise StrategyError("dp: a function holds on to the model\nand more")
-        if way.strategy == "ddp" and turn == 2:  # in its second timed turn
+        if setup.strategy == "ddp" and turn == 2:  # in its second timed turn
             raise OutOfMemory("rank 1: out of memory")
-        return steady(way, turn)
+        return steady(setup, turn)
 
     tried = machine(rule)
     found = compared()
@@ -233,7 +236,7 @@ def test_what_fails_is_a_row_with_its_reason(machine: Callable[..., Any]) -> Non
         "dp": "dp: a function holds on to the model",
         "ddp": "rank 1: out of memory",
     }
-    assert [way.strategy for way, _ in tried].count(
+    assert [setup.strategy for setup, _ in tried].count(
         "ddp"
     ) == 3  # a look, a turn, the one that failed
     assert "    rank 1: out of memory" in lines_of(found, 80)
@@ -246,7 +249,9 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(
     def wrong(strategy: str) -> Agreement:
         return Agreement(False, 0.2, "fp64") if strategy == "ddp" else EQUAL
 
-    machine(lambda way, turn: steady(way, turn) * (1.5 if way.strategy == "pp" else 1.0), wrong)
+    machine(
+        lambda setup, turn: steady(setup, turn) * (1.5 if setup.strategy == "pp" else 1.0), wrong
+    )
     found = compared(strategies=["dp", "ddp", "pp"])
     best = best_of(found)
     assert best is not None and best.name == "pp"
@@ -262,9 +267,9 @@ def test_the_fastest_with_one_devices_numbers_is_the_one_to_take(
 
 
 def test_of_equally_fast_ones_the_simplest_is_taken(machine: Callable[..., Any]) -> None:
-    def close(way: Way, turn: int) -> float:
+    def close(setup: Setup, turn: int) -> float:
         return {"single": 100.0, "dp": 180.0, "ddp": 180.0 * (1.05, 1.05, 0.99, 1.05)[turn]}[
-            way.strategy
+            setup.strategy
         ]
 
     machine(close)
@@ -278,7 +283,9 @@ def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None
     machine(steady)
     assert unsteady(compared()) == ""
     machine(
-        lambda way, turn: steady(way, turn) * (0.7 if way.strategy == "dp" and turn == 2 else 1.0)
+        lambda setup, turn: (
+            steady(setup, turn) * (0.7 if setup.strategy == "dp" and turn == 2 else 1.0)
+        )
     )
     found = compared()
     assert unsteady(found).startswith("The turns of dp differ by 3")
@@ -290,10 +297,10 @@ def test_turns_that_differ_much_are_said_to(machine: Callable[..., Any]) -> None
 def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(
     machine: Callable[..., Any],
 ) -> None:
-    whole = Way("single", "1xcpu")
+    whole = Setup("single", "1xcpu")
     machine(
-        lambda way, turn: (
-            steady(way, turn) * (0.2 if way == whole and turn == 2 else 1.0 - 0.1 * (turn % 4))
+        lambda setup, turn: (
+            steady(setup, turn) * (0.2 if setup == whole and turn == 2 else 1.0 - 0.1 * (turn % 4))
         )
     )
     said = unsteady(compared(strategies=["ddp"]))
@@ -319,8 +326,8 @@ def test_what_was_chosen_is_said_apart_from_what_is_of_the_numbers(
 def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_those(
     machine: Callable[..., Any],
 ) -> None:
-    def faster(way: Way, turn: int) -> float:
-        return steady(way, turn) * (2.0 if way.strategy == "pp" else 1.0)
+    def faster(setup: Setup, turn: int) -> float:
+        return steady(setup, turn) * (2.0 if setup.strategy == "pp" else 1.0)
 
     machine(
         faster,
@@ -334,8 +341,8 @@ def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_thos
 
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
     machine(
-        lambda way, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[
-            way.strategy
+        lambda setup, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[
+            setup.strategy
         ]
     )
     assert sentence(compared(strategies=["ddp"])) == (
@@ -350,10 +357,10 @@ def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[...,
 def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_numbers(
     machine: Callable[..., Any],
 ) -> None:
-    def only_single(way: Way, turn: int) -> float:
-        if way.strategy in ("mp", "pp"):
+    def only_single(setup: Setup, turn: int) -> float:
+        if setup.strategy in ("mp", "pp"):
             raise StrategyError("2 devices, but the model has layers for 1 only")
-        return steady(way, turn)
+        return steady(setup, turn)
 
     machine(only_single, lambda strategy: Agreement(False, 0.3, "fp64"))
     assert sentence(compared(strategies=["mp", "pp"])) == (
@@ -366,15 +373,15 @@ def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_number
 def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(
     machine: Callable[..., Any],
 ) -> None:
-    def unknown(way: Way, turn: int) -> float:
-        if "device_map" in way.options:
+    def unknown(setup: Setup, turn: int) -> float:
+        if "device_map" in setup.options:
             raise StrategyError('device map: the model has no "conf": did you mean "conv"')
-        return steady(way, turn)
+        return steady(setup, turn)
 
     tried = machine(unknown)
     said: list[str] = []
     found = compared(strategies=["mp", "pp"], device_map={"conf": 0, "": 1}, told=said.append)
-    assert all(looks for way, looks in tried if "device_map" in way.options)
+    assert all(looks for setup, looks in tried if "device_map" in setup.options)
     before = said[: said.index("round 1/3 done")]
     assert 'mp: failed: device map: the model has no "conf": did you mean "conv"' in before
     assert [row.name for row in found.measured] == ["single, 2 cores", "single, 4 cores"]
@@ -391,7 +398,7 @@ def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> N
 def test_the_command_ends_with_1_where_nothing_could_be_measured(
     machine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    def nothing(way: Way, turn: int) -> float:
+    def nothing(setup: Setup, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
     machine(nothing)
@@ -403,17 +410,17 @@ def test_the_command_ends_with_1_where_nothing_could_be_measured(
 
 
 def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[..., Any]) -> None:
-    def rule(way: Way, turn: int) -> float:
-        if way.strategy == "single":
+    def rule(setup: Setup, turn: int) -> float:
+        if setup.strategy == "single":
             raise OutOfMemory("out of memory on cpu:0")
-        return steady(way, turn)
+        return steady(setup, turn)
 
     machine(rule)
     assert sentence(compared(strategies=["mp"])) == (
         "Take mp: one device can't train it (out of memory on cpu:0), with single-device results."
     )
 
-    def nothing(way: Way, turn: int) -> float:
+    def nothing(setup: Setup, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
     machine(nothing)
@@ -446,7 +453,7 @@ def test_a_sweep_is_held_against_one_device_with_the_same_batch(
         "pp microbatches=4 batch_size=16",
     ]
     one = by_name["pp microbatches=4 batch_size=16"]
-    assert one.way == Way("pp", "2xcpu", {"batch_size": 16}, {"microbatches": 4})
+    assert one.setup == Setup("pp", "2xcpu", {"batch_size": 16}, {"microbatches": 4})
     assert (one.one, one.cores) == (
         "single, 2 cores batch_size=16",
         "single, 4 cores batch_size=16",
@@ -478,9 +485,11 @@ def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.Monkey
 def test_a_sweep_is_a_line_for_each_strategy_that_has_the_setting(
     machine: Callable[..., Any],
 ) -> None:
-    def rule(way: Way, turn: int) -> float:
-        cut = way.options.get("microbatches", 1)
-        return steady(way, turn) * (1.0 if way.strategy != "pp" else {1: 0.6, 2: 0.8, 4: 1.0}[cut])
+    def rule(setup: Setup, turn: int) -> float:
+        cut = setup.options.get("microbatches", 1)
+        return steady(setup, turn) * (
+            1.0 if setup.strategy != "pp" else {1: 0.6, 2: 0.8, 4: 1.0}[cut]
+        )
 
     machine(rule)
     chart = swept(
@@ -638,7 +647,7 @@ def test_the_command_that_repeats_it_is_what_was_said(
 def test_a_comparison_that_is_stopped_leaves_nothing(
     machine: Callable[..., Any], tmp_path: Path
 ) -> None:
-    def stopped(way: Way, turn: int) -> float:
+    def stopped(setup: Setup, turn: int) -> float:
         raise KeyboardInterrupt
 
     machine(stopped)
@@ -650,9 +659,9 @@ def test_a_comparison_that_is_stopped_leaves_nothing(
 # ---- really measured -----------------------------------------------------------------------------
 
 
-def test_a_glance_sees_what_each_device_has_of_a_batch() -> None:
-    tried = attempt(job(), Way("ddp", "2xcpu"), seconds=0.01, looks=True)
-    seen = tried.glance
+def test_what_each_device_has_of_a_batch_is_observed() -> None:
+    tried = attempt(job(), Setup("ddp", "2xcpu"), seconds=0.01, looks=True)
+    seen = tried.observed
     assert seen is not None and len(tried.peaks) == 2 and tried.started > 0
     assert (
         seen.inputs == {"": [8, 6]} and [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
@@ -672,17 +681,17 @@ def test_a_glance_sees_what_each_device_has_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dp", "pp"])
-def test_a_glance_at_one_process(strategy: str) -> None:
-    tried = attempt(job(), Way(strategy, "2xcpu"), seconds=0.01, looks=True)
-    assert tried.glance is not None and len(tried.peaks) == 1
+def test_one_process_is_observed(strategy: str) -> None:
+    tried = attempt(job(), Setup(strategy, "2xcpu"), seconds=0.01, looks=True)
+    assert tried.observed is not None and len(tried.peaks) == 1
     if strategy == "dp":
-        assert [one.samples is not None and len(one.samples) for one in tried.glance.devices] == [
+        assert [one.samples is not None and len(one.samples) for one in tried.observed.devices] == [
             4,
             4,
         ]
-        assert len(tried.glance.times) == 2
+        assert len(tried.observed.times) == 2
     else:
-        (only,) = tried.glance.devices
+        (only,) = tried.observed.devices
         assert (
             only.device == "cpu:0 -> cpu:1"
             and only.inputs == {"": [2, 6]}
@@ -767,14 +776,14 @@ def test_under_torchrun_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
-    way = Way(
+    setup = Setup(
         "pp", "2xcpu", {"batch_size": 4}, {"microbatches": 8, "device_map": {"stem": 0, "": 1}}
     )
-    assert way.line(JobFile("a.py", {"lr": "0.1"}, {"epochs": 3})) == (
+    assert setup.line(JobFile("a.py", {"lr": "0.1"}, {"epochs": 3})) == (
         "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
         """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
     )
-    assert way.replace().line(job()) == (
+    assert setup.replace().line(job()) == (
         'lockstep.train(job, strategy=named("pp", microbatches=8, device_map={"stem": 0, "": 1}), '
         'devices="2xcpu", batch_size=4)'
     )

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.cli import command as cli
-from lockstep.compare.entries import Way
-from lockstep.compare.timed_run import Tried, attempt
+from lockstep.compare.entries import Setup
+from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
@@ -47,25 +47,25 @@ def job(**settings: Any) -> lockstep.Job:
 BATCHNORM = Caveat(
     "batchnorm", "BatchNorm normalizes over each replica's local batch", "sync_batchnorm=True"
 )
-Rule = Callable[[Way], float]
+Rule = Callable[[Setup], float]
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[Way]]]:
+def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[Setup]]]:
     """A machine whose speed is a rule: it gives the ways that were tried, in order."""
-    tried: list[Way] = []
+    tried: list[Setup] = []
 
-    def obey(rule: Rule) -> list[Way]:
+    def obey(rule: Rule) -> list[Setup]:
         def attempted(
-            job: Any, way: Way, *, seconds: float, patience: float | None = None
-        ) -> Tried:
-            tried.append(way)
+            job: Any, setup: Setup, *, seconds: float, patience: float | None = None
+        ) -> TrialResult:
+            tried.append(setup)
             said = (
                 (BATCHNORM,)
-                if way.strategy != "single" and "sync_batchnorm" not in way.settings
+                if setup.strategy != "single" and "sync_batchnorm" not in setup.settings
                 else ()
             )
-            return Tried(rule(way), 0.1, (1000,), fused=True, convolves=True, caveats=said)
+            return TrialResult(rule(setup), 0.1, (1000,), fused=True, convolves=True, caveats=said)
 
         monkeypatch.setattr(importlib.import_module("lockstep.compare.tune"), "attempt", attempted)
         monkeypatch.setattr(
@@ -76,18 +76,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Rule], list[W
     yield obey
 
 
-def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], list[Way]]) -> None:
-    def rule(way: Way) -> float:
-        rate = {"single": 100.0, "dp": 150.0, "ddp": 160.0}[way.strategy]
+def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], list[Setup]]) -> None:
+    def rule(setup: Setup) -> float:
+        rate = {"single": 100.0, "dp": 150.0, "ddp": 160.0}[setup.strategy]
         # Only four slots gain by the layout: it must be tried on top of them.
-        rate *= 1.5 if way.devices == "4xcpu" else 1.0
-        rate *= 1.2 if way.settings.get("channels_last") and way.devices == "4xcpu" else 1.0
-        return rate * (2.0 if way.settings.get("precision") == "bf16" else 1.0)
+        rate *= 1.5 if setup.devices == "4xcpu" else 1.0
+        rate *= 1.2 if setup.settings.get("channels_last") and setup.devices == "4xcpu" else 1.0
+        return rate * (2.0 if setup.settings.get("precision") == "bf16" else 1.0)
 
     machine(rule)
     found = lockstep.tune(job(), told=None)
-    assert found.start == Way("single", "1xcpu")
-    assert found.kept == Way("ddp", "4xcpu", {"channels_last": True})
+    assert found.start == Setup("single", "1xcpu")
+    assert found.kept == Setup("ddp", "4xcpu", {"channels_last": True})
     assert found.changed == found.kept.replace(precision="bf16")
     assert found.gain_kept is not None and found.gain_changed is not None
     assert found.gain_kept.median == pytest.approx(1.6 * 1.5 * 1.2)
@@ -104,18 +104,18 @@ def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], li
 
 
 def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(
-    machine: Callable[[Rule], list[Way]],
+    machine: Callable[[Rule], list[Setup]],
 ) -> None:
-    def rule(way: Way) -> float:
+    def rule(setup: Setup) -> float:
         rate = {"tf32": 150.0, "bf16": 85.0, "fp16": 0.5}.get(
-            way.settings.get("precision", ""), 100.0
+            setup.settings.get("precision", ""), 100.0
         )
-        rate *= {True: 1.1, "reduce-overhead": 1.3}.get(way.settings.get("compile", False), 1.0)
+        rate *= {True: 1.1, "reduce-overhead": 1.3}.get(setup.settings.get("compile", False), 1.0)
         # As measured on a card: of convolutions narrow formats gain in this layout only, which by
         # itself gains none.
         return rate * (
             5.0
-            if way.settings.get("channels_last") and way.settings.get("precision") == "bf16"
+            if setup.settings.get("channels_last") and setup.settings.get("precision") == "bf16"
             else 1.0
         )
 
@@ -155,27 +155,27 @@ def test_what_is_tried_depends_on_the_type_of_device() -> None:
 
 
 def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(
-    machine: Callable[[Rule], list[Way]],
+    machine: Callable[[Rule], list[Setup]],
 ) -> None:
-    tried = machine(lambda way: 10.0 if way.strategy == "dp" else 100.0)
+    tried = machine(lambda setup: 10.0 if setup.strategy == "dp" else 100.0)
     found = lockstep.tune(job(), told=None)
-    assert tried.count(Way("dp", "2xcpu")) == 1
-    assert tried.count(Way("ddp", "2xcpu")) == 3
+    assert tried.count(Setup("dp", "2xcpu")) == 1
+    assert tried.count(Setup("ddp", "2xcpu")) == 3
     slow = next(row for row in found.rows if row.setting == "dp on 2xcpu")
     assert "one turn only" in slow.remark and not slow.taken
 
 
 def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
-    machine: Callable[[Rule], list[Way]], tmp_path: Path
+    machine: Callable[[Rule], list[Setup]], tmp_path: Path
 ) -> None:
     """Each stage saw a gain by chance; all settings together are measured at 0.78 of the job as
     it is.
     """
     layouts = 0
 
-    def rule(way: Way) -> float:
+    def rule(setup: Setup) -> float:
         nonlocal layouts
-        if not way.settings.get("channels_last"):
+        if not setup.settings.get("channels_last"):
             return 100.0
         layouts += 1
         return 150.0 if layouts <= 3 else 78.0
@@ -195,12 +195,12 @@ def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
 
 
 def test_what_is_refused_or_fails_is_a_row_with_its_reason(
-    machine: Callable[[Rule], list[Way]],
+    machine: Callable[[Rule], list[Setup]],
 ) -> None:
-    def rule(way: Way) -> float:
-        if way.settings.get("compile"):
+    def rule(setup: Setup) -> float:
+        if setup.settings.get("compile"):
             raise StrategyError("there is no compiler here")
-        if way.strategy == "dp":
+        if setup.strategy == "dp":
             raise OutOfMemory("4xcpu: out of memory\nand more")
         return 100.0
 
@@ -218,28 +218,28 @@ def test_what_is_refused_or_fails_is_a_row_with_its_reason(
 
 
 def test_an_exception_to_the_numbers_is_reported_once(
-    machine: Callable[[Rule], list[Way]],
+    machine: Callable[[Rule], list[Setup]],
 ) -> None:
-    machine(lambda way: 200.0 if way.strategy == "ddp" and not way.settings else 100.0)
+    machine(lambda setup: 200.0 if setup.strategy == "ddp" and not setup.settings else 100.0)
     lines: list[str] = []
     found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", told=lines.append)
-    assert found.start == Way("ddp", "2xcpu")
+    assert found.start == Setup("ddp", "2xcpu")
     assert str(BATCHNORM) in " ".join(" ".join(lines).split())
     assert " ".join(" ".join(lines).split()).count(str(BATCHNORM)) == 1
 
 
 def test_a_strategy_that_is_named_is_the_only_one_tried(
-    machine: Callable[[Rule], list[Way]],
+    machine: Callable[[Rule], list[Setup]],
 ) -> None:
-    tried = machine(lambda way: 100.0)
+    tried = machine(lambda setup: 100.0)
     lockstep.tune(job(), strategy="dp", devices="2xcpu", told=None)
-    assert {way.strategy for way in tried} == {"dp"}
+    assert {setup.strategy for setup in tried} == {"dp"}
 
 
 def test_the_line_to_paste_has_the_jobs_own_words(
-    machine: Callable[[Rule], list[Way]], tmp_path: Path
+    machine: Callable[[Rule], list[Setup]], tmp_path: Path
 ) -> None:
-    machine(lambda way: 200.0 if way.settings.get("channels_last") else 100.0)
+    machine(lambda setup: 200.0 if setup.settings.get("channels_last") else 100.0)
     file = tmp_path / "mine.py"
     file.write_text(
         "import test_tune\n\n\ndef job(size: int = 5):\n    return test_tune.job(batch_size=size)\n"
@@ -276,15 +276,18 @@ def test_bad_words_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "way", [Way("single", "1xcpu"), Way("dp", "2xcpu"), Way("ddp", "2xcpu", {"accumulate": 2})]
+    "setup",
+    [Setup("single", "1xcpu"), Setup("dp", "2xcpu"), Setup("ddp", "2xcpu", {"accumulate": 2})],
 )
-def test_a_trial_times_updates_in_processes_of_its_own(way: Way) -> None:
-    tried = attempt(job(), way, seconds=0.05)
+def test_a_trial_times_updates_in_processes_of_its_own(setup: Setup) -> None:
+    tried = attempt(job(), setup, seconds=0.05)
     assert tried.rate > 0 and tried.first > 0 and tried.peak > 1e7
     assert (
         tried.convolves and tried.fused and tried.workers is None and tried.dtype is torch.float32
     )
-    assert any(caveat.kind == "batchnorm" for caveat in tried.caveats) == (way.strategy != "single")
+    assert any(caveat.kind == "batchnorm" for caveat in tried.caveats) == (
+        setup.strategy != "single"
+    )
 
 
 def test_a_trial_of_what_takes_too_long_ends_after_its_second_update() -> None:
@@ -298,7 +301,7 @@ def test_a_trial_of_what_takes_too_long_ends_after_its_second_update() -> None:
             return super().forward(x.flatten(1))
 
     slow = job(model=lambda: Slow(48, 3))
-    assert attempt(slow, Way("single", "1xcpu"), seconds=0.05, patience=0.0).rate > 0
+    assert attempt(slow, Setup("single", "1xcpu"), seconds=0.05, patience=0.0).rate > 0
 
 
 def test_what_an_update_makes_once_is_not_its_rate() -> None:
@@ -311,7 +314,7 @@ def test_what_an_update_makes_once_is_not_its_rate() -> None:
             return super().forward(x.flatten(1))
 
     tried = attempt(
-        job(model=lambda: Prepared(48, 3)), Way("single", "1xcpu"), seconds=0.05, patience=1.0
+        job(model=lambda: Prepared(48, 3)), Setup("single", "1xcpu"), seconds=0.05, patience=1.0
     )
     assert tried.first > 2.0 and tried.rate > job().batch_size
 

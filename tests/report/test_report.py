@@ -26,8 +26,8 @@ from lockstep.cli import command as cli
 from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.comparison_page import write_page
+from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.result import Comparison, Row
-from lockstep.compare.snapshot import Glance, Seen
 from lockstep.errors import FolderError, SampleError
 from lockstep.launch.events import TimesOf
 from lockstep.pipelining.planner.simulate import simulate
@@ -54,7 +54,9 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             if strategy != "pp"
             else ()
         )
-        seen = tuple(Seen(f"cpu:{i}", (1, 2, 3), {"": [8, 6]}, {"": [8, 3]}) for i in range(count))
+        seen = tuple(
+            DeviceBatch(f"cpu:{i}", (1, 2, 3), {"": [8, 6]}, {"": [8, 3]}) for i in range(count)
+        )
         history = tuple(
             {
                 "epoch": e + 1,
@@ -70,7 +72,9 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             "agreement": Agreement(True, 3e-16, "fp64"),
             "peaks": (400_000_000,) * (2 if strategy == "ddp" else 1),
             "rates": (speed, speed * 1.02, speed * 0.97),
-            "glance": Glance(seen, {"": [16, 6]}, {"": [16, 3]}, times, strategy == "ddp", 1234),
+            "observed": ObservedUpdates(
+                seen, {"": [16, 6]}, {"": [16, 3]}, times, strategy == "ddp", 1234
+            ),
             "history": history,
             "started": 1.5,
             **more,
@@ -105,7 +109,7 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             "pp",
             0.0,
             rates=(),
-            glance=None,
+            observed=None,
             history=(),
             peaks=(),
             reason="out of memory",

@@ -19,7 +19,7 @@ import pytest
 import lockstep
 from lockstep import Run
 from lockstep.cli.command import main
-from lockstep.compare.entries import Way, job_words
+from lockstep.compare.entries import Setup, job_words
 from lockstep.errors import FolderError, InputError, JobError
 from lockstep.jobfile import JobFile, is_secret
 from lockstep.launch.processes.local_ranks import _log
@@ -262,7 +262,9 @@ def test_a_secret_is_kept_nowhere_and_asked_for_again(own: Path, capsys) -> None
     for path in [path for path in run.rglob("*") if path.is_file()]:
         assert SECRET.encode() not in path.read_bytes(), path
     job = JobFile("own.py", {"api_key": SECRET})
-    assert SECRET not in " ".join(job_words(job)) and SECRET not in Way("single", "1xcpu").line(job)
+    assert SECRET not in " ".join(job_words(job)) and SECRET not in Setup("single", "1xcpu").line(
+        job
+    )
     asks = f"{run}: api_key looks like a secret and isn't kept: give it, --set api_key=VALUE"
     again = ["--set", f"api_key={SECRET}"]
     for words in (

@@ -58,9 +58,9 @@ def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
     reason = ""
     for precision in ("fp64", ""):
         settings = {"precision": precision, "compile": False} if precision else {}
-        way = replace(entry.way, settings={**entry.way.settings, **settings})
+        setup = replace(entry.setup, settings={**entry.setup.settings, **settings})
         try:
-            difference, cut = in_fresh_processes(_apart, job, way)
+            difference, cut = in_fresh_processes(_apart, job, setup)
         except LockstepError as error:
             reason = first_line(error)
         else:

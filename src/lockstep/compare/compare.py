@@ -18,7 +18,7 @@ from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import agreement_of
 from lockstep.compare.entries import Entry, Sweep, line_up
 from lockstep.compare.result import Comparison, Row
-from lockstep.compare.timed_run import Tried, attempt
+from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import DeviceError, LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
@@ -152,7 +152,7 @@ class _Turns:
                 self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
             caveats = [str(caveat) for caveat in tried.caveats]
-            self.note(entry, caveats=caveats, plans=list(tried.plans), glance=tried.glance)
+            self.note(entry, caveats=caveats, plans=list(tried.plans), observed=tried.observed)
             line = f"{entry.name}: works, started in {tried.started:.1f} s"
             if parity and entry.role == "strategy":
                 agreement = agreement_of(self.source, entry)
@@ -162,7 +162,7 @@ class _Turns:
 
     def time(self, rounds: int, seconds: float) -> None:
         """Give each its turns."""
-        tries: dict[str, list[Tried]] = {entry.name: [] for entry in self.alive()}
+        tries: dict[str, list[TrialResult]] = {entry.name: [] for entry in self.alive()}
         for turn in range(rounds):
             for entry in self.alive():
                 tried = self._attempt(entry, seconds=seconds)
@@ -179,9 +179,9 @@ class _Turns:
                 peaks=[max(of_one) for of_one in peaks],
             )
 
-    def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> Tried | None:
+    def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> TrialResult | None:
         try:
-            return attempt(self.source, entry.way, seconds=seconds, looks=looks)
+            return attempt(self.source, entry.setup, seconds=seconds, looks=looks)
         except LockstepError as error:
             self.note(entry, reason=first_line(error))
             return None
@@ -196,11 +196,11 @@ class _Turns:
                         self.note(entry, run="")
 
     def _train(self, entry: Entry, folder: Path) -> None:
-        way = entry.way
+        setup = entry.setup
         try:
             run = train(
-                with_settings(self.source, way.settings),
-                strategy=choose(way.strategy, entry.devices, **way.options),
+                with_settings(self.source, setup.settings),
+                strategy=choose(setup.strategy, entry.devices, **setup.options),
                 devices=entry.devices,
                 folder=folder,
                 quiet=True,
@@ -218,15 +218,15 @@ class _Turns:
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:
     """Return the row of an entry, with nothing measured yet."""
-    way = entry.way
+    setup = entry.setup
     return Row(
         name=entry.name,
         role=entry.role,
-        strategy=way.strategy,
-        settings={**way.options, **way.settings},
+        strategy=setup.strategy,
+        settings={**setup.options, **setup.settings},
         devices=[str(device) for device in entry.devices],
         where=entry.where,
-        line=way.line(source),
+        line=setup.line(source),
         one=entry.one,
         cores=entry.cores,
     )

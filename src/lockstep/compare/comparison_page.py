@@ -242,7 +242,7 @@ def _time(found: Comparison) -> Section:
         step = 1e3 * found.samples_of(row) / row.timing.median
         for kind, share in row.shares.items():
             parts.setdefault(kind, []).append(step * share)
-        if row.glance is not None and row.glance.overlaps:
+        if row.observed is not None and row.observed.overlaps:
             hidden.append(row.name)
     if hidden:
         text.append(
@@ -260,8 +260,8 @@ def _time(found: Comparison) -> Section:
 
 def _turns(found: Comparison) -> Iterator[Figure]:
     for row in found.measured:
-        if row.glance is not None and row.glance.timelines:
-            chart, caption = turns_of(row.glance.timelines)
+        if row.observed is not None and row.observed.timelines:
+            chart, caption = turns_of(row.observed.timelines)
             name = re.sub(r"[\W_]", "-", f"turns-{row.name}")
             title = f"{row.name}: the stages' turns in one step, in milliseconds"
             yield Figure(name, title, chart, caption)
@@ -321,7 +321,7 @@ def _numbers(found: Comparison) -> Section:
 def _seen(found: Comparison) -> Table:
     rows = []
     for row in found.measured:
-        for one in () if row.glance is None else row.glance.devices:
+        for one in () if row.observed is None else row.observed.devices:
             count = ""
             ids = ""
             if one.samples is not None:

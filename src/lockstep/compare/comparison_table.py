@@ -111,9 +111,9 @@ def _memory(row: Row) -> str:
 
 def _moved(row: Row) -> str:
     """Return ``591 KiB``, "" where it isn't known."""
-    if row.glance is None or row.glance.moved is None or len(row.devices) == 1:
+    if row.observed is None or row.observed.moved is None or len(row.devices) == 1:
         return ""
-    return size(row.glance.moved)
+    return size(row.observed.moved)
 
 
 def _parity(row: Row) -> str:
@@ -236,9 +236,9 @@ def _sizes(found: Comparison, width: int) -> list[str]:
     """
     sizes: dict[str, list[str]] = {}
     for row in found.measured:
-        if row.glance is None:
+        if row.observed is None:
             continue
-        for one in row.glance.devices:
+        for one in row.observed.devices:
             if one.inputs:
                 sizes.setdefault(row.name, [])
                 sizes[row.name].append(f"{written(one.inputs)} -> {written(one.outputs)}")
@@ -319,8 +319,8 @@ def _csv_cells(row: Row) -> dict[str, object]:
         cells["lowest"], cells["highest"] = row.timing.spread
         cells["largest_memory_bytes"] = max(row.peaks)
         cells["memory_bytes"] = sum(row.peaks)
-    if row.glance is not None:
-        cells["moved_bytes"] = row.glance.moved
+    if row.observed is not None:
+        cells["moved_bytes"] = row.observed.moved
     if row.agreement is not None:
         cells["parity"] = row.agreement.word
         cells["difference"] = row.agreement.difference

@@ -34,8 +34,8 @@ Sweep = Mapping[str, Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class Way:
-    """A way to train a job on this machine.
+class Setup:
+    """How a job is trained on this machine.
 
     Attributes:
         strategy: its name.
@@ -49,8 +49,8 @@ class Way:
     settings: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 
-    def replace(self, **settings: Any) -> Way:
-        """Return the same way with some settings of the job changed."""
+    def replace(self, **settings: Any) -> Setup:
+        """Return the same setup with some settings of the job changed."""
         return replace(self, settings={**self.settings, **settings})
 
     @property
@@ -66,8 +66,8 @@ class Way:
         if not isinstance(self.devices, str):
             return ""
         if isinstance(job, JobFile):
-            way = replace(self, settings={**job.settings, **self.settings})
-            return shlex.join(["lockstep", "train", *job_words(job), *way.words])
+            setup = replace(self, settings={**job.settings, **self.settings})
+            return shlex.join(["lockstep", "train", *job_words(job), *setup.words])
         strategy = f'"{self.strategy}"'
         if self.options:
             strategy = f"named({strategy}, {_arguments(self.options)})"
@@ -118,7 +118,7 @@ class Entry:
     Attributes:
         name: of the row.
         role: what it is in the comparison.
-        way: how it trains.
+        setup: how it trains.
         devices: the devices themselves.
         one: the name of the row that is its one device.
         cores: the name of the row that is all cores of the machine, where slots are the devices.
@@ -126,7 +126,7 @@ class Entry:
 
     name: str
     role: Role
-    way: Way
+    setup: Setup
     devices: tuple[Device, ...]
     one: str
     cores: str | None
@@ -155,7 +155,7 @@ def line_up(
     Raises:
         InputError: a strategy, a device or what is to be swept doesn't exist.
     """
-    wanted = [_as_way(item) for item in (LINE_UP if strategies is None else strategies)]
+    wanted = [_as_setup(item) for item in (LINE_UP if strategies is None else strategies)]
     if not wanted:
         raise InputError("strategies: name at least one")
     for name, options in wanted:
@@ -183,13 +183,13 @@ def line_up(
                     continue
                 own = {key: values for key, values in others.items() if _takes(name, key)}
                 for more in _products(own):
-                    way = Way(name, where, settings, {**options, **more})
-                    row = _named(name, {**way.options, **swept})
-                    entries.append(Entry(row, "strategy", way, chosen, one.name, one.cores))
+                    setup = Setup(name, where, settings, {**options, **more})
+                    row = _named(name, {**setup.options, **swept})
+                    entries.append(Entry(row, "strategy", setup, chosen, one.name, one.cores))
     return list({entry.name: entry for entry in [*references, *entries]}.values())
 
 
-def _as_way(item: str | Strategy) -> tuple[str, dict[str, Any]]:
+def _as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     """Return the name of a strategy, and its settings that aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
     options = {}
@@ -205,18 +205,18 @@ def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[En
     first = chosen[0]
     if not first.is_slot:
         name = _named("single", settings)
-        way = Way("single", first_of(chosen, 1), settings)
-        return [Entry(name, "one device", way, (first,), name, None)]
+        setup = Setup("single", first_of(chosen, 1), settings)
+        return [Entry(name, "one device", setup, (first,), name, None)]
     every = _devices.slots(1)
-    whole_way = Way("single", "1xcpu", settings)
+    on_all = Setup("single", "1xcpu", settings)
     name = _named(f"single, {counted(first.threads, 'core')}", settings)
     if first.cores == every[0].cores:  # one CPU device has them all
-        return [Entry(name, "one device", whole_way, every, name, name)]
+        return [Entry(name, "one device", on_all, every, name, name)]
     whole = _named(f"single, {len(every[0].cores)} cores", settings)
-    one_way = Way("single", (first,), settings)
+    on_one = Setup("single", (first,), settings)
     return [
-        Entry(name, "one device", one_way, (first,), name, whole),
-        Entry(whole, "all cores", whole_way, every, name, whole),
+        Entry(name, "one device", on_one, (first,), name, whole),
+        Entry(whole, "all cores", on_all, every, name, whole),
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
-from lockstep.compare.snapshot import Glance, Seen
+from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.timing import Timing
 from lockstep.launch.events import TimesOf
 from lockstep.strategies import kind_of
@@ -35,7 +35,7 @@ class Row:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         agreement: whether its numbers are those of one device.
-        glance: what was seen of some updates.
+        observed: what was seen of some updates.
         history: with ``epochs``, a record for each.
         run: the folder of that training.
     """
@@ -56,7 +56,7 @@ class Row:
     caveats: Sequence[str] = field(default_factory=list)
     plans: Sequence[str] = field(default_factory=list)
     agreement: Agreement | None = None
-    glance: Glance | None = None
+    observed: ObservedUpdates | None = None
     history: Sequence[dict[str, Any]] = field(default_factory=list)
     run: str = ""
 
@@ -77,9 +77,9 @@ class Row:
         """The shares of a step (computing, ...), of all ranks or replicas together; empty where
         they aren't known.
         """
-        if self.glance is None or not self.glance.times:
+        if self.observed is None or not self.observed.times:
             return {}
-        times = self.glance.times
+        times = self.observed.times
         step = sum(one.step for one in times)
         return {kind: sum(one.kinds[kind] for one in times) / step for kind in times[0].kinds}
 
@@ -171,9 +171,9 @@ def _row(values: Mapping[str, Any]) -> Row:
     agreement = kept["agreement"]
     if agreement is not None:
         kept["agreement"] = Agreement(**agreement)
-    glance = kept["glance"]
-    if glance is not None:
-        devices = [Seen(**one) for one in glance["devices"]]
-        times = [TimesOf(**one) for one in glance["times"]]
-        kept["glance"] = Glance(**{**glance, "devices": devices, "times": times})
+    observed = kept["observed"]
+    if observed is not None:
+        devices = [DeviceBatch(**one) for one in observed["devices"]]
+        times = [TimesOf(**one) for one in observed["times"]]
+        kept["observed"] = ObservedUpdates(**{**observed, "devices": devices, "times": times})
     return Row(**kept)

@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.compare.entries import Way
-from lockstep.compare.snapshot import Glance, Onlooker
+from lockstep.compare.entries import Setup
+from lockstep.compare.observed_updates import ObservedUpdates, UpdateObserver
 from lockstep.compare.timing import rate_of
 from lockstep.data import Batch, is_stream, resolve
 from lockstep.data.fetch import base_of
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialResult:
     """What a trial found.
 
     Attributes:
@@ -55,7 +55,7 @@ class Tried:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         started: seconds from the call until the first update was done.
-        glance: what was seen of some updates, where that was asked for.
+        observed: what was seen of some updates, where that was asked for.
     """
 
     rate: float
@@ -68,7 +68,7 @@ class Tried:
     caveats: tuple[Caveat, ...] = ()
     plans: tuple[str, ...] = ()
     started: float = 0.0
-    glance: Glance | None = None
+    observed: ObservedUpdates | None = None
 
     @property
     def peak(self) -> int:
@@ -78,39 +78,39 @@ class Tried:
 
 def attempt(
     job: Job | JobFile,
-    way: Way,
+    setup: Setup,
     *,
     seconds: float,
     patience: float | None = None,
     looks: bool = False,
-) -> Tried:
-    """Try a way to train, in processes that end with the trial.
+) -> TrialResult:
+    """Try a setup, in processes that end with the trial.
 
     The timed updates take so many seconds at least; where the first one takes longer than
     ``patience``, and so does the second, its rate is the trial's. One that ``looks`` goes on with a
     few more: what each device sees, and where its time goes.
 
     Raises:
-        LockstepError: this way is refused, or fails.
+        LockstepError: this setup is refused, or fails.
     """
     return in_fresh_processes(
-        _tried, job, way, asked=now(), seconds=seconds, patience=patience, looks=looks
+        _tried, job, setup, asked=now(), seconds=seconds, patience=patience, looks=looks
     )
 
 
 def in_fresh_processes(
-    function: Callable[..., T], job: Job | JobFile, way: Way, **settings: Any
+    function: Callable[..., T], job: Job | JobFile, setup: Setup, **settings: Any
 ) -> T:
-    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the way;
+    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the setup;
     gives rank 0's result.
     """
-    chosen = _devices.parse(way.devices)
-    strategy = choose(way.strategy, chosen, **way.options)
+    chosen = _devices.parse(setup.devices)
+    strategy = choose(setup.strategy, chosen, **setup.options)
     is_one = needs_one_process(strategy, chosen)
     found: T = run_locally(
         _on_rank,
         (place_of(chosen),) if is_one else chosen,
-        (function, with_settings(job, way.settings), strategy, chosen, settings),
+        (function, with_settings(job, setup.settings), strategy, chosen, settings),
         backend=None,
         folder=None,
         on_event=None,
@@ -146,7 +146,7 @@ def _tried(
     seconds: float,
     patience: float | None,
     looks: bool,
-) -> Tried:
+) -> TrialResult:
     lines: list[Line] = []
 
     def keep(told: object) -> None:
@@ -160,8 +160,8 @@ def _tried(
     step.sums.last = 1  # later checks are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
-    onlooker = Onlooker(step) if looks else None
-    first_batches = batches if onlooker is None else onlooker.first(batches)
+    observer = UpdateObserver(step) if looks else None
+    first_batches = batches if observer is None else observer.first(batches)
     first, size = _timed(step, first_batches, 1, job.seed)
     started = now() - asked
     last = first
@@ -171,7 +171,7 @@ def _tried(
     if patience is None or last < patience:
         rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     step.check()
-    glance = None if onlooker is None else onlooker.seen(batches, job.seed)
+    observed = None if observer is None else observer.clock(batches, job.seed)
     batches.close()
     loader.close()
 
@@ -181,7 +181,7 @@ def _tried(
         peaks += of_rank
     caveats = list(strategy.caveats(job, step.model, step.replicas))
     caveats += [line.as_caveat for line in lines if line.kind == "note"]
-    return Tried(
+    return TrialResult(
         rate=rate,
         first=first,
         peaks=tuple(peaks),
@@ -192,7 +192,7 @@ def _tried(
         caveats=tuple(caveats),
         plans=tuple(line.text for line in lines if line.kind == "plan"),
         started=started,
-        glance=glance,
+        observed=observed,
     )
 
 

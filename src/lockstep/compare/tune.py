@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.compare.entries import Way, first_of
-from lockstep.compare.timed_run import Tried, attempt
+from lockstep.compare.entries import Setup, first_of
+from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.compare.timing import Timing, in_turns
 from lockstep.errors import DeviceError, LockstepError, counted, first_line
 from lockstep.job import Job
@@ -89,9 +89,9 @@ class Tuning:
         rows: every setting that was tried.
     """
 
-    start: Way
-    kept: Way
-    changed: Way
+    start: Setup
+    kept: Setup
+    changed: Setup
     gain_kept: Timing | None
     gain_changed: Timing | None
     rows: Sequence[Row]
@@ -102,17 +102,17 @@ class Tuning:
         for row in self.rows:
             rows.append({**asdict(row), "gain": _plain_gain(row.gain)})
         return {
-            "start": _plain_way(self.start),
-            "kept": _plain_way(self.kept),
-            "changed": _plain_way(self.changed),
+            "start": _plain_setup(self.start),
+            "kept": _plain_setup(self.kept),
+            "changed": _plain_setup(self.changed),
             "gain_kept": _plain_gain(self.gain_kept),
             "gain_changed": _plain_gain(self.gain_changed),
             "rows": rows,
         }
 
 
-def _plain_way(way: Way) -> dict[str, Any]:
-    return {"strategy": way.strategy, "devices": way.devices, "settings": way.settings}
+def _plain_setup(setup: Setup) -> dict[str, Any]:
+    return {"strategy": setup.strategy, "devices": setup.devices, "settings": setup.settings}
 
 
 def _plain_gain(gain: Timing | None) -> dict[str, Any] | None:
@@ -159,7 +159,7 @@ def tune(
     words = first_of(chosen, len(chosen))
     if isinstance(devices, str | int) and devices != "auto":
         words = str(devices)
-    start = Way(choose(strategy, chosen).name, words)
+    start = Setup(choose(strategy, chosen).name, words)
     count = len(chosen)
     if devices in ("auto", None) and chosen[0].is_slot:
         count = len(_devices.usable_cores())
@@ -173,14 +173,14 @@ class _Turns:
     """The turns of one stage.
 
     Attributes:
-        best: the rates of the best way before it.
+        best: the rates of the best setup before it.
         tries: by setting, its turns.
         failed: by setting, why it failed.
         alive: the settings that are still timed.
     """
 
     best: list[float]
-    tries: dict[str, list[Tried]]
+    tries: dict[str, list[TrialResult]]
     alive: list[str]
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -206,26 +206,26 @@ class _Turns:
 
 
 class _Search:
-    """The best way so far, and what was tried."""
+    """The best setup so far, and what was tried."""
 
     def __init__(
         self,
         job: Job | JobFile,
-        start: Way,
+        start: Setup,
         rounds: int,
         seconds: float,
         told: Callable[[str], None],
     ) -> None:
         self.job = job
         self.settings = the_job(job)
-        self.start = self.way = start
+        self.start = self.setup = start
         self.rounds = rounds
         self.seconds = seconds
         self.told = told
         self.effect: Effect = "numbers kept"
         self.rows: list[Row] = []
 
-    def through(self, placements: Mapping[str, Way], device: Device) -> Tuning:
+    def through(self, placements: Mapping[str, Setup], device: Device) -> Tuning:
         """Try all stages, one after the other, on devices like this one."""
         turns = counted(self.rounds, "turn")
         self.told(
@@ -238,22 +238,22 @@ class _Search:
         self.told(
             "\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory"
         )
-        others = {words: way for words, way in placements.items() if way != self.start}
+        others = {words: setup for words, setup in placements.items() if setup != self.start}
         self.stage("devices", others)
         if device.is_slot:
             self.keep_numbers()
             self.switch("memory", "keep_memory")
-            kept = self.way
+            kept = self.setup
             self.change_rounding(device.type)
             return self.confirmed(kept)
 
         self.change_rounding(device.type)
         self.told("\nsettings that keep the numbers")
         self.keep_numbers()
-        settings = dict(self.way.settings)
+        settings = dict(self.setup.settings)
         for name in ("precision", "compile"):
             settings.pop(name, None)
-        return self.confirmed(replace(self.way, settings=settings))
+        return self.confirmed(replace(self.setup, settings=settings))
 
     def keep_numbers(self) -> None:
         """Try layout, optimizer and loading."""
@@ -261,14 +261,14 @@ class _Search:
         if self.best.convolves:
             self.switch("layout", "channels_last")
         fused = not self.best.fused
-        self.stage("optimizer", {f"fused={fused}".lower(): self.way.replace(fused=fused)})
+        self.stage("optimizer", {f"fused={fused}".lower(): self.setup.replace(fused=fused)})
         workers = self.best.workers
         if workers is not None:
             more = workers + max(1, workers // 2)
-            ways = {}
+            setups = {}
             for count in sorted({0, workers // 2, more} - {workers}):
-                ways[f"loader_workers={count}"] = self.way.replace(loader_workers=count)
-            self.stage("loading", ways)
+                setups[f"loader_workers={count}"] = self.setup.replace(loader_workers=count)
+            self.stage("loading", setups)
 
     def change_rounding(self, kind: str) -> None:
         """Try formats, and then ways to compile, on devices of a type."""
@@ -276,46 +276,46 @@ class _Search:
         self.told("\nsettings that change rounding")
         self.try_formats(kind)
         if not self.settings.compile:
-            graphs = self.settings.accumulate == 1 and self.way.strategy != "dp"
-            ways = {}
+            graphs = self.settings.accumulate == 1 and self.setup.strategy != "dp"
+            setups = {}
             for mode in compilations(kind, graphs=graphs):
                 words = "compile" if mode is True else f"compile={mode}"
-                ways[words] = self.way.replace(compile=mode)
-            self.stage("compile", ways)
+                setups[words] = self.setup.replace(compile=mode)
+            self.stage("compile", setups)
 
     def try_formats(self, kind: str) -> None:
         """Try the formats of numbers, the half ones with the layout of convolutions."""
         # In the usual layout convolutions gain little by a half format, or lose.
         is_laid_out = self.settings.channels_last or not self.best.convolves
-        ways = {}
+        setups = {}
         for name in formats(kind, self.best.dtype):
             if name == self.settings.precision:
                 continue
             words = f"precision={name}"
-            way = self.way.replace(precision=name)
+            setup = self.setup.replace(precision=name)
             if kind != "cpu" and name in ("bf16", "fp16") and not is_laid_out:
                 words += ", channels_last"
-                way = way.replace(channels_last=True)
-            ways[words] = way
-        self.stage("precision", ways)
+                setup = setup.replace(channels_last=True)
+            setups[words] = setup
+        self.stage("precision", setups)
 
-    def attempt(self, way: Way, patience: float | None = None) -> Tried:
-        return attempt(self.job, way, seconds=self.seconds, patience=patience)
+    def attempt(self, setup: Setup, patience: float | None = None) -> TrialResult:
+        return attempt(self.job, setup, seconds=self.seconds, patience=patience)
 
     def switch(self, stage: str, name: str) -> None:
         """Try the other value of a setting that is true or false."""
-        value = not self.way.settings.get(name, getattr(self.settings, name))
+        value = not self.setup.settings.get(name, getattr(self.settings, name))
         words = name if value else f"{name}=false"
-        self.stage(stage, {words: self.way.replace(**{name: value})})
+        self.stage(stage, {words: self.setup.replace(**{name: value})})
 
-    def stage(self, stage: str, ways: Mapping[str, Way]) -> None:
-        """Try ways in turns with the best so far; the fastest one takes its place, where it
+    def stage(self, stage: str, setups: Mapping[str, Setup]) -> None:
+        """Try setups in turns with the best so far; the fastest one takes its place, where it
         gains.
         """
-        turns = _Turns([], {setting: [] for setting in ways}, list(ways))
+        turns = _Turns([], {setting: [] for setting in setups}, list(setups))
         for turn in range(self.rounds):
             if turns.alive:
-                self.turn(turns, ways, is_first=turn == 0)
+                self.turn(turns, setups, is_first=turn == 0)
 
         taken = turns.taken()
         for setting, tries in turns.tries.items():
@@ -335,26 +335,26 @@ class _Search:
         for setting, reason in turns.failed.items():
             self.say(Row(self.effect, stage, setting, remark=reason))
         if taken is not None:
-            self.way = ways[taken]
+            self.setup = setups[taken]
             self.best = turns.tries[taken][0]
 
-    def turn(self, turns: _Turns, ways: Mapping[str, Way], *, is_first: bool) -> None:
+    def turn(self, turns: _Turns, setups: Mapping[str, Setup], *, is_first: bool) -> None:
         """Time the best and each setting once."""
-        turns.best.append(self.attempt(self.way).rate)
+        turns.best.append(self.attempt(self.setup).rate)
         for setting in list(turns.alive):
-            way = ways[setting]
+            setup = setups[setting]
             patience = None
-            if is_first and "compile" not in way.settings:
+            if is_first and "compile" not in setup.settings:
                 patience = _PATIENCE * self.best.first
             try:
-                turns.tries[setting].append(self.attempt(way, patience))
+                turns.tries[setting].append(self.attempt(setup, patience))
             except LockstepError as error:
                 turns.failed[setting] = first_line(error)
                 turns.alive.remove(setting)
         if is_first:
             turns.drop_hopeless()
 
-    def remark(self, tried: Tried, *, only_once: bool) -> str:
+    def remark(self, tried: TrialResult, *, only_once: bool) -> str:
         """Return what a person should know of a setting."""
         remarks = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
         if tried.first > 5.0 + 3 * self.best.first:
@@ -381,24 +381,24 @@ class _Search:
         for line in textwrap.wrap(remark, 79, initial_indent="    ", subsequent_indent="    "):
             self.told(line)
 
-    def confirmed(self, kept: Way) -> Tuning:
+    def confirmed(self, kept: Setup) -> Tuning:
         """Measure what was found against the job as it is, once more."""
-        ways = {}
+        setups = {}
         if kept != self.start:
-            ways["that keep the numbers"] = kept
-        if self.way not in (self.start, kept):
-            ways["of both kinds"] = self.way
+            setups["that keep the numbers"] = kept
+        if self.setup not in (self.start, kept):
+            setups["of both kinds"] = self.setup
 
         kept, gain_kept = self.start, None
         changed, gain_changed = self.start, None
-        gains = self.confirming(ways)
+        gains = self.confirming(setups)
         for what, gain in gains.items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
             if gain.median < _TAKEN:
                 self.told("  these settings are not recommended")
                 continue
-            self.told(f"  {ways[what].line(self.job)}")
-            changed, gain_changed = ways[what], gain
+            self.told(f"  {setups[what].line(self.job)}")
+            changed, gain_changed = setups[what], gain
             if what == "that keep the numbers":
                 kept, gain_kept = changed, gain
 
@@ -408,19 +408,19 @@ class _Search:
             self.told("\nnothing was changed: the line is yours to paste")
         return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)
 
-    def confirming(self, ways: Mapping[str, Way]) -> dict[str, Timing]:
-        """Return the gain of each way over the job as it is, by turns."""
-        if not ways:
+    def confirming(self, setups: Mapping[str, Setup]) -> dict[str, Timing]:
+        """Return the gain of each setup over the job as it is, by turns."""
+        if not setups:
             return {}
 
-        def rate_of(way: Way) -> Callable[[], float]:
-            return lambda: self.attempt(way).rate
+        def rate_of(setup: Setup) -> Callable[[], float]:
+            return lambda: self.attempt(setup).rate
 
         turns = {"": rate_of(self.start)}
-        for what, way in ways.items():
-            turns[what] = rate_of(way)
+        for what, setup in setups.items():
+            turns[what] = rate_of(setup)
         timings = in_turns(turns, rounds=self.rounds, warm_up=0)
-        return {what: timings[what].over(timings[""]) for what in ways}
+        return {what: timings[what].over(timings[""]) for what in setups}
 
 
 def formats(kind: str, held: torch.dtype) -> list[str]:
@@ -449,18 +449,18 @@ def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
 
 def _placements(
     strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int
-) -> dict[str, Way]:
+) -> dict[str, Setup]:
     """Return one device, and each exact strategy on 2, 4, ... and all ``count`` devices."""
-    ways = []
+    setups = []
     if strategy in (None, "single"):
-        ways.append(Way("single", first_of(chosen, 1)))
+        setups.append(Setup("single", first_of(chosen, 1)))
     counts = [n for n in _POWERS if n < count] + [count]
     for n in counts:
         if not 1 < n <= batch_size:
             continue
         for name in _replicating(strategy):
-            ways.append(Way(name, first_of(chosen, n)))
-    return {f"{way.strategy} on {way.devices}": way for way in ways}
+            setups.append(Setup(name, first_of(chosen, n)))
+    return {f"{setup.strategy} on {setup.devices}": setup for setup in setups}
 
 
 _POWERS = [2**k for k in range(1, 16)]
