@@ -28,6 +28,9 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.
 
 _CODE = (type, types.FunctionType, types.ModuleType, nn.Module)
 
+_TABLES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps what it shows as attributes."""
+
 _LONG = 1000
 """Items of a container beyond which it holds data, say, and no state."""
 
@@ -62,9 +65,11 @@ class StateChanges:
         """Note each attribute, tensor and submodule with its state."""
         held: dict[Key, list[Any]] = {}
         for name, module in self._modules.items():
-            for table in (vars(module), module._parameters, module._buffers, module._modules):
-                for own, value in table.items():
-                    held[name, own] = _state(value)
+            values = dict(vars(module))
+            for table in _TABLES:
+                values.update(values.pop(table))
+            for own, value in values.items():
+                held[name, own] = _state(value)
         return held
 
     def _is_statistic(self, name: str, own: str) -> bool:
