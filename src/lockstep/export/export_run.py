@@ -22,7 +22,7 @@ from torch import nn
 from lockstep.checkpoint.weights import save_weights, take_weights
 from lockstep.data import Batch, eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.errors import InputError, LockstepError, NotEqual, counted, told
-from lockstep.export.exportable import Exportable
+from lockstep.export.exportable import Exportable, dtype_of
 from lockstep.export.file_formats import (
     ENDINGS,
     check_installed,
@@ -292,7 +292,7 @@ class _Export:
             "largest output"
         )
         less = self.quantize or self.dtype
-        own = _dtype_of(of_run)
+        own = str(dtype_of(of_run)).removeprefix("torch.")
         bound = self.tolerance
         if bound is None:
             bound = _TOLERANCES.get(less or own, 0.1)
@@ -380,14 +380,6 @@ class _Export:
         for name, value in metrics[own].items():
             other = number(metrics[less][name])
             self.display.line(f"{name:20}{number(value):>12}{other:>12}")
-
-
-def _dtype_of(model: nn.Module) -> str:
-    """Return the name of the dtype of a model's parameters."""
-    for p in model.parameters():
-        if p.is_floating_point():
-            return str(p.dtype).removeprefix("torch.")
-    return "float32"
 
 
 def _moved(made: Exported, target: Path, display: Display) -> Exported:

@@ -57,6 +57,14 @@ def split(given: dict[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(given.values()), {}
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """Return the dtype of a model's floating point parameters."""
+    for p in model.parameters():
+        if p.is_floating_point():
+            return p.dtype
+    return torch.float32
+
+
 class Exportable:
     """A model in evaluation mode whose forward takes and gives plain tensors.
 
@@ -111,10 +119,10 @@ class Exportable:
         forward = self.model.forward
         every = all_arguments(inputs)
         keys = list(self.example)
-        own = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+        own = dtype_of(self.model)
 
         def cast(nest: Any, wanted: torch.dtype | None) -> Any:
-            if dtype is None:
+            if wanted is None:
                 return nest
             return each(lambda t: t.to(wanted) if t.is_floating_point() else t, nest)
 
@@ -122,7 +130,7 @@ class Exportable:
             given = {**every, **dict(zip(keys, args, strict=False)), **kwargs}
             args, kwargs = split(cast(given, dtype))
             outputs = forward(*args, **kwargs)
-            return cast(plain(outputs), own)
+            return cast(plain(outputs), own if dtype else None)
 
         known = []
         for p in inspect.signature(forward).parameters.values():
