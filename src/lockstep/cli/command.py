@@ -261,5 +261,7 @@ def _devices(options: argparse.Namespace) -> int:
 
         chosen = devices.parse(devices_for(options.strategy, options.devices))
         layout = choose(options.strategy, chosen).layout(len(chosen))
-        print("\n".join(["", *drawn(layout, [str(device) for device in chosen])]))
+        print()
+        for line in drawn(layout, [str(device) for device in chosen]):
+            print(line)
     return 0

@@ -5,7 +5,6 @@ process group.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,36 +84,17 @@ def _merge(metric: Any, every: list[list[State]]) -> None:
 
 
 def _reduced(of_ranks: Sequence[State], name: str, reduction: Any) -> Any:
-    """Return one state of a metric over all ranks."""
-    state: Any
-    first = of_ranks[0][0][name]
-    if isinstance(first, list):
-        state = _in_order(of_ranks, name)
-        if not state:
-            return state
+    """Return one state of a metric over all ranks; of lists, the items rank by rank."""
+    states = [held[name] for held, _ in of_ranks]
+    merged: Any
+    if isinstance(states[0], list):
+        merged = [item for items in states for item in items]
+        if not merged:
+            return merged
     else:
-        state = torch.stack([held[name] for held, _ in of_ranks])
+        merged = torch.stack(states)
 
-    return state if reduction is None else reduction(state)
-
-
-def _in_order(of_ranks: Sequence[State], name: str) -> list[Any]:
-    """Return all items of lists, by updates, in the order of one device."""
-    by_rank = []
-    for held, updates in of_ranks:
-        items = held[name]
-        each, rest = divmod(len(items), max(updates, 1))
-        if each and not rest:
-            by_rank.append([items[i : i + each] for i in range(0, len(items), each)])
-        else:
-            by_rank.append([items])
-
-    ordered = []
-    for of_update in itertools.zip_longest(*by_rank, fillvalue=[]):
-        for items in of_update:
-            ordered += items
-
-    return ordered
+    return merged if reduction is None else reduction(merged)
 
 
 def _named(value: Any) -> dict[str, Any]:
