@@ -154,44 +154,37 @@ class BatchSums:
     def _pieces(self, batch: Batch, most: int) -> list[Piece] | None:
         """The whole, and two parts of it without a common divisor; None where there are too few
         samples.
+
+        Each is collated by itself. Nobody can collate the batches of an own loop, which are cut.
         """
-        if batch.collate is None:
-            return self._cut_pieces(batch, most)
-        samples = min(batch.size, most)
-        if samples < 2 or batch.samples is None:
+        part = self._largest_part(batch)
+        samples = part.size
+        if batch.collate is not None:
+            samples = 0 if batch.samples is None else batch.size
+        elif min(here for (here,) in over_ranks(self._step.world, samples)) < 2:
+            return None
+        samples = min(samples, most)
+        if samples < 2:
             return None
         first, second = coprime_sizes(samples)
-        indices = batch.samples[:samples].tolist()
-        pairs = batch.collate([indices, indices[:first], indices[first:]])
-        sizes = samples, first, second
-        starts = 0, 0, first
-        return [
-            self._piece(inputs, targets, size, start)
-            for (inputs, targets), size, start in zip(pairs, sizes, starts, strict=True)
-        ]
+        spans = [(0, samples), (0, first), (first, second)]
+        if batch.collate is not None and batch.samples is not None:
+            indices = batch.samples[:samples].tolist()
+            pairs = batch.collate([indices[start : start + size] for start, size in spans])
+        else:
+            nest = part.inputs, part.targets
+            pairs = [cut(nest, start, size, part.size) for start, size in spans]
+        pieces = []
+        for (inputs, targets), (start, size) in zip(pairs, spans, strict=True):
+            placed = self._step.placed(Part(inputs, targets, size, size))
+            pieces.append(Piece(placed.inputs, placed.targets, size, start))
+        return pieces
 
-    def _cut_pieces(self, batch: Batch, most: int) -> list[Piece] | None:
-        """Samples of the local batch, which nobody can collate anew, and two cuts of them."""
-        step = self._step
+    def _largest_part(self, batch: Batch) -> Part:
         given = batch.parts
         if batch.shares is not None:
             given = [part for share in batch.shares for part in share]
-        part = max(given, key=lambda part: part.size)
-        if min(here for (here,) in over_ranks(step.world, part.size)) < 2:
-            return None
-        samples = min(part.size, most)
-        first, second = coprime_sizes(samples)
-        pieces = []
-        for start, size in ((0, samples), (0, first), (first, second)):
-            inputs, targets = part.inputs, part.targets
-            if size < part.size:
-                inputs, targets = cut((inputs, targets), start, size, part.size)
-            pieces.append(self._piece(inputs, targets, size, start))
-        return pieces
-
-    def _piece(self, inputs: Any, targets: Any, size: int, start: int) -> Piece:
-        part = self._step.placed(Part(inputs, targets, size, size))
-        return Piece(part.inputs, part.targets, size, start)
+        return max(given, key=lambda part: part.size)
 
     # ---- what is done with what is found ---------------------------------------------------------
 

@@ -25,24 +25,18 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         samples: of the whole.
         formats: the number formats that are known to be computed in.
         watches: whether to look at all operators.
-        by_views: how numbers belong to samples, where several do to each: whether those of a first
-            view of all samples come first, then those of a second one; else those of a sample lie
-            together.
 
     Attributes:
         watches: whether operators are looked at; otherwise nothing is known of draws.
-        may_be_views: whether several numbers belonged to each sample.
-        is_lost: whether a part has drawn what the whole has not.
+        is_lost: whether a part may have drawn what the whole has not: the numbers of its samples
+            aren't known where several rows belong to each, or samples draw one by one.
         communicates: whether something was sent to other ranks.
     """
 
-    def __init__(
-        self, samples: int, formats: set[torch.dtype], *, watches: bool, by_views: bool = False
-    ) -> None:
+    def __init__(self, samples: int, formats: set[torch.dtype], *, watches: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._samples = samples
         self._formats = formats
-        self._by_views = by_views
         self._drawn: list[Tensor] = []
         self._in_forward = 0  # how many of them forward has drawn
         self._records = True
@@ -50,7 +44,6 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start, self._size = 0, samples
         self._kinds: dict[int, _Kind] = {}  # by the id of an operator
         self.watches = watches
-        self.may_be_views = False
         self.is_lost = False
         self.communicates = False
 
@@ -76,7 +69,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         if self._records:
             self._in_forward = len(self._drawn)
-        elif self._at != self._in_forward:  # samples may draw one by one
+        elif self._at != self._in_forward:
             self.is_lost = True
 
     @contextlib.contextmanager
@@ -136,18 +129,13 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor:
         """The rows of what the whole has drawn that are a part's."""
         for dim in range(min(kept.dim(), drawn.dim())):
-            if kept.shape[dim] != drawn.shape[dim]:
-                return self._of_part(kept, dim)
+            if kept.shape[dim] == drawn.shape[dim]:
+                continue
+            rows = kept.shape[dim] // self._samples
+            if rows != 1:
+                self.is_lost = True
+            return kept.narrow(dim, rows * self._start, rows * self._size)
         return kept
-
-    def _of_part(self, kept: Tensor, dim: int) -> Tensor:
-        each_sample, others = divmod(kept.shape[dim], self._samples)
-        self.may_be_views |= each_sample > 1
-        if not self._by_views or others:
-            return kept.narrow(dim, each_sample * self._start, each_sample * self._size)
-        shape = kept.shape
-        views = kept.reshape(*shape[:dim], each_sample, self._samples, *shape[dim + 1 :])
-        return views.narrow(dim + 1, self._start, self._size).flatten(dim, dim + 1)
 
 
 class _Kind:

@@ -139,27 +139,22 @@ class SumCheck:
             verdict.difference = ""
             verdict.unchecked = f"float64 can't decide ({again.unchecked})"
         else:
-            self._explain(verdict, self._summed, pieces, self._draws(pieces))
+            self._explain(verdict, self._summed, pieces, self._draws(pieces, watches=True))
         return verdict
 
     def _in_float64(self, pieces: list[Piece]) -> Verdict:
         """Compare with a model that is in float64."""
         summed = self._summed.doubled()
         doubled = [piece.doubled() for piece in pieces]
-        draws = self._draws(pieces)
+        draws = self._draws(pieces, watches=True)
         verdict = self._compared(summed, doubled, draws)
-        if verdict.difference and draws.may_be_views:
-            draws = self._draws(pieces, by_views=True)
-            verdict = self._compared(summed, doubled, draws)
         if verdict.difference:
             self._explain(verdict, summed, doubled, draws)
         return verdict
 
-    def _draws(
-        self, pieces: list[Piece], *, watches: bool = True, by_views: bool = False
-    ) -> ReplayedDraws:
+    def _draws(self, pieces: list[Piece], *, watches: bool) -> ReplayedDraws:
         formats = {p.dtype for p in self._model.parameters()}
-        return ReplayedDraws(pieces[0].size, formats, watches=watches, by_views=by_views)
+        return ReplayedDraws(pieces[0].size, formats, watches=watches)
 
     def _compared(self, summed: Summed, pieces: list[Piece], draws: ReplayedDraws) -> Verdict:
         """Compute the whole and its parts, and judge what they came to."""
