@@ -21,11 +21,12 @@ from lockstep.cli import command as cli
 from lockstep.compare import comparison_folder
 from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.agreement import Agreement, agreement_of
-from lockstep.compare.comparison_page import page_of, sweeps_of
+from lockstep.compare.comparison_page import page_of
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import Setup, line_up
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.result import Comparison
+from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile

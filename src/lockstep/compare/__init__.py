@@ -3,7 +3,8 @@
 In reading order: `entries` (what is measured, and against what), `compare` (the turns), `agreement`
 (whether the numbers are those of one device), `result` (the rows, and what follows from them),
 `advice` (the one sentence), `comparison_table` (for a terminal, and CSV), `comparison_folder` (the
-files), `comparison_page` (the report), `tune` (settings instead of strategies), `timed_run` (a few
-updates in fresh processes), `timing` (alternatives in turns), `observed_updates` (what each device
-has and does). Nothing is imported here: the command must not wait for torch.
+files), `comparison_page` and `sweep_figures` (the report), `tune` (settings instead of strategies),
+`timed_run` (a few timed updates), `fresh_processes` (where they run), `timing` (alternatives in
+turns), `observed_updates` (what each device has and does). Nothing is imported here: the command must
+not wait for torch.
 """

@@ -10,34 +10,28 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
 from lockstep.compare.entries import Setup
+from lockstep.compare.fresh_processes import in_fresh_processes
 from lockstep.compare.observed_updates import ObservedUpdates, UpdateObserver
 from lockstep.compare.timing import rate_of
 from lockstep.data import Batch, is_stream, resolve
 from lockstep.data.fetch import base_of
 from lockstep.data.loader_workers import workers_here
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, the_job, with_settings
-from lockstep.launch import devices as _devices
+from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.placement import alone, needs_one_process
-from lockstep.launch.processes.local_ranks import run as run_locally
-from lockstep.launch.world import World, now, place_of
-from lockstep.strategies import Strategy, choose
+from lockstep.launch.world import World, now
+from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
-from lockstep.tensors.allocator import keep_freed_memory
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -96,44 +90,6 @@ def attempt(
     return in_fresh_processes(
         _tried, job, setup, asked=now(), seconds=seconds, patience=patience, looks=looks
     )
-
-
-def in_fresh_processes(
-    function: Callable[..., T], job: Job | JobFile, setup: Setup, **settings: Any
-) -> T:
-    """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the setup;
-    gives rank 0's result.
-    """
-    chosen = _devices.parse(setup.devices)
-    strategy = choose(setup.strategy, chosen, **setup.options)
-    is_one = needs_one_process(strategy, chosen)
-    found: T = run_locally(
-        _on_rank,
-        (place_of(chosen),) if is_one else chosen,
-        (function, with_settings(job, setup.settings), strategy, chosen, settings),
-        backend=None,
-        folder=None,
-        on_event=None,
-        on_output=lambda text, stream: None,
-        timeout=1800.0,
-        devices_per_rank=1 if is_one else strategy.devices_per_rank,
-    )[0]
-    return found
-
-
-def _on_rank(
-    world: World,
-    function: Callable[..., T],
-    source: Job | JobFile,
-    strategy: Strategy,
-    devices: tuple[Device, ...],
-    settings: dict[str, Any],
-) -> T:
-    job = the_job(source)
-    if job.keep_memory:
-        keep_freed_memory()  # the process ends with the trial
-    with alone(devices) if needs_one_process(strategy, devices) else nullcontext(world) as mine:
-        return function(mine, job, strategy, devices, **settings)
 
 
 def _tried(

@@ -1,8 +1,8 @@
 """``--profile``: where the time of some steps goes, as a trace for each rank and as one table of
 all.
 
-`profiler` (which steps, the trace, the telling), `clock` (what is noted). What the notes of all
-ranks mean, and the table, are in `lockstep.profiling.time_breakdown`.
+`profiler` (which steps, the trace, the files), `clock` (what is noted), `time_breakdown` (what the
+notes of all ranks mean), `profile_table` (for a terminal).
 """
 
 from lockstep.profiling.profiler import Profiler

@@ -34,7 +34,7 @@ from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
 from lockstep.profiling.clock import Clock
-from lockstep.profiling.time_breakdown import lines_of as table_of
+from lockstep.profiling.profile_table import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
 from lockstep.strategies.steps.step import Step
