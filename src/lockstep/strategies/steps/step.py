@@ -348,7 +348,8 @@ class Step:
 
     @phase("computing", "optimizer")
     def _optimize(self) -> None:
-        if self.is_checked:  # parameters may be trained for the first time
+        # A parameter may be trained for the first time, or a person may have taken its state away.
+        if self.is_checked or self.own_loop or self.has_own_callbacks:
             begin_momentum(self.optimizer)
         if may_draw(self.optimizer):
             # The optimizer draws the same on all ranks, however batches are cut.
