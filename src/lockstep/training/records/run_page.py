@@ -17,6 +17,7 @@ from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, Table, write
 from lockstep.report.timeline_charts import turns_of
 from lockstep.strategies import Strategy, kind_of
+from lockstep.training.records.batch_shapes import written
 
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -248,9 +249,7 @@ def _shapes(devices: Sequence[Mapping[str, Any]]) -> Table:
     """Return the sizes that each device has computed on."""
     rows = []
     for one in devices:
-        inputs = _sizes(one["inputs"])
-        outputs = _sizes(one["outputs"])
-        rows.append([one["device"], inputs, outputs])
+        rows.append([one["device"], written(one["inputs"]), written(one["outputs"])])
     heads = ["device", "inputs", "outputs"]
     return Table("devices", "Sizes of the first micro-batch", heads, rows)
 
@@ -262,15 +261,6 @@ def _settings(settings: Mapping[str, Any]) -> Table:
         if value is not None:
             rows.append([name, str(value)])
     return Table("settings", "Of the job", ["setting", "value"], rows)
-
-
-def _sizes(shapes: Mapping[str, Sequence[Any]]) -> str:
-    """Return ``tokens 4 x 12, mask 4 x 12``."""
-    sizes = []
-    for name, shape in shapes.items():
-        size = " x ".join(map(str, shape))
-        sizes.append(f"{name} {size}".strip())
-    return ", ".join(sizes)
 
 
 def command(config: Mapping[str, Any]) -> str:
