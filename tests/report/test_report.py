@@ -296,6 +296,14 @@ def test_values_that_were_chosen_are_marked_on_their_axis() -> None:
         assert [label.get_text() for label in axes.get_xticklabels()] == [str(x) for x in values]
 
 
+def test_lines_that_differ_by_rounding_are_one_line() -> None:
+    chart = Lines("epoch", "loss", {"single": [(1.0, 2.13)], "ddp": [(1.0, 2.13 + 1e-8)]})
+    (axes,) = chart.draw().axes
+    low, high = axes.get_ylim()
+    assert high - low > 0.002
+    assert [x for x in axes.get_xticks() if 0.9 < x < 1.1] == [1.0]
+
+
 def test_the_bubbles_of_a_pipelines_turns_stand_below_them() -> None:
     turns = {
         "measured": simulate(SCHEDULES["gpipe"](2, 2)),

@@ -248,7 +248,8 @@ class Lines:
         if self.chosen:
             self._mark_places(axes)
         elif all(float(x).is_integer() for x in self._places):
-            axes.locator_params(axis="x", integer=True)
+            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+        _widen(axes)
         if len(self.series) > 1:
             _legend(figure, 2)
         return figure
@@ -261,6 +262,14 @@ class Lines:
         axes.set_xticks(places, [short(x) for x in places])
         axes.minorticks_off()
         axes.set_ylim(bottom=0)
+
+
+def _widen(axes: Axes) -> None:
+    """Show at least a thousandth of the values, so that lines that differ by rounding are one."""
+    low, high = axes.get_ylim()
+    least = 1e-3 * max(abs(low), abs(high))
+    if high - low < least:
+        axes.set_ylim(low - least, high + least)
 
 
 def _colour(number: int) -> str:

@@ -123,7 +123,7 @@ def _draw_one(axis: Axes, timeline: Timeline, longest: float) -> None:
         for span in spans:
             colour = _colour(span.action.kind, span.action.stage // count, chunks)
             _draw_span(axis, device, span, timeline.start, colour)
-            if span.end - span.start > longest / 90:
+            if span.end - span.start > longest / 60:
                 middle = (span.start + span.end) / 2 - timeline.start
                 number = str(span.action.microbatch)
                 axis.text(
