@@ -139,13 +139,9 @@ class OverlappedReducer(Reducer):
 
     def sum(self, parameters: list[nn.Parameter], numbers: list[Number]) -> Iterable[Number]:
         """Sum the numbers; backward has summed the gradients."""
-        return sum_numbers(numbers, self._world)
-
-
-def sum_numbers(numbers: list[Number], world: World) -> Iterable[Number]:
-    """Sum numbers over the ranks; the sums are numbers on CPU, scalars elsewhere."""
-    sums = world.all_reduce(as_tensor(numbers, world.device.torch))
-    return sums.tolist() if world.device.is_slot else sums
+        place = self._world.device
+        sums = self._world.all_reduce(as_tensor(numbers, place.torch))
+        return sums.tolist() if place.is_slot else sums
 
 
 class _WithLoss(nn.Module):

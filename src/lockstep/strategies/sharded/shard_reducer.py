@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Number
-from lockstep.strategies.ranks.reducers import FlatReducer, Reducer, sum_numbers
+from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.sharded.block_watch import BlockWatch
 from lockstep.strategies.sharded.shards import Shards
+from lockstep.strategies.steps.weighting import as_tensor
 
 
 class ShardReducer(Reducer):
@@ -45,9 +46,11 @@ class ShardReducer(Reducer):
         """
         if self._parameters is not parameters:
             self._follow(parameters)
-        sums = self._sum_whole(numbers)
-        for name, ranks in zip(self._cut, self._count_uses(), strict=True):
+        sums, uses = self._sum_numbers(numbers)
+        for name, ranks in zip(self._cut, uses, strict=True):
             self._take_gradient(name, is_used=ranks > 0)
+        if self._whole:
+            self._of_whole.sum(self._whole, [0.0])
         return sums
 
     def _follow(self, parameters: list[nn.Parameter]) -> None:
@@ -62,24 +65,25 @@ class ShardReducer(Reducer):
             else:
                 self._cut.append(name)
 
-    def _sum_whole(self, numbers: list[Number]) -> Iterable[Number]:
-        """Sum the numbers, and the gradients of parameters that every rank has whole."""
-        if not self._whole:
-            return sum_numbers(numbers, self._world)
-        return self._of_whole.sum(self._whole, numbers)
-
-    def _count_uses(self) -> list[float]:
-        """Count the ranks that used each parameter; compare the orders of blocks.
-
-        On an accelerator, the host doesn't wait for backward here.
-        """
+    def _sum_numbers(self, numbers: list[Number]) -> tuple[Iterable[Number], list[float]]:
+        """Sum numbers, and count the ranks that used each parameter; compare orders of blocks."""
         order = self._watch.order.order
         used = [name in self._watch.used for name in self._cut]
         flags = torch.tensor([*used, order, order**2], dtype=torch.float64)
-        found = self._world.all_reduce(flags.to(self._world.exchange_device))
-        *uses, orders, squares = found.tolist()
+        beside = as_tensor(numbers, self._world.device.torch)
+        sums: Iterable[Number]
+        if self._world.device.is_slot:
+            found = self._world.all_reduce(torch.cat([beside, flags])).tolist()
+            sums = found[: len(numbers)]
+            found = found[len(numbers) :]
+        else:
+            # The host doesn't wait for the sums of the loss.
+            sums = self._world.all_reduce(beside)
+            found = self._world.all_reduce(flags.to(self._world.exchange_device)).tolist()
+
+        *uses, orders, squares = found
         self._watch.order.refuse_others(orders, squares)
-        return uses
+        return sums, uses
 
     def _take_gradient(self, name: str, *, is_used: bool) -> None:
         p = self._shards.cut[name]

@@ -48,7 +48,7 @@ class ShardedLayout(ParameterLayout):
 
     def read(self) -> AbstractContextManager[None]:
         """The model has whole parameters in this context; what is written to them is lost."""
-        return self._whole.read()
+        return self._whole.gathered(keeps=False)
 
     def own(self) -> AbstractContextManager[None]:
         """The model has this rank's shards in this context, within ``whole`` too."""

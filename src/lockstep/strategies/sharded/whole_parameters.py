@@ -85,11 +85,12 @@ class WholeParameters:
         self.are_gathered = False
 
     @contextlib.contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self, *, keeps: bool = True) -> Iterator[None]:
         """The model has its whole parameters in this context, which every rank enters.
 
-        What is written to them is written back to the shards at the end, unless an exception ends
-        the context.
+        Args:
+            keeps: what is written to them is written back to the shards at the end, unless an
+                exception ends the context. Else it is lost, and only the values are gathered.
 
         Raises:
             RunError: ranks have written other values.
@@ -98,25 +99,11 @@ class WholeParameters:
         if self.are_gathered:
             yield
             return
-        self._gather()
+        self._gather(only_values=not keeps)
         try:
             yield
-            self._write_back()
-        finally:
-            self._cut()
-
-    @contextlib.contextmanager
-    def read(self) -> Iterator[None]:
-        """The model has its whole parameters in this context, which every rank enters.
-
-        What is written to them is lost.
-        """
-        if self.are_gathered:
-            yield
-            return
-        self._gather(only_values=True)
-        try:
-            yield
+            if keeps:
+                self._write_back()
         finally:
             self._cut()
 
