@@ -353,7 +353,7 @@ def test_a_node_gives_each_process_several_accelerators(monkeypatch: pytest.Monk
             1,
             r"ddp=2xpp=2 wants 2 devices for each rank, and this one has 1: .*devices_per_rank=2",
         ),
-        ("5xcpu", 2, r"5 devices, and 2 for each rank: give a multiple of that"),
+        ("5xcpu", 2, r"5 devices cannot be divided into ranks of 2"),
         (
             "4xcpu",
             4,

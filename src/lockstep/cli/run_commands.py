@@ -63,14 +63,15 @@ def add_train(commands: Any) -> None:
         type=above_zero(float),
         default=GRACE,
         metavar="SECONDS",
-        help="that a step may take to end after Ctrl-C, SIGTERM or SIGUSR1 (default: 30)",
+        help="seconds allowed for the current step to finish after Ctrl-C, SIGTERM or SIGUSR1 "
+        "(default: 30)",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="without progress, after which the run ends; 0 is never (default: 1800)",
+        help="end the run after this long without progress; 0 is never (default: 1800)",
     )
     parser.add_argument(
         "--restarts",

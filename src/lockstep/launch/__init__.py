@@ -12,9 +12,10 @@ will do. And each rank that fails writes a record with the moment of its failure
 failed first is the one that is named, rather than one of those that failed for want of it.
 
 `processes` has, in reading order: `local_ranks` (one launch, from here), `supervisor` (its
-processes, watched until they end), `call` (what they are given), `fork_server` and `fork` (the two
-ends of the process that forks them), `rank` (what a rank does) and `failure_records` (who failed
-first). `started_ranks` is the other way to become a rank: by torchrun.
+processes, watched until they end), `call` (what they are given, with `modes` and `pickling`),
+`fork_server` and `fork` (the two ends of the process that forks them), `rank` (what a rank does)
+and `failure_records` (who failed first). `started_ranks` is the other way to become a rank: by
+torchrun.
 
 This module and `lockstep.launch.processes.fork_server` import nothing heavy, so that a command can
 start the forking process first and import torch beside it.
@@ -96,7 +97,7 @@ def launch(
         from lockstep.errors import DeviceError
 
         raise DeviceError(
-            f"{len(chosen)} devices, and {devices_per_rank} for each rank: give a multiple of that"
+            f"{len(chosen)} devices cannot be divided into ranks of {devices_per_rank}"
         )
     if len(chosen) == devices_per_rank:
         with _world.lone(chosen, folder) as world:

@@ -9,11 +9,11 @@ from lockstep.launch.stop_request import asked
 
 
 class LostRanks:
-    """Counts failures of one training, and says how it goes on.
+    """Counts the failures of one training, and decides how it continues.
 
     Args:
         restarts: how many times ranks are started again.
-        min_devices: the fewest devices to go on with; None is all of them.
+        min_devices: the fewest devices to continue with; None is all of them.
         devices: those it begins with.
 
     Raises:
@@ -28,40 +28,44 @@ class LostRanks:
                 f"min_devices: {min_devices}, from 2 to the {len(devices)} devices there are is "
                 "expected"
             )
-        self._restarts, self._devices = restarts, devices
+        self._restarts = restarts
+        self._devices = devices
         self._fewest = len(devices) if min_devices is None else min_devices
         self._number = 0
         self._reached = -1
 
     def after(self, error: Lost, run: RunFolder) -> tuple[tuple[Device, ...], str]:
-        """The devices to go on with, and the line to say.
+        """Return the devices to continue with, and a line for the log.
 
-        A rank that is lost again, without the run having come further, is left out, where there are
-        more devices than are needed.
+        A rank that is lost again, without progress since, is left out where there are more devices
+        than are needed.
 
         Raises:
-            Lost: it is not to go on.
+            Lost: the run ends.
         """
         if self._number >= self._restarts or asked():
             raise error
         self._number += 1
-        newest = max(
-            run.checkpoints.glob("step-*[0-9]"), key=lambda path: int(path.name[5:]), default=None
-        )
-        name = "the beginning" if newest is None else newest.name.replace("-", " ")
-        left_out = ""
-        rank, step = (
-            (error.rank, error.step or 0)
-            if isinstance(error, RankFailed)
-            else (None, self._reached + 1)
-        )
-        if rank is not None and step <= self._reached and len(self._devices) > self._fewest:
-            gone = self._devices[rank]
-            self._devices = tuple(device for device in self._devices if device != gone)
-            left_out = f", without {gone}"
+        left_out = self._left_out(error)
+        how = f"restart {self._number} of {self._restarts}, on {counted(len(self._devices), 'device')}"
+        return self._devices, f"{error}: resuming from {_newest(run)} ({how}{left_out})"
+
+    def _left_out(self, error: Lost) -> str:
+        """Leave out the device whose rank was lost twice in the same step."""
+        if not isinstance(error, RankFailed) or error.rank is None:
+            self._reached += 1
+            return ""
+        step = error.step or 0
+        is_again = step <= self._reached
         self._reached = max(step, self._reached)
-        how = (
-            f"restart {self._number} of {self._restarts}, on "
-            f"{counted(len(self._devices), 'device')}{left_out}"
-        )
-        return self._devices, f"{error}: resuming from {name} ({how})"
+        if not is_again or len(self._devices) <= self._fewest:
+            return ""
+        gone = self._devices[error.rank]
+        self._devices = tuple(device for device in self._devices if device != gone)
+        return f", without {gone}"
+
+
+def _newest(run: RunFolder) -> str:
+    """Return the name of the newest checkpoint: ``step 4``, or ``the beginning``."""
+    steps = [int(path.name[5:]) for path in run.checkpoints.glob("step-*[0-9]")]
+    return f"step {max(steps)}" if steps else "the beginning"
