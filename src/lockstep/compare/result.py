@@ -62,7 +62,7 @@ class Row:
 
     @property
     def timing(self) -> Timing:
-        """Its rates."""
+        """The rates of its turns."""
         return Timing(self.rates)
 
     @property

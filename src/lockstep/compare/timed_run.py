@@ -66,7 +66,7 @@ class TrialResult:
 
     @property
     def peak(self) -> int:
-        """The sum over processes, or accelerators."""
+        """The bytes of all processes, or accelerators."""
         return sum(self.peaks)
 
 
@@ -163,13 +163,13 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
 
 
 def _endless(loader: Any) -> Generator[Batch]:
-    """Epoch after epoch."""
+    """Yield the batches of epoch after epoch."""
     for epoch in itertools.count():
         yield from loader.epoch(epoch, 0)
 
 
 def _timed(step: Step, batches: Iterator[Batch], count: int, seed: int) -> tuple[float, int]:
-    """Seconds of rank 0 for so many updates, and their samples; the same on every rank."""
+    """Return the seconds of ``count`` updates on rank 0, and their samples; the same on every rank."""
     world = step.world
     start = time.perf_counter()
     size = 0

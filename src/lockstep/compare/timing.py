@@ -30,9 +30,7 @@ class Timing:
         return min(self.rates), max(self.rates)
 
     def over(self, other: Timing) -> Timing:
-        """How many times the other's rate this one is: a ratio from each round, so that drift
-        cancels.
-        """
+        """Return the ratio of this rate to another one in each round, so that drift cancels."""
         return Timing([mine / its for mine, its in zip(self.rates, other.rates, strict=True)])
 
     def __str__(self) -> str:
@@ -40,9 +38,9 @@ class Timing:
 
 
 def rate_of(timed: Callable[[int], tuple[float, int]], seconds: float) -> float:
-    """Samples per second of 2, 4, 8, ... updates, as soon as so many take that long.
+    """Return the samples per second of 2, 4, 8, ... updates, as soon as these take ``seconds``.
 
-    ``timed`` makes so many updates, and gives the seconds and the samples.
+    ``timed`` makes a number of updates, and gives the seconds and the samples.
     """
     count, elapsed, samples = 1, 0.0, 0
     while elapsed < seconds:

@@ -1,5 +1,5 @@
-"""A timeline: when each device did what, simulated or measured. Pipelines make them, reports
-draw them.
+"""A timeline: when each device did what, simulated or measured. Pipelines make timelines, and
+reports draw them.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, word: str) -> Action:
-        """The action that a word like ``2F0`` says.
+        """Return the action of a word like ``2F0``.
 
         Raises:
-            StrategyError: it isn't one.
+            StrategyError: the word is no action.
         """
         match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
         if match is None:
             raise StrategyError(
                 f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0'
             )
-        return cls(int(match[1]), "F" if match[2] == "F" else "B", int(match[3]))
+        stage, kind, microbatch = match.groups()
+        return cls(int(stage), "F" if kind == "F" else "B", int(microbatch))
 
 
 class Span(NamedTuple):
@@ -50,23 +51,23 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When what was done, simulated or measured: for each device its spans, in order."""
+    """When each device did what, simulated or measured: the spans of each device, in order."""
 
     devices: tuple[tuple[Span, ...], ...]
 
     @property
     def start(self) -> float:
-        """When the first action began."""
+        """The time when the first action began."""
         return min((spans[0].start for spans in self.devices if spans), default=0.0)
 
     @property
     def end(self) -> float:
-        """When the last action ended."""
+        """The time when the last action ended."""
         return max((spans[-1].end for spans in self.devices if spans), default=0.0)
 
     @property
     def makespan(self) -> float:
-        """From the first action's begin to the last one's end."""
+        """The time from the begin of the first action to the end of the last one."""
         return self.end - self.start
 
     @property
@@ -82,12 +83,12 @@ class Timeline:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster than one device that does the same actions one after another."""
+        """The time of one device that does the same actions one after another, over this one's."""
         return sum(self.busy) / self.makespan if self.makespan else 1.0
 
     def plain(self) -> list[list[list[Any]]]:
-        """For each device a list of (action's word, start, end), from the first action on: what
-        a file can hold.
+        """Return what a file can hold: for each device a list of (word of the action, start, end),
+        from the first action on.
         """
         return [
             [[str(action), start - self.start, end - self.start] for action, start, end in spans]
@@ -96,13 +97,13 @@ class Timeline:
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
-        """What ``plain`` gave."""
+        """Return the timeline that ``plain`` gave the values of."""
         return cls(
             tuple(tuple(Span(Action.parse(word), a, b) for word, a, b in spans) for spans in kept)
         )
 
     def times(self, factor: float) -> Timeline:
-        """The same in another unit of time."""
+        """Return the same timeline in another unit of time."""
         return Timeline(
             tuple(
                 tuple(Span(action, start * factor, end * factor) for action, start, end in spans)
@@ -111,7 +112,7 @@ class Timeline:
         )
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
-        """What each device holds at most of micro-batches that have had their forward and not yet
+        """Return what each device holds at most, of micro-batches after their forward and before
         their backward.
 
         Args:
@@ -129,7 +130,7 @@ class Timeline:
         return tuple(peaks)
 
     def held_by_stage(self) -> dict[int, int]:
-        """By stage, how many micro-batches it holds at most."""
+        """Return how many micro-batches each stage holds at most, by stage."""
         of_stage: dict[int, list[Span]] = {}
         for span in itertools.chain.from_iterable(self.devices):
             of_stage.setdefault(span.action.stage, []).append(span)
