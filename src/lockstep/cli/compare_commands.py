@@ -46,22 +46,33 @@ def add_compare(commands: Any) -> None:
     parser.add_argument(
         "--map", metavar="FILE_OR_JSON", help="which layer is on which device, under mp and pp"
     )
-    parser.add_argument(
-        "--rounds", type=above_zero(int), default=5, help="turns of each (default: 5)"
-    )
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)"
-    )
+    _add_measuring(parser, rounds=5)
     parser.add_argument(
         "--no-parity", action="store_true", help="don't hold the numbers against one device's"
     )
     parser.add_argument(
         "--folder", default="runs", help="where the folder with the report is made (default: runs)"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
     parser.add_argument("--csv", metavar="FILE", help="also write the table to this file")
     add_settings(parser)
     parser.set_defaults(function=_compare)
+
+
+def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """Add how long is measured, and where the results are also written."""
+    parser.add_argument(
+        "--rounds",
+        type=above_zero(int),
+        default=rounds,
+        help=f"turns of each (default: {rounds})",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=above_zero(float),
+        default=2.0,
+        help="least seconds of each turn (default: 2)",
+    )
+    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -74,7 +85,10 @@ def _compare(options: argparse.Namespace) -> int:
 
     check_writable("--json", options.json)
     check_writable("--csv", options.csv)
-    epochs, options.epochs = options.epochs, None  # whether each is trained too
+    training = {}
+    if options.epochs is not None:  # each is trained too
+        training["epochs"] = options.epochs
+        options.epochs = None
     found = compare(
         job_in(options),
         strategies=_names(options.strategies),
@@ -86,11 +100,12 @@ def _compare(options: argparse.Namespace) -> int:
         parity=not options.no_parity,
         folder=options.folder,
         told=lambda line: print(line, flush=True),
-        **({} if epochs is None else {"epochs": epochs}),
+        **training,
     )
-    for file, text in ((options.json, json_of), (options.csv, csv_of)):
-        if file is not None:
-            Path(file).write_text(text(found))
+    if options.json is not None:
+        Path(options.json).write_text(json_of(found))
+    if options.csv is not None:
+        Path(options.csv).write_text(csv_of(found))
     return 0 if found.measured else 1
 
 
@@ -117,13 +132,7 @@ def add_tune(commands: Any) -> None:
         default="auto",
         help="those that may be used (default: all accelerators or cores)",
     )
-    parser.add_argument(
-        "--rounds", type=above_zero(int), default=3, help="turns of each setting (default: 3)"
-    )
-    parser.add_argument(
-        "--seconds", type=above_zero(float), default=2.0, help="of a turn, at least (default: 2)"
-    )
-    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
+    _add_measuring(parser, rounds=3)
     add_settings(parser)
     parser.set_defaults(function=_tune)
 

@@ -12,6 +12,7 @@ The seconds are those in which this thread was awake, so a training that was sus
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -352,8 +353,10 @@ class Watch:
         lines += [f"      rank {rank}: {process}" for rank, process in missing.items()]
         if self._folder is not None:
             path = self._folder / "hang.txt"
-            path.write_text("\n".join([*lines, *(one.stacks for one in accounts.values())]))
-            lines.append(f"      all stacks: {path}")
+            text = "\n".join([*lines, *(one.stacks for one in accounts.values())])
+            with contextlib.suppress(OSError):  # the disk is full, say
+                path.write_text(text)
+                lines.append(f"      all stacks: {path}")
         self._world.say("\n".join(lines))
 
 
