@@ -275,6 +275,7 @@ def test_the_watch_costs_nothing_that_shows(own: Path, monkeypatch) -> None:
     """Not its time, which a loaded machine would miss, but its work: it reads three numbers a
     second.
     """
+    monkeypatch.setenv("LOCKSTEP_HANG_REPORT_AFTER", "30")  # a loaded machine builds for seconds
     monkeypatch.setattr(
         hang_report, "account", lambda *of: pytest.fail("no account is made in a healthy run")
     )
