@@ -77,6 +77,7 @@ class WholeParameters:
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World
     ) -> None:
+        self._model = model
         self._optimizer = optimizer
         self._shards = shards
         self._world = world
@@ -184,10 +185,10 @@ class WholeParameters:
     # ---- what can't be kept ----------------------------------------------------------------------
 
     def _refuse_changes(self) -> None:
+        now = dict(self._model.named_parameters(remove_duplicate=False))
         for name, p in self._shards.local.items():
-            for module, key in self._shards.places[name]:
-                if module._parameters.get(key) is not p:
-                    raise InputError(REPLACED)
+            if now.get(name) is not p:
+                raise InputError(REPLACED)
             if is_hooked(p):
                 raise StrategyError(
                     f'fsdp: parameter "{name}" has a hook, which its shards lose: take ddp'
