@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,24 +58,59 @@ class LossCheck:
         loss: gives total and count.
         cuts: whether batches are cut; otherwise nothing is checked.
         accepts: whether a difference is logged instead of refused.
+        accelerators: the devices that a check is waited for on, where it is timed.
 
     Attributes:
         interval: how often the loss is checked.
         notes: what is to be logged.
     """
 
-    def __init__(self, loss: Totalled, *, cuts: bool, accepts: bool = False) -> None:
+    def __init__(
+        self,
+        loss: Totalled,
+        *,
+        cuts: bool,
+        accepts: bool = False,
+        accelerators: Sequence[torch.device] = (),
+    ) -> None:
         self._loss = loss
         self._checks = cuts and not loss.is_known
         self._accepts = accepts
         self._has_passed = False
         self._is_first = True
+        self._accelerators = accelerators
+        # When the update began, in one that is timed.
+        self._began: float | None = None
         self.interval = CheckInterval()
         self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
         """Whether the loss is to be checked in this update, counted from 1."""
         return self._checks and self.interval.is_due(update)
+
+    def _clock(self) -> float:
+        """Read a clock in seconds, once the accelerators have done what they were given."""
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
+
+    def begin_update(self, update: int) -> None:
+        """Begin an update, which is timed where the time decides how often to check."""
+        self._began = self._clock() if self.is_timed(update) else None
+
+    def end_update(self, update: int, world: World, replicas: int) -> None:
+        """End an update, and choose how often to check; every rank calls this.
+
+        Args:
+            update: the number of the update.
+            world: the ranks.
+            replicas: how many of this process checked at the same time.
+        """
+        note = None
+        if self._began is not None:
+            note = self.interval.timed(update, self._clock() - self._began, replicas)
+            self._began = None  # an evaluation may come now
+        self.agree(world, update, note)
 
     def __call__(
         self, outputs: Any, targets: Any, whole: Loss, samples: int, *, step: int, waits: bool
@@ -96,6 +132,17 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
+        if self._began is None:
+            return self._compared(outputs, targets, whole, samples, step, waits=waits)
+        began = self._clock()
+        wrong = self._compared(outputs, targets, whole, samples, step, waits=waits)
+        self.interval.spent(self._clock() - began)
+        return wrong
+
+    def _compared(
+        self, outputs: Any, targets: Any, whole: Loss, samples: int, step: int, *, waits: bool
+    ) -> Tensor | None:
+        """Compare the loss of one local batch with those of two parts of it; see ``__call__``."""
         nest = self._nest_to_cut(outputs, targets, samples)
         if nest is None or (self._accepts and not waits):
             return None

@@ -10,7 +10,6 @@ The weighting is explained in `lockstep.strategies.steps.weighting`.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -183,8 +182,6 @@ class Step:
         self._by_count = not self.cuts_batch and self.scaler is None
         self.loss_check = self._new_loss_check()
         self._updates = 0
-        # Set in an update that is timed.
-        self._began: float | None = None
         # The update for which parameters were last frozen or thawed.
         self._followed = 1
         self._noted: set[Caveat | str] = set()
@@ -298,9 +295,7 @@ class Step:
             self._check_sums(batch)
         if self._updates == 1:
             self.prepare(batch)
-        self._began = None
-        if self.loss_check.is_timed(self._updates):
-            self._began = self._time()
+        self.loss_check.begin_update(self._updates)
 
     def gradients(self, batch: Batch) -> Loss:
         """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n
@@ -363,18 +358,12 @@ class Step:
 
     def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
         """Log what is due at the end of an update, and make the result."""
-        interval_note = None
-        if self._began is not None:
-            seconds = self._time() - self._began
-            replicas = len(self.models())
-            interval_note = self.loss_check.interval.timed(self._updates, seconds, replicas)
-        self.loss_check.agree(self.world, self._updates, interval_note)
+        self.loss_check.end_update(self._updates, self.world, len(self.models()))
         self.tell_of_loss()
         if self.is_checked and self.world.is_first:
             self.tell_once(self.caveats())
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
-        self._began = None  # an evaluation may come now
         result = self._result_of(loss, size)
         result._skipped = skipped
         self.checks.end(result)
@@ -453,7 +442,9 @@ class Step:
                 explain_squeezing(error, outputs, targets, part.size)
                 raise
             if checks and versions(given) == before:
-                self._check_loss(*given, part.size, loss, number)
+                wrong = self.loss_check(*given, loss, part.size, step=number, waits=self._waits)
+                if wrong is not None:
+                    self.checks.note_loss(wrong, number)
         return outputs, loss
 
     def forward(self, model: nn.Module, part: Part) -> Any:
@@ -469,16 +460,6 @@ class Step:
             if why is None:
                 raise
             raise why from error
-
-    def _check_loss(self, outputs: Any, targets: Any, size: int, loss: Loss, step: int) -> None:
-        """Check that the loss of a local batch is additive; several threads may call this."""
-        is_timed = self._began is not None
-        began = self._time() if is_timed else 0.0
-        wrong = self.loss_check(outputs, targets, loss, size, step=step, waits=self._waits)
-        if wrong is not None:
-            self.checks.note_loss(wrong, step)
-        if is_timed:
-            self.loss_check.interval.spent(self._time() - began)
 
     def _divisor(self, count: Number, size: int) -> Number:
         """Give what a part's total is divided by for backward: the count, or the batch's size."""
@@ -538,7 +519,12 @@ class Step:
         self.loss_check = self._new_loss_check()
 
     def _new_loss_check(self) -> LossCheck:
-        return LossCheck(self.loss, cuts=self.cuts_batch, accepts=self._accepts_differences)
+        return LossCheck(
+            self.loss,
+            cuts=self.cuts_batch,
+            accepts=self._accepts_differences,
+            accelerators=self.draws.accelerators,
+        )
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known."""
@@ -751,12 +737,6 @@ class Step:
     def number(self) -> int:
         """The number of the update, from 1."""
         return self.world.step
-
-    def _time(self) -> float:
-        """Read a clock in seconds, once the accelerators have done what they were given."""
-        for device in self.draws.accelerators:
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
 
     def tell_once(self, notes: Iterable[Caveat | str]) -> None:
         """Log each note that was not logged before."""
