@@ -123,12 +123,13 @@ class BatchSums:
             accelerators=step.draws.accelerators,
         )
         with step.layout.read():
-            pieces = self._pieces(batch, self._most(batch, is_first=is_first))
+            pieces = self._pieces(batch, self._sizes(batch, is_first=is_first))
             if pieces is None:
                 return None
             verdict = _checked(check, pieces)
             if verdict is None and batch.collate is not None:
-                pieces = self._pieces(batch, self._samples_of_a_part(batch))
+                fewer = max(2, self._samples_of_a_part(batch))
+                pieces = self._pieces(batch, coprime_sizes(fewer))
                 verdict = None if pieces is None else _checked(check, pieces)
         if verdict is None or pieces is None:
             return Verdict(unchecked="out of memory")
@@ -147,15 +148,27 @@ class BatchSums:
         """How many samples are computed at once in the largest local batch, or micro-batch."""
         return -(-max(part.of for part in batch.parts) // self._step.world.layout.local_batches)
 
-    def _most(self, batch: Batch, *, is_first: bool) -> int:
-        """How many samples to check, where there are as many."""
-        return max(self._samples_of_a_part(batch), _FIRST) if is_first else _LATER
+    def _sizes(self, batch: Batch, *, is_first: bool) -> tuple[int, int]:
+        """The samples of two parts to check, where there are as many.
 
-    def _pieces(self, batch: Batch, most: int) -> list[Piece] | None:
-        """The whole, and two parts of it without a common divisor; None where there are too few
-        samples.
+        They have no common divisor. But later parts are two whole micro-batches, if these are
+        small: a model may keep something that it uses again only for as many samples.
+        """
+        each = self._samples_of_a_part(batch)
+        if is_first:
+            return coprime_sizes(max(each, _FIRST))
+        if self._step.replicas == 1 and 2 * each <= _FIRST:
+            return each, each
+        return coprime_sizes(_LATER)
+
+    def _pieces(self, batch: Batch, sizes: tuple[int, int]) -> list[Piece] | None:
+        """The whole, and two parts of it; None where there are too few samples.
 
         Each is collated by itself. Nobody can collate the batches of an own loop, which are cut.
+
+        Args:
+            batch: of the update, or of an evaluation.
+            sizes: of the parts, where the batch has as many samples.
         """
         part = self._largest_part(batch)
         samples = part.size
@@ -163,10 +176,12 @@ class BatchSums:
             samples = 0 if batch.samples is None else batch.size
         elif min(here for (here,) in over_ranks(self._step.world, samples)) < 2:
             return None
-        samples = min(samples, most)
         if samples < 2:
             return None
-        first, second = coprime_sizes(samples)
+        first, second = sizes
+        if samples < first + second:
+            first, second = coprime_sizes(samples)
+        samples = first + second
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:
             indices = batch.samples[:samples].tolist()
