@@ -12,7 +12,22 @@ from torch import nn
 
 from lockstep.errors import JobError, first_line, is_own_code
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.tensors.pytree import tensors
+from lockstep.tensors.pytree import call, tensors
+
+
+def explained_call(model: nn.Module, inputs: Any) -> Any:
+    """Compute the outputs of a model.
+
+    Raises:
+        JobError: one of PyTorch's layers can't take what it is given.
+    """
+    try:
+        return call(model, inputs)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        why = layer_error(model, error)
+        if why is None:
+            raise
+        raise why from error
 
 
 def layer_error(model: nn.Module, error: Exception) -> JobError | None:

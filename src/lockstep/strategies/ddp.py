@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part
-from lockstep.errors import StrategyError
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
@@ -28,7 +27,7 @@ from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import is_of_pytorch
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
-from lockstep.strategies.ranks.reducers import OverlappedReducer
+from lockstep.strategies.ranks.reducers import OverlappedReducer, explain_reducer
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
@@ -158,19 +157,7 @@ class DDPStep(RankStep):
 
     def _explain(self, error: Exception, batch: Batch) -> None:
         """Raise an error that explains ``error``, where its cause is known, or is the reducer."""
-        text = str(error)
-        if "Expected sparse gradient to be defined" in text:
-            raise StrategyError(
-                "ddp: an embedding with sparse gradients was not used by this rank's local "
-                "batch, and PyTorch's reducer can't sum gradients then",
-                fix="take DDP(reduce='flat')",
-            ) from error
-        if "mark a variable ready only once" in text:
-            raise StrategyError(
-                "ddp: a checkpoint of activations in the model is reentrant, and gradients "
-                "can't be summed while such a backward runs: call torch.utils.checkpoint with "
-                "use_reentrant=False, or take DDP(reduce='flat')"
-            ) from error
+        explain_reducer(error)
         super()._explain(error, batch)
 
     def bytes_communicated(self) -> int:

@@ -86,6 +86,15 @@ class Loss(tuple[Any, Any]):
         return found
 
 
+def no_loss(outputs: Any, targets: Any) -> Any:
+    """Stands for the loss of a job that has none.
+
+    Raises:
+        LossError: always.
+    """
+    raise LossError("the job has no loss(outputs, targets): its step function computes several")
+
+
 class Totalled:
     """``(outputs, targets, samples) -> (total, count)`` made of a person's loss.
 

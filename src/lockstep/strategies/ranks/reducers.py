@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.data import Part
+from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.fused import sparse_parameters
@@ -193,3 +194,25 @@ def _without_line(words: str) -> Iterator[None]:
             for line in kept:
                 if words.encode() not in line:
                     os.write(2, line)
+
+
+def explain_reducer(error: Exception) -> None:
+    """Raise an error that explains one of PyTorch's reducer.
+
+    Raises:
+        StrategyError: the reducer can't follow reentrant activation checkpointing, or an embedding
+            that this rank doesn't use.
+    """
+    text = str(error)
+    if "Expected sparse gradient to be defined" in text:
+        raise StrategyError(
+            "ddp: an embedding with sparse gradients was not used by this rank's local "
+            "batch, and PyTorch's reducer can't sum gradients then",
+            fix="take DDP(reduce='flat')",
+        ) from error
+    if "mark a variable ready only once" in text:
+        raise StrategyError(
+            "ddp: a checkpoint of activations in the model is reentrant, and gradients "
+            "can't be summed while such a backward runs: call torch.utils.checkpoint with "
+            "use_reentrant=False, or take DDP(reduce='flat')"
+        ) from error

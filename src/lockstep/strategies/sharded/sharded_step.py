@@ -19,6 +19,7 @@ from lockstep.data import Batch, Part
 from lockstep.errors import InputError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
+from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.gradients import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
@@ -117,7 +118,7 @@ class ShardedStep(RankStep):
         part = self.placed(part)
         with standing_in(self.model):
             with self._precision.autocast():
-                loss = self.loss(self.forward(self.model, part), part.targets, part.size)
+                loss = self.loss(explained_call(self.model, part.inputs), part.targets, part.size)
             self._add_gradient(loss.total, 0)
 
     @phase("computing", "clip")

@@ -11,6 +11,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part
 from lockstep.errors import JobError
+from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.modes import has_own_train, set_modes
 from lockstep.tensors.rows import batch_size_of
@@ -154,7 +155,7 @@ class Evaluator:
     def predicted(self, model: nn.Module, part: Part) -> Any:
         """Compute the outputs of a model for samples that are on its device."""
         with self._step._precision.autocast():
-            return self._step.forward(model, part)
+            return explained_call(model, part.inputs)
 
     def judged(self, model: nn.Module, part: Part) -> tuple[Any, Loss]:
         """Compute outputs and loss of samples that are on the device of ``model``."""

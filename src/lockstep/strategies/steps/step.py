@@ -20,16 +20,15 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
-from lockstep.errors import LossError
 from lockstep.launch.devices import Device
 from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.compile import compile_models, refuse_written_buffers
-from lockstep.model.layer_error import layer_error
+from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.check_interval import is_power_of_two
-from lockstep.model.losses.loss import Loss, Number, Totalled
+from lockstep.model.losses.loss import Loss, Number, Totalled, no_loss
 from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
 from lockstep.model.optimizers.fused import begin_momentum
 from lockstep.model.optimizers.gradients import clip_gradients, gradient_values
@@ -54,21 +53,7 @@ from lockstep.strategies.steps.update_checks import (
 from lockstep.strategies.steps.update_result import PartNames, Result
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
-from lockstep.tensors.pytree import call, copied_nest, to_device, versions
-
-_NOT_OPTIMIZED = (
-    "the optimizer wasn't given it: build it trainable, and freeze it later "
-    "(on_start of a callback)"
-)
-
-
-def no_loss(outputs: Any, targets: Any) -> Any:
-    """Stands for the loss of a job that has none.
-
-    Raises:
-        LossError: always.
-    """
-    raise LossError("the job has no loss(outputs, targets): its step function computes several")
+from lockstep.tensors.pytree import copied_nest, to_device, versions
 
 
 class Step:
@@ -432,7 +417,7 @@ class Step:
         """
         targets = part.targets
         with self._precision.autocast():
-            outputs = self.forward(model, part)
+            outputs = explained_call(model, part.inputs)
             if checks:
                 given = copied_nest((outputs, targets))  # the loss may change lists
                 before = versions(given)
@@ -446,20 +431,6 @@ class Step:
                 if wrong is not None:
                     self.checks.note_loss(wrong, number)
         return outputs, loss
-
-    def forward(self, model: nn.Module, part: Part) -> Any:
-        """Compute the outputs of ``model`` for a part.
-
-        Raises:
-            JobError: one of PyTorch's layers can't take what it is given.
-        """
-        try:
-            return call(model, part.inputs)
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            why = layer_error(model, error)
-            if why is None:
-                raise
-            raise why from error
 
     def _divisor(self, count: Number, size: int) -> Number:
         """Give what a part's total is divided by for backward: the count, or the batch's size."""
@@ -564,9 +535,12 @@ class Step:
             self._follow_flags(changed)
         for name, p in self.trained.others.items():
             if p.requires_grad and self.world.is_first:
-                self.tell_once(
-                    [f'"{name}" requires gradients now and isn\'t trained, since {_NOT_OPTIMIZED}']
+                note = (
+                    f'"{name}" requires gradients now and isn\'t trained, since the optimizer '
+                    "wasn't given it: build it trainable, and freeze it later (on_start of a "
+                    "callback)"
                 )
+                self.tell_once([note])
 
     def _follow_flags(self, name: str) -> None:
         """Follow a person who has frozen or thawed parameters of the optimizer.
@@ -714,7 +688,6 @@ class Step:
         Args:
             here: whether each rank has a sample.
         """
-        del here
 
     def bytes_communicated(self) -> int | None:
         """Give the bytes that a device sends to the others in an update; None if unknown."""
@@ -747,7 +720,5 @@ class Step:
 
     def tell_of_loss(self) -> None:
         """Log what the check of the loss has noted on this rank."""
-        notes = self.loss_check.notes
-        if notes:
-            self.tell_once(notes)
-            notes.clear()
+        self.tell_once(self.loss_check.notes)
+        self.loss_check.notes.clear()
