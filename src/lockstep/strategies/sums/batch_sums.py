@@ -122,16 +122,17 @@ class BatchSums:
             watches=self.draws or (is_first and step.world.size > 1),
             accelerators=step.draws.accelerators,
         )
+        available = self._available(batch)
+        if available < 2:
+            return None
         with step.layout.read():
-            pieces = self._pieces(batch, self._sizes(batch, is_first=is_first))
-            if pieces is None:
-                return None
+            pieces = self._pieces(batch, self._sizes(batch, available, is_first=is_first))
             verdict = _checked(check, pieces)
             if verdict is None and batch.collate is not None:
-                fewer = max(2, self._samples_of_a_part(batch))
+                fewer = min(available, max(2, self._samples_of_a_part(batch)))
                 pieces = self._pieces(batch, coprime_sizes(fewer))
-                verdict = None if pieces is None else _checked(check, pieces)
-        if verdict is None or pieces is None:
+                verdict = _checked(check, pieces)
+        if verdict is None:
             return Verdict(unchecked="out of memory")
         self._refuse_written(verdict)
         if verdict.difference:
@@ -148,39 +149,40 @@ class BatchSums:
         """How many samples are computed at once in the largest local batch, or micro-batch."""
         return -(-max(part.of for part in batch.parts) // self._step.world.layout.local_batches)
 
-    def _sizes(self, batch: Batch, *, is_first: bool) -> tuple[int, int]:
-        """The samples of two parts to check, where there are as many.
+    def _available(self, batch: Batch) -> int:
+        """How many samples there are to check. Nobody can collate the batches of an own loop, which
+        are cut.
+        """
+        if batch.collate is not None:
+            return 0 if batch.samples is None else batch.size
+        samples = self._largest_part(batch).size
+        is_alone = min(here for (here,) in over_ranks(self._step.world, samples)) < 2
+        return 0 if is_alone else samples
 
-        They have no common divisor. But later parts are two whole micro-batches, if these are
-        small: a model may keep something that it uses again only for as many samples.
+    def _sizes(self, batch: Batch, available: int, *, is_first: bool) -> tuple[int, int]:
+        """The samples of two parts to check, without a common divisor.
+
+        A model may keep something for as many samples (the hidden state of each), which is right
+        where replicas keep their own, and wrong where micro-batches use what the last one left. So
+        replicas are checked with other numbers of samples than those of a local batch, and later
+        with whole micro-batches, if these are small.
         """
         each = self._samples_of_a_part(batch)
-        if is_first:
-            return coprime_sizes(max(each, _FIRST))
-        if self._step.replicas == 1 and 2 * each <= _FIRST:
-            return each, each
-        return coprime_sizes(_LATER)
+        wanted = min(available, max(each, _FIRST) if is_first else _LATER)
+        if self._step.replicas == 1:
+            if not is_first and 2 * each <= min(available, _FIRST):
+                return each, each
+            return coprime_sizes(wanted)
+        for samples in (*range(wanted, available + 1), *range(wanted, 2, -1)):
+            sizes = coprime_sizes(samples)
+            if each not in (samples, *sizes):
+                return sizes
+        return coprime_sizes(wanted)
 
-    def _pieces(self, batch: Batch, sizes: tuple[int, int]) -> list[Piece] | None:
-        """The whole, and two parts of it; None where there are too few samples.
-
-        Each is collated by itself. Nobody can collate the batches of an own loop, which are cut.
-
-        Args:
-            batch: of the update, or of an evaluation.
-            sizes: of the parts, where the batch has as many samples.
-        """
+    def _pieces(self, batch: Batch, sizes: tuple[int, int]) -> list[Piece]:
+        """The whole, and two parts of these sizes, each collated by itself, or cut."""
         part = self._largest_part(batch)
-        samples = part.size
-        if batch.collate is not None:
-            samples = 0 if batch.samples is None else batch.size
-        elif min(here for (here,) in over_ranks(self._step.world, samples)) < 2:
-            return None
-        if samples < 2:
-            return None
         first, second = sizes
-        if samples < first + second:
-            first, second = coprime_sizes(samples)
         samples = first + second
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:
