@@ -151,7 +151,7 @@ class Totalled:
     def follow(self) -> None:
         """Give copies of a module what was changed in the module since."""
         if self._converted is not None:
-            self.loss = self._converted.follow()
+            self._converted.follow()
         for copied in self._copies.values():
             copied.follow()
 
