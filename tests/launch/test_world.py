@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from lockstep.launch import launch
-from lockstep.launch import world as worlds
 from lockstep.launch.devices import Device, slots
+from lockstep.launch.processes import group
 from lockstep.launch.world import World
 
 
@@ -75,10 +75,10 @@ def test_a_group_on_accelerators_has_gloo_beside_it(
         dist, "init_process_group", lambda name, **named: found.update(named, name=name)
     )
     for name in ("settle", "pin", "bind"):
-        monkeypatch.setattr(worlds._devices, name, lambda *of: None)
-    monkeypatch.setattr(worlds, "enter", lambda world: None)
+        monkeypatch.setattr(group.devices, name, lambda *of: None)
+    monkeypatch.setattr(group, "enter", lambda world: None)
     world = World(devices=(Device(kind, 0),))
-    worlds.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)
+    group.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)
     assert found["name"] == asked
     assert found["device_id"] == (torch.device(kind, 0) if bound else None)
 

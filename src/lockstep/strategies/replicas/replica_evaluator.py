@@ -25,6 +25,7 @@ class ReplicaEvaluator(Evaluator):
     """Evaluates a model with a replica on each device, each with a share of the batch."""
 
     _step: DPStep
+    _has_computed = False
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
         """Give outputs, targets and loss of each replica, on the first device."""
@@ -44,7 +45,13 @@ class ReplicaEvaluator(Evaluator):
         def compute(i: int) -> tuple[Part, T]:
             return parts[i], function(replicas.all[i].model, parts[i])
 
-        return replicas.run(compute, [i for i, part in enumerate(parts) if part.size])
+        if not self._has_computed:
+            replicas.refuse_changes()
+        found = replicas.run(compute, [i for i, part in enumerate(parts) if part.size])
+        if not self._has_computed:
+            replicas.note_structure()  # the first forward may have registered hooks, in each
+            self._has_computed = True
+        return found
 
     def gathered(self, part: Part) -> tuple[Any, Loss]:
         """Gather outputs on the first device, and add up the losses of all replicas."""

@@ -185,7 +185,8 @@ class SumCheck:
             verdict.where = first_that_mixes(self._model, pieces, outputs, snapshot)
             if not verdict.where:
                 snapshot.put_back()
-                verdict.error = summed.explained(pieces[0])
+                with _as_compared(summed):
+                    verdict.error = summed.explained(pieces[0])
                 verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
 
     @contextlib.contextmanager
