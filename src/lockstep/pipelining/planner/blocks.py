@@ -218,40 +218,48 @@ def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[
     places = dict(found.loose)
     for place, block in enumerate(found.blocks):
         places[block.name] = place
-    of_module: dict[nn.Module, int] = {}
-    for name, module in model.named_modules():
-        if name in places:
-            of_module[module] = _stage_at(places[name], bounds)
-    of_tensor: dict[int, int] = {}
-    for name, tensor in named_state(model):
-        if name in places:
-            of_tensor[id(tensor)] = _stage_at(places[name], bounds)
+    stages = _Stages(
+        {m: _stage_at(places[name], bounds) for name, m in model.named_modules() if name in places},
+        {
+            id(tensor): _stage_at(places[name], bounds)
+            for name, tensor in named_state(model)
+            if name in places
+        },
+    )
     device_map: dict[str, int] = {}
+    stages.write(model, "", device_map)
+    return device_map
 
-    def stages_in(module: nn.Module) -> set[int]:
+
+@dataclass
+class _Stages:
+    """The stages of modules, and of the tensors that modules themselves have, by id."""
+
+    of_module: dict[nn.Module, int]
+    of_tensor: dict[int, int]
+
+    def within(self, module: nn.Module) -> set[int]:
         """Find the stages of what is in a module."""
-        if module in of_module:
-            return {of_module[module]}
+        if module in self.of_module:
+            return {self.of_module[module]}
         found = set[int]()
         for _, tensor in _own_state(module):
-            if id(tensor) in of_tensor:
-                found.add(of_tensor[id(tensor)])
-        return found.union(*map(stages_in, module.children()))
+            if id(tensor) in self.of_tensor:
+                found.add(self.of_tensor[id(tensor)])
+        return found.union(*map(self.within, module.children()))
 
-    def write(module: nn.Module, name: str) -> None:
-        all_here = stages_in(module)
+    def write(self, module: nn.Module, name: str, device_map: dict[str, int]) -> None:
+        """Write a module into a device map, or what is in it."""
+        all_here = self.within(module)
         if len(all_here) == 1:
             device_map[name] = all_here.pop()
             return
         for key, tensor in _own_state(module):
-            if id(tensor) in of_tensor:
-                device_map[f"{name}.{key}".lstrip(".")] = of_tensor[id(tensor)]
+            if id(tensor) in self.of_tensor:
+                device_map[f"{name}.{key}".lstrip(".")] = self.of_tensor[id(tensor)]
         for key, child in module._modules.items():
             if child is not None:
-                write(child, f"{name}.{key}".lstrip("."))
-
-    write(model, "")
-    return device_map
+                self.write(child, f"{name}.{key}".lstrip("."), device_map)
 
 
 def _stage_at(place: int, bounds: Sequence[int]) -> int:

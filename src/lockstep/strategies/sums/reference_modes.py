@@ -31,35 +31,38 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     Batch norms take their running statistics; those that have none take a mean of 0 and a variance
     of 1. Dropout leaves nothing out, also where a module has its rate, as attention and RNNs do.
     """
-    modes: list[nn.Module] = []
-    bare: list[Any] = []
-    rates: list[tuple[Any, float]] = []
-    for module in model.modules():
-        if isinstance(module, _KNOWN):
-            if module.training:
-                modes.append(module)
-            if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
-                bare.append(module)
-        elif draws_dropout(module) and "dropout" in vars(module):
-            rates.append((module, vars(module)["dropout"]))
-    for module in modes:
-        module.training = False
-    for module, _ in rates:
-        module.dropout = 0.0
-    like = next(model.parameters(), torch.zeros(()))
-    for module in bare:
-        mean = torch.zeros(module.num_features, dtype=like.dtype, device=like.device)
-        module.running_mean = mean
-        module.running_var = torch.ones_like(mean)
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, _KNOWN):
+                stack.enter_context(_with_attribute(module, "training", value=False))
+                if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+                    stack.enter_context(_with_statistics(module, model))
+            elif draws_dropout(module) and "dropout" in vars(module):
+                stack.enter_context(_with_attribute(module, "dropout", value=0.0))
+        yield
+
+
+@contextlib.contextmanager
+def _with_attribute(module: nn.Module, name: str, *, value: Any) -> Iterator[None]:
+    """Give an attribute of a module another value for a while."""
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        for module in modes:
-            module.training = True
-        for module, rate in rates:
-            module.dropout = rate
-        for module in bare:
-            module.running_mean = module.running_var = None
+        setattr(module, name, before)
+
+
+@contextlib.contextmanager
+def _with_statistics(norm: Any, model: nn.Module) -> Iterator[None]:
+    """Give a batch norm running statistics for a while: a mean of 0 and a variance of 1."""
+    like = next(model.parameters(), torch.zeros(()))
+    norm.running_mean = torch.zeros(norm.num_features, dtype=like.dtype, device=like.device)
+    norm.running_var = torch.ones_like(norm.running_mean)
+    try:
+        yield
+    finally:
+        norm.running_mean = norm.running_var = None
 
 
 @contextlib.contextmanager
