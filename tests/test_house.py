@@ -190,29 +190,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 270_578
+TOTAL = 261_031
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_927,
-    "cli": 6_824,
-    "compare": 17_914,
-    "data": 13_492,
-    "export": 4_822,
-    "launch": 25_021,
-    "map": 5_927,
-    "model": 18_983,
-    "parallel": 14_723,
-    "pipelining": 22_590,
-    "prediction": 4_090,
-    "profiling": 4_460,
-    "report": 5_191,
-    "strategies": 50_629,
-    "tensors": 8_927,
-    "threads": 7_883,
-    "top": 8_126,
-    "training": 28_295,
-    "verify": 15_754,
+    "cli": 6_780,
+    "compare": 15_639,
+    "data": 12_582,
+    "export": 5_484,
+    "launch": 24_460,
+    "map": 5_631,
+    "model": 18_979,
+    "parallel": 13_816,
+    "pipelining": 22_398,
+    "prediction": 4_255,
+    "profiling": 4_564,
+    "report": 5_152,
+    "strategies": 49_974,
+    "tensors": 8_680,
+    "threads": 6_434,
+    "top": 7_772,
+    "training": 27_846,
+    "verify": 13_658,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
@@ -220,28 +220,28 @@ whole only falls.
 
 DENSITY = {
     "checkpoint": 5.15,
-    "cli": 5.25,
-    "compare": 6.17,
-    "data": 4.98,
-    "export": 6.7,
-    "launch": 5.01,
-    "map": 5.34,
-    "model": 5.23,
-    "parallel": 5.41,
-    "pipelining": 5.67,
-    "prediction": 5.14,
-    "profiling": 5.98,
-    "report": 6.24,
-    "strategies": 5.61,
-    "tensors": 4.98,
-    "threads": 5.0,
+    "cli": 5.2,
+    "compare": 5.86,
+    "data": 4.91,
+    "export": 6.02,
+    "launch": 4.83,
+    "map": 5.27,
+    "model": 5.13,
+    "parallel": 5.21,
+    "pipelining": 5.5,
+    "prediction": 5.03,
+    "profiling": 5.5,
+    "report": 5.55,
+    "strategies": 5.35,
+    "tensors": 4.88,
+    "threads": 4.8,
     "top": 4.6,
-    "training": 5.19,
-    "verify": 5.24,
+    "training": 5.17,
+    "verify": 5.15,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
 
-CALLS = {"single": (200, 75), "dp": (4_950, 160), "pp": (4_700, 160)}
+CALLS = {"single": (190, 67), "dp": (2_900, 130), "pp": (2_650, 135)}
 """Python calls of the first update, and of one that isn't checked, beyond those of the bare
 step, at most.
 """
@@ -260,15 +260,15 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 3_956
+    assert bars.lines_of_the_reading_path() <= 2_500
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
-    assert bars.public_methods_of_a_step() <= 29
+    assert bars.public_methods_of_a_step() <= 22
 
 
 def test_there_are_no_more_complex_functions_than_the_bar() -> None:
-    assert bars.complex_functions() <= 3
+    assert bars.complex_functions() <= 0
 
 
 @pytest.mark.parametrize("strategy", CALLS)
