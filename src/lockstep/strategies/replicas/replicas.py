@@ -52,6 +52,7 @@ class Replicas:
         self._home = devices[0].torch
         self._first, *self._others = self.all
         self._spans = _even_spans(self._first.parameters, len(devices))
+        self._structures: list[object] = []
         self.note_structure()
         recompute.install()
 
@@ -79,8 +80,11 @@ class Replicas:
     # ---- what the copies take from the model -----------------------------------------------------
 
     def note_structure(self) -> None:
-        """Note the modules, parameters and hooks of the model, as the copies have them."""
-        self._structure = structure_of(self._first.model)
+        """Note the modules, parameters and hooks of the model, as the copies have them.
+
+        A first evaluation may register hooks in each, which are put back where it is only tried.
+        """
+        self._structures.append(structure_of(self._first.model))
 
     def refuse_changes(self) -> None:
         """Refuse a model that has other modules, parameters or hooks than noted.
@@ -88,7 +92,7 @@ class Replicas:
         Raises:
             StrategyError: the model has changed.
         """
-        if structure_of(self._first.model) != self._structure:
+        if structure_of(self._first.model) not in self._structures:
             raise StrategyError(
                 "dp: modules, parameters or hooks of the model have changed since its replicas "
                 "were made: call lockstep.parallelize again, or take ddp"
