@@ -1,0 +1,132 @@
+"""Dropout, attention and recurrent layers, written out so that they draw their masks from a given
+generator.
+
+PyTorch's own take no generator, and have too many operators below them for each to be watched. Each
+function here computes the same with the same calls in the same order as PyTorch does on the CPU, so
+that from one state of a generator the same bits come. It takes a function that gives the generator,
+the function that it stands for, and that one's arguments; it gives NotImplemented in cases that are
+not written out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Generator = Callable[[], torch.Generator]
+
+
+def _dropout(
+    generator: Generator,
+    func: Any,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> Any:
+    """Dropout of single elements, in any shape."""
+    if not training or not 0 < p < 1 or not input.is_cpu:
+        return NotImplemented
+    noise = _noise(generator, input, p)
+    return input.mul_(noise) if inplace else input * noise
+
+
+def _noise(generator: Generator, like: Tensor, p: float) -> Tensor:
+    """What dropout multiplies by: 0 with probability p, else 1 / (1 - p)."""
+    return torch.empty_like(like).bernoulli_(1 - p, generator=generator()).div_(1 - p)
+
+
+def _attention(
+    generator: Generator,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention with a mask. query: (..., length, width); key, value: (..., source, width).
+
+    With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides
+    take the root of the scale, and a row in which all is masked gives zeros.
+    """
+    if not 0 < dropout_p < 1 or not query.is_cpu or (is_causal and attn_mask is not None):
+        return NotImplemented
+    dtype = query.dtype
+    if dtype in (torch.float16, torch.bfloat16):
+        query = query.float()
+        key = key.float()
+        value = value.float()
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    root = math.sqrt(abs(scale))
+    scores = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores + _added(attn_mask, scores.dtype)
+    weights = torch._safe_softmax(scores, -1)
+    weights = weights * _noise(generator, weights, dropout_p)
+    return (weights @ value).to(dtype)
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What a mask adds to scores: minus infinity where a boolean one is False.
+
+    mask: (..., length, source).
+    """
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
+
+
+def _recurrent(generator: Generator, func: Any, *args: Any) -> Any:
+    """Layers of an LSTM, GRU or RNN one after the other, with dropout between them.
+
+    The arguments are those of ``torch._VF.lstm``, in either form: input, hidden, weights, ..., or
+    with the batch sizes of packed data after the input. hidden: (layers x directions, batch, width).
+    """
+    at = 3 if isinstance(args[3], (list, tuple)) else 2
+    hidden, weights, _, layers, dropout, trains = args[at - 1 : at + 5]
+    if not trains or dropout == 0 or layers == 1 or not args[0].is_cpu:
+        return func(*args)
+    if dropout == 1:
+        return NotImplemented
+    is_one = isinstance(hidden, Tensor)
+    states = [state.chunk(layers) for state in ([hidden] if is_one else hidden)]
+    each = len(weights) // layers
+    given = list(args)
+    given[at + 2] = 1
+    given[at + 3] = 0.0
+    ends: list[list[Tensor]] = []
+    for layer in range(layers):
+        mine = [state[layer] for state in states]
+        given[at - 1] = mine[0] if is_one else mine
+        given[at] = weights[layer * each : (layer + 1) * each]
+        output, *end = func(*given)
+        ends.append(end)
+        if layer < layers - 1:
+            given[0] = output * _noise(generator, output, dropout)
+    return output, *(torch.cat(end) for end in zip(*ends, strict=True))
+
+
+WRITTEN: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    F.scaled_dot_product_attention: _attention,
+    torch.lstm: _recurrent,
+    torch.gru: _recurrent,
+    torch.rnn_tanh: _recurrent,
+    torch.rnn_relu: _recurrent,
+}
+"""The functions here, by the function that each stands for."""
