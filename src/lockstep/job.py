@@ -27,7 +27,8 @@ class Job(Recipe):
             ``nn.ModuleDict``.
         loss: ``loss(outputs, targets)``: one of PyTorch's losses, or a function that gives
             ``(total, count)`` or a ``lockstep.Loss``; any other scalar is taken as a mean over
-            samples, which is checked in every update. Not needed where ``step`` is given.
+            samples, which is checked in every update where batches are cut (or, if a check takes
+            long, in every n-th). Not needed where ``step`` is given.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.
@@ -64,7 +65,8 @@ class Job(Recipe):
         nonfinite: ``"raise"`` ends the training where the loss is NaN or infinite; ``"skip"`` skips
             each update whose loss or gradients aren't finite, on all ranks alike (what forward
             wrote into buffers stays). The host then waits for an accelerator in each update. An
-            update whose loss counts no item is skipped in any case.
+            update whose loss counts no item is skipped, too (on an accelerator by ``"skip"``, or
+            by a fused optimizer).
         nonfinite_limit: how many updates in a row may be skipped; one more ends the training.
         accept_differences: trains also where results depend on where a batch is cut, with a line;
             otherwise that is an error (see docs/verify.md).
@@ -81,8 +83,8 @@ class Job(Recipe):
         channels_last: images and convolution weights in that memory layout.
         precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and
             inputs to that; ``"tf32"`` is fp32 with products that CUDA devices round to
-            TensorFloat-32; ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute what gains by it
-            in half (see lockstep.model.precision).
+            TensorFloat-32; ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute by autocast (see
+            lockstep.model.precision).
         compile: True compiles the model by ``torch.compile``; a word is its mode
             (``"reduce-overhead"``, ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``,
             ``"default"``), or the name of a backend.

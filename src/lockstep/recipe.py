@@ -88,7 +88,7 @@ class Recipe:
         if self.step is not None:
             self._check_step()
         elif self.loss is None and self.optimizer is not None:
-            raise JobError("loss: None can't be called")
+            raise JobError("loss: the job has none: give a function of outputs and targets")
 
     def _check_step(self) -> None:
         """Refuse what can't go with a function of several updates."""

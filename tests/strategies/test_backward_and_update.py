@@ -529,3 +529,16 @@ def test_a_batch_in_parts_is_checked(model: Any) -> None:
     step.backward(drawn(8, 6), labels(8, 3))
     with pytest.raises(StrategyError, match="results depend on where a batch is cut: in update 2"):
         step.backward(drawn(8, 6), labels(8, 3))
+
+
+def test_a_state_is_not_loaded_while_gradients_wait(tmp_path: Path) -> None:
+    model = nn.Linear(4, 3)
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), plain_sgd(model.named_parameters()))
+    state = step.state_dict()
+    step.save(tmp_path)
+    step.backward(drawn(4, 4), labels(4, 3))
+    for load in (lambda: step.load(tmp_path), lambda: step.load_state_dict(state)):
+        with pytest.raises(InputError, match=r"gradients of 4 samples, .* wait for step"):
+            load()
+    step.update()
+    step.load(tmp_path)

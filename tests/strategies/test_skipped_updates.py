@@ -386,3 +386,18 @@ def test_another_optimizer_on_an_accelerator_says_what_to_do() -> None:
         own_loop(as_on_accelerator=True, fused=False)
     step, _ = own_loop(as_on_accelerator=True, fused=False, nonfinite="skip")
     assert step.skips.number == 1
+
+
+def test_a_count_that_is_not_finite_is_skipped() -> None:
+    def loss(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return outputs.square().sum(), targets.sum()
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lockstep.parallelize(model, loss, optimizer, devices="1xcpu", nonfinite="skip")
+    before = model.weight.detach().clone()
+    for count in (math.nan, math.inf):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert step(torch.randn(2, 4), torch.full((2,), count)).skipped
+    assert torch.equal(model.weight, before)

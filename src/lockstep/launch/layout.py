@@ -16,7 +16,7 @@ class Layout:
         axes: the size of each. Devices next to one another differ in the last axis first. Those of
             the axes ``"data"`` and ``"shard"`` are given a local batch each, those of ``"shard"`` a
             shard of the model each, those of ``"stage"`` some layers each.
-        devices_per_process: neighbours.
+        devices_per_process: how many neighbouring devices each process drives.
         together: whether the processes meet in each update.
     """
 
@@ -26,21 +26,21 @@ class Layout:
 
     @property
     def devices(self) -> int:
-        """All of them."""
+        """The number of devices on all axes."""
         return math.prod(self.axes.values())
 
     @property
     def processes(self) -> int:
-        """That drive them."""
+        """The number of processes that drive the devices."""
         return self.devices // self.devices_per_process
 
     @property
     def local_batches(self) -> int:
-        """In how many a batch is cut: the replicas of the model."""
+        """The number of local batches that a batch is cut into: one for each replica."""
         return self.axes.get("data", 1) * self.axes.get("shard", 1)
 
     def read_by(self, process: int) -> DataShare:
-        """What a process reads of each batch, by the number of the process."""
+        """Return what a process reads of each batch, by the number of the process."""
         readers = min(self.processes, self.local_batches)
         return DataShare(
             process * readers // self.processes, readers, self.local_batches // readers
@@ -53,7 +53,7 @@ class DataShare(NamedTuple):
     Attributes:
         rank: the number of its share. Processes with the same one read the same samples.
         size: how many shares there are.
-        local_batches: that its share is cut in, one for each replica that the process drives.
+        local_batches: how many local batches the share has, one for each replica of the process.
     """
 
     rank: int

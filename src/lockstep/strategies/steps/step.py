@@ -286,7 +286,8 @@ class Step:
         """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n
         samples; where nothing is cut, of total / count.
 
-        A gradient that no device computed is None.
+        A gradient that no device computed is None. Where ranks meet in an update, they also sum how
+        many of them were asked to stop, for ``checks.agree_to_stop``.
 
         Returns:
             The total, the count and the parts of the global batch.
@@ -614,8 +615,9 @@ class Step:
 
         Raises:
             FolderError: there is no checkpoint, or it can't be read.
-            InputError: the checkpoint is of another model, or some ranks don't call this.
+            InputError: it is of another model, gradients wait, or some ranks don't call this.
         """
+        self.accumulation.refuse_waiting("step.load(...)")
         self.meet("step.load(...)")
         self.saved.load(Path(folder))
 
@@ -643,8 +645,9 @@ class Step:
         """Take over what ``state_dict`` gave, under any strategy and number of devices.
 
         Raises:
-            InputError: the names or shapes are another model's.
+            InputError: the names or shapes are another model's, or gradients wait for an update.
         """
+        self.accumulation.refuse_waiting("step.load_state_dict(...)")
         self.saved.load_state_dict(state)
         if self.own_loop:
             self.saved.note_what_is_not_kept()
@@ -698,12 +701,7 @@ class Step:
         return loss
 
     def seed(self, seed: int, number: int | None = None) -> None:
-        """Begin a random stream of this step and rank, which can be repeated.
-
-        Args:
-            seed: of the job.
-            number: of a batch, instead of the step.
-        """
+        """Begin a random stream of this step, or of a batch with that number, and this rank."""
         self.draws.begin(seed, self.world.step if number is None else number)
 
     @property

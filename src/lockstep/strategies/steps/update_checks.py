@@ -111,7 +111,7 @@ class UpdateChecks:
             return NO_ITEMS
         if not step.skips.nonfinite:
             return None
-        if not math.isfinite(float(loss.total)):
+        if not math.isfinite(float(loss.total)) or not math.isfinite(float(loss.count)):
             return "the loss became NaN or infinite"
         # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
         if step.scaler is None and not step._gradients_are_finite():
