@@ -190,7 +190,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 261_031
+TOTAL = 261_872
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -207,9 +207,9 @@ TOKENS = {
     "prediction": 4_255,
     "profiling": 4_564,
     "report": 5_152,
-    "strategies": 49_974,
+    "strategies": 50_033,
     "tensors": 8_680,
-    "threads": 6_434,
+    "threads": 7_216,
     "top": 7_772,
     "training": 27_846,
     "verify": 13_658,
@@ -232,10 +232,10 @@ DENSITY = {
     "prediction": 5.03,
     "profiling": 5.5,
     "report": 5.55,
-    "strategies": 5.35,
+    "strategies": 5.36,
     "tensors": 4.88,
-    "threads": 4.8,
-    "top": 4.6,
+    "threads": 4.94,
+    "top": 4.59,
     "training": 5.17,
     "verify": 5.15,
 }
