@@ -190,7 +190,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 261_872
+TOTAL = 261_888
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -207,7 +207,7 @@ TOKENS = {
     "prediction": 4_255,
     "profiling": 4_564,
     "report": 5_152,
-    "strategies": 50_033,
+    "strategies": 50_049,
     "tensors": 8_680,
     "threads": 7_216,
     "top": 7_772,

@@ -61,10 +61,11 @@ class PieceSums:
         return total if is_number else None
 
     def numbers(self) -> dict[str, float]:
-        """Totals and counts by name. The total of no item is 0, also where it is NaN times 0."""
+        """Totals and counts by name. The total of no item is 0 where it is NaN times 0."""
         found = {}
         for name, (total, count) in self.named.items():
-            found[f"the total of {name}"] = float(total) if count else 0.0
+            is_number = bool(count) or math.isfinite(float(total))
+            found[f"the total of {name}"] = float(total) if is_number else 0.0
             found[f"the count of {name}"] = float(count)
         return found
 
