@@ -30,7 +30,7 @@ LAYERS = [
     {"strategies"},
     {"profiling"},
     {"training", "map"},
-    {"train", "evaluate", "parallelize", "callbacks"},
+    {"train", "parallelize", "callbacks"},
     {"prediction"},
     {"export"},
     {"compare", "verify"},

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from lockstep.compare.tune import tune as tune
     from lockstep.data import batches as batches
     from lockstep.errors import LockstepError as LockstepError
-    from lockstep.evaluate import evaluate as evaluate
     from lockstep.export import export as export
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from lockstep.prediction.predict import predict as predict
     from lockstep.train import train as train
     from lockstep.training.callbacks.callback import Callback as Callback
+    from lockstep.training.evaluate_run import evaluate as evaluate
     from lockstep.training.run import Run as Run
     from lockstep.verify import verify as verify
 
@@ -50,7 +50,7 @@ _HOME = {
     "batches": "lockstep.data",
     "callbacks": "lockstep.callbacks",
     "compare": "lockstep.compare.compare",
-    "evaluate": "lockstep.evaluate",
+    "evaluate": "lockstep.training.evaluate_run",
     "export": "lockstep.export",
     "launch": "lockstep.launch",
     "map": "lockstep.map",

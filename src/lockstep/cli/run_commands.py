@@ -142,7 +142,7 @@ def add_evaluate(commands: Any) -> None:
 
 def _evaluate(options: argparse.Namespace) -> int:
     warm_up(options)
-    from lockstep.evaluate import evaluate
+    from lockstep.training.evaluate_run import evaluate
 
     values = evaluate(options.what, **_how(options))
     if os.environ.get("RANK", "0") == "0":
