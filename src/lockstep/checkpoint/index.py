@@ -45,7 +45,7 @@ class Rows:
     end: int | None = None
 
     def of(self, tensor: torch.Tensor | RowShard) -> torch.Tensor:
-        """These rows of a tensor."""
+        """Return these rows of a tensor."""
         if isinstance(tensor, RowShard):
             return tensor.local
         return tensor if self.end is None else tensor[self.start : self.end]

@@ -63,7 +63,7 @@ class _Part:
 
     @property
     def path(self) -> Path:
-        """Its file of tensors."""
+        """The file of tensors of this part."""
         return self.folder / part_name(self.number, self.count)
 
     def word(self, ending: str) -> Path:

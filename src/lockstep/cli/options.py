@@ -127,7 +127,7 @@ def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()
 
 
 def settings_in(options: argparse.Namespace) -> dict[str, Any]:
-    """Those settings that were given."""
+    """Return the settings that were given."""
     return _given(options, options.settings)
 
 
@@ -136,7 +136,7 @@ def _given(options: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
 
 
 def job_parameters_in(options: argparse.Namespace) -> dict[str, str]:
-    """Those parameters of the job that were given.
+    """Return the parameters of the job that were given.
 
     Raises:
         InputError: one isn't ``key=value``.

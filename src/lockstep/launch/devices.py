@@ -290,8 +290,8 @@ def bound_by_launcher(cores: Sequence[int]) -> bool:
 
 
 def near(device: Device) -> tuple[int, ...]:
-    """Those of this thread's cores that are on the NUMA node of an accelerator; all where none
-    is, or none is known.
+    """Return this thread's cores on the NUMA node of an accelerator; all of them where none is
+    there, or the node isn't known.
     """
     mine = usable_cores()
     try:

@@ -60,7 +60,7 @@ def place() -> World:
 
 @functools.cache
 def _place_in_group() -> World:
-    """Which of the ranks are on this machine is asked of all of them."""
+    """Ask all ranks which of them are on this machine."""
     rank, size = dist.get_rank(), dist.get_world_size()
     hosts: list[Any] = [None] * size
     dist.all_gather_object(hosts, socket.gethostname())

@@ -234,7 +234,7 @@ def _bar() -> Progress:
 
 
 def _counted(results: Iterator[Any], bar: Progress, name: str, total: int | None) -> Iterator[Any]:
-    """The same results, counted as they are given; the bar goes when they end, or are closed."""
+    """Yield the results, counted as they are given; the bar goes when they end, or are closed."""
     with bar:
         task = bar.add_task(name, total=total)
         for result in results:

@@ -269,8 +269,8 @@ class ProcessMap:
         return units
 
     def _sendable(self, units: list[Any], block: int) -> list[Any]:
-        """Those before the first that can't be sent, which ends the map when they have been
-        given.
+        """Return the items before the first that can't be sent. That one ends the map once these
+        have been given.
         """
         self._is_drawn = True
         good, _ = first_that_cant_be_packed(units, block)

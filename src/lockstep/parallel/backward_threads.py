@@ -62,7 +62,7 @@ def _goes_everywhere() -> bool:
 
 
 class Aside(torch.autograd.Function):
-    """The same memory with a version of its own, not a leaf: a replica may change its share in
+    """Give the same memory with a version of its own, not a leaf: a replica may change its share in
     place.
     """
 

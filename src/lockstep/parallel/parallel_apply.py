@@ -82,7 +82,7 @@ def in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
 
 
 def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
-    """The same calls, each of which draws from a stream of its own, seeded by the caller's."""
+    """Let each call draw from a stream of its own, seeded by the caller's."""
     streams = random_streams.Streams()
     return [
         functools.partial(in_stream, functools.partial(streams.generator, i), call)

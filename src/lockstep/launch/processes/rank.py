@@ -112,7 +112,7 @@ _worker: WorkerContext | None = None
 
 
 def current_worker() -> WorkerContext | None:
-    """That of this process, where it is a worker."""
+    """Return the context of this process, where it is a worker."""
     return _worker
 
 

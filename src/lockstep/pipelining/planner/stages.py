@@ -93,7 +93,7 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Partition:
-    """Which layers go to which device.
+    """A choice of layers for each device.
 
     Attributes:
         device_map: prefixes of names and their stages, for the strategies ``mp`` and ``pp``.

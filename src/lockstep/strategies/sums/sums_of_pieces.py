@@ -53,21 +53,24 @@ class PieceSums:
 
     @property
     def with_gradient(self) -> Tensor | None:
-        """The total, where backward runs on it: not where it is of no item, and NaN times 0."""
+        """The total, where backward runs on it."""
         total = self.total
         if total is None or not total.requires_grad:
             return None
-        is_number = bool(float(self.count)) or math.isfinite(float(total.detach()))
-        return total if is_number else None
+        return total if _counts(total.detach(), self.count) else None
 
     def numbers(self) -> dict[str, float]:
-        """Totals and counts by name. The total of no item is 0 where it is NaN times 0."""
+        """Totals and counts by name."""
         found = {}
         for name, (total, count) in self.named.items():
-            is_number = bool(count) or math.isfinite(float(total))
-            found[f"the total of {name}"] = float(total) if is_number else 0.0
+            found[f"the total of {name}"] = float(total) if _counts(total, count) else 0.0
             found[f"the count of {name}"] = float(count)
         return found
+
+
+def _counts(total: Number, count: Number) -> bool:
+    """Whether a total counts: that of no item doesn't where it is NaN times 0."""
+    return bool(count) or math.isfinite(float(total))
 
 
 class Summed(ABC):
