@@ -190,12 +190,12 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 261_888
+TOTAL = 261_848
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_927,
-    "cli": 6_780,
+    "cli": 6_782,
     "compare": 15_639,
     "data": 12_582,
     "export": 5_484,
@@ -207,11 +207,11 @@ TOKENS = {
     "prediction": 4_255,
     "profiling": 4_564,
     "report": 5_152,
-    "strategies": 50_049,
+    "strategies": 50_008,
     "tensors": 8_680,
     "threads": 7_216,
-    "top": 7_772,
-    "training": 27_846,
+    "top": 7_093,
+    "training": 28_524,
     "verify": 13_658,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -232,11 +232,11 @@ DENSITY = {
     "prediction": 5.03,
     "profiling": 5.5,
     "report": 5.55,
-    "strategies": 5.36,
+    "strategies": 5.35,
     "tensors": 4.88,
     "threads": 4.94,
-    "top": 4.59,
-    "training": 5.17,
+    "top": 4.5,
+    "training": 5.18,
     "verify": 5.15,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
@@ -260,7 +260,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_500
+    assert bars.lines_of_the_reading_path() <= 2_498
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

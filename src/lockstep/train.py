@@ -7,9 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import (
-    InputError,
-)
+from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, with_settings
 from lockstep.launch import devices as _devices

@@ -140,9 +140,7 @@ class DDPStep(RankStep):
                 loss = self._forward_loss(self.model, part)
             else:
                 loss = overlapped.forward(part, is_last=is_last)
-            made = loss.detached()
-            self._add_gradient(loss.total, self._divisor(loss.count, size))
-        return made
+            return self._backward(loss, size)
 
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, outside of PyTorch's reducer."""

@@ -180,10 +180,10 @@ class DPStep(Step):
         loss = self._forward_loss(replica.model, part, where)
         if i and self.is_checked:
             refuse_other_parameters(loss.total, self.model)
-        self._add_gradient(loss.total, self._divisor(loss.count, size))
+        made = self._backward(loss, size)
         if exchange is not None:
             exchange.leave(i, j)
-        return loss.detached()
+        return made
 
     @phase("communicating", "reduce")
     def _reduce(self) -> None:

@@ -63,11 +63,8 @@ class SingleStep(Step):
             if not part.size:
                 continue
             self.draws.begin_part(number)
-            part = self.placed(part)
-            loss = self._forward_loss(self.model, part)
-            divisor = self._divisor(loss.count, batch.size)
-            self._add_gradient(loss.total, divisor)
-            losses.append(loss.detached())
+            loss = self._forward_loss(self.model, self.placed(part))
+            losses.append(self._backward(loss, batch.size))
         return added(losses)
 
 

@@ -102,8 +102,7 @@ class StagedStep(Step):
                 return self._forward_loss(self.model, self.placed(part))
 
         def backward(i: int, made: Loss) -> Loss:
-            self._add_gradient(made.total, self._divisor(made.count, batch.size))
-            return made.detached()
+            return self._backward(made, batch.size)
 
         found = self._stages(Work(begin, forward, backward, len(parts)))
         # Targets, and so counts, are not where the loss is.

@@ -103,8 +103,7 @@ class ShardedStep(RankStep):
                 self._compute_in_vain(other)
                 continue
             loss = self._forward_loss(self.model, self.placed(part))
-            losses.append(loss.detached())
-            self._add_gradient(loss.total, self._divisor(loss.count, batch.size))
+            losses.append(self._backward(loss, batch.size))
 
         loss = self._sum_over_ranks(added(losses), self.reducer)
         self._end_parts(batch)

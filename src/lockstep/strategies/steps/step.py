@@ -433,6 +433,11 @@ class Step:
                     self.checks.note_loss(wrong, number)
         return outputs, loss
 
+    def _backward(self, loss: Loss, size: int) -> Loss:
+        """Add the gradient of a part of a batch of ``size`` samples; give its loss without graph."""
+        self._add_gradient(loss.total, self._divisor(loss.count, size))
+        return loss.detached()
+
     def _divisor(self, count: Number, size: int) -> Number:
         """Give what a part's total is divided by for backward: the count, or the batch's size."""
         return count if self._by_count else size
