@@ -66,7 +66,7 @@ class Fetcher:
         self._lookup = lookup_of(dataset)
         self._collate = collate
         self._name = name
-        self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
+        self._stream = absorbed(0, seed, EVALUATION if evaluation else TRAINING)
         self._whole = callable(getattr(self.dataset, "__getitems__", None))
         self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
 
@@ -140,8 +140,7 @@ class Fetcher:
     def _together(self, samples: list[Any], epoch: int, first: int) -> Pair:
         """Put samples together; what draws in it is seeded by the index of the first."""
         if self._collate is not None and self._draws:
-            state = absorbed(absorbed(self._stream, epoch), first)
-            seed_all(absorbed(state, COLLATE) >> 1)
+            seed_all(absorbed(self._stream, epoch, first, COLLATE) >> 1)
         return together(samples, self._collate, self._name)
 
     @property

@@ -297,7 +297,11 @@ class Loader(AnyLoader):
 
     def _indexed(self, row: tuple[Tensor, ...]) -> list[Pair]:
         """Return the rows of a tensor dataset that are the shares of a row."""
-        return [self._fetching.indexed(share, self._pin) for share in row[1:] if len(share)]
+        found = []
+        for share in row[1:]:
+            if len(share):
+                found.append(self._fetching.indexed(share, self._pin))
+        return found
 
     def orders(self, epoch: int) -> Order:
         """Return the order of an epoch; the last one asked for is kept.

@@ -45,27 +45,26 @@ MAP = 5
 """Streams of random numbers of one seed, which must not meet."""
 
 
-def absorbed(state: int, number: int) -> int:
-    """Return a 64-bit state that has taken in one more number.
+def absorbed(state: int, *numbers: int) -> int:
+    """Return a 64-bit state that has taken in some more numbers.
 
-    Every bit of the number moves every bit of the state, which a linear formula such as ``seed +
+    Every bit of a number moves every bit of the state, which a linear formula such as ``seed +
     1000 * epoch + index`` does not: there, two epochs share most of their streams.
 
     Source: the finaliser of splitmix64, over the sum of both
         (Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014).
     """
-    z = (state + 0x9E3779B97F4A7C15 * (2 * number + 1)) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
+    for number in numbers:
+        z = (state + 0x9E3779B97F4A7C15 * (2 * number + 1)) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        state = z ^ (z >> 31)
+    return state
 
 
 def mixed(*numbers: int) -> int:
     """Return a seed made of several numbers, in 63 bits, which every generator takes."""
-    state = 0
-    for number in numbers:
-        state = absorbed(state, number)
-    return state >> 1
+    return absorbed(0, *numbers) >> 1
 
 
 @dataclass(slots=True, eq=False)

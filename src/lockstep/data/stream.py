@@ -185,7 +185,7 @@ class Reader:
         self._cutting = cutting
         self._collate = collate
         self._name = name
-        self._stream = absorbed(absorbed(0, seed), EVALUATION if evaluation else TRAINING)
+        self._stream = absorbed(0, seed, EVALUATION if evaluation else TRAINING)
         self._draws = getattr(dataset, "draws_random", True)
         self._compared = cutting.world_size > 1 and cutting.rank is not None
         self._samples: Iterator[Any] | None = None
@@ -216,7 +216,7 @@ class Reader:
                 if end == start:
                     continue
                 if self._collate is not None and self._draws:
-                    seed_all(absorbed(absorbed(state, first + start), COLLATE) >> 1)
+                    seed_all(absorbed(state, first + start, COLLATE) >> 1)
                 pairs.append(together(samples[start:end], self._collate, self._name))
 
         number = 0

@@ -63,7 +63,7 @@ class Call:
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
         self.fn, self.batch, self.seed = fn, batch, seed
         # What is the same for all items is mixed once: it is a part of what small items cost.
-        self.stream = None if seed is None else absorbed(absorbed(0, seed), MAP)
+        self.stream = None if seed is None else absorbed(0, seed, MAP)
 
     def __call__(self, unit: Any, index: int, on_accelerator: bool = False) -> Any:
         """The result of an item, or the list of those of a batch.

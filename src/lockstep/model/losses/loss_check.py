@@ -61,6 +61,7 @@ class LossCheck:
         accelerators: the devices that a check is waited for on, where it is timed.
 
     Attributes:
+        is_used: whether the loss is checked in trainings; the same on every rank.
         interval: how often the loss is checked.
         notes: what is to be logged.
     """
@@ -74,7 +75,8 @@ class LossCheck:
         accelerators: Sequence[torch.device] = (),
     ) -> None:
         self._loss = loss
-        self._checks = cuts and not loss.is_known
+        self.is_used = cuts and not loss.is_known
+        self._checks = self.is_used
         self._accepts = accepts
         self._has_passed = False
         self._is_first = True
@@ -256,7 +258,7 @@ class LossCheck:
             update: the number of the update.
             note: what ``interval.timed`` gave.
         """
-        if self._loss.is_known or update != TIMED.stop - 1:
+        if update != TIMED.stop - 1:
             return
         if world.size > 1 and world.layout.together:
             found = world.gather_objects((self.interval.every, note or ""))

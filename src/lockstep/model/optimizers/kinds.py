@@ -36,7 +36,7 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
     """
     if isinstance(optimizer, Optimizers):
         optimizer = optimizer.by_name[optimizer.active]
-    return is_hooked(optimizer) or not is_of_pytorch(optimizer)
+    return not is_of_pytorch(optimizer) or is_hooked(optimizer)
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:

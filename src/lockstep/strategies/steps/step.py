@@ -280,7 +280,8 @@ class Step:
             self._check_sums(batch)
         if self._updates == 1:
             self.prepare(batch)
-        self.loss_check.begin_update(self._updates)
+        if self.loss_check.is_used:
+            self.loss_check.begin_update(self._updates)
 
     def gradients(self, batch: Batch) -> Loss:
         """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n
@@ -344,8 +345,9 @@ class Step:
 
     def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
         """Log what is due at the end of an update, and make the result."""
-        self.loss_check.end_update(self._updates, self.world, len(self.models()))
-        self.tell_of_loss()
+        if self.loss_check.is_used:
+            self.loss_check.end_update(self._updates, self.world, len(self.models()))
+            self.tell_of_loss()
         if self.is_checked and self.world.is_first:
             self.tell_once(self.caveats())
         if self.world.size == 1:

@@ -51,7 +51,10 @@ class TrainedParameters:
 
     def _in_optimizer(self) -> list[int]:
         """List the ids of the optimizer's parameters."""
-        return [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+        found: list[int] = []
+        for group in self._optimizer.param_groups:
+            found += map(id, group["params"])
+        return found
 
     def find(self) -> None:
         """Find the parameters that aren't frozen now."""
@@ -68,11 +71,10 @@ class TrainedParameters:
 
     def changed(self) -> str | None:
         """Give the first parameter that was frozen or thawed since ``find``; None without one."""
-        flags = [p.requires_grad for p in self.held.values()]
-        if flags == self._flags:
-            return None
-        changed = zip(self.held, flags, self._flags, strict=True)
-        return next(name for name, now, before in changed if now != before)
+        for (name, p), flag in zip(self.held.items(), self._flags, strict=True):
+            if p.requires_grad != flag:
+                return name
+        return None
 
     def refuse_others(self, fix: str) -> None:
         """Refuse that the optimizer was given other parameters.
