@@ -26,8 +26,8 @@ from lockstep.data import eval_loaders, job_loader, resolve, resolve_sets
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import parse
 from lockstep.launch.placement import on_devices
-from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
+from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose
 from lockstep.training.evaluation import evaluate_sets
 from lockstep.verify.batches import EPOCHS, Excerpt, evaluated_places, places_of

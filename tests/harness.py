@@ -18,10 +18,10 @@ from torch import nn
 from lockstep.checkpoint.weights import load_weights
 from lockstep.job import Job
 from lockstep.launch.devices import Devices, parse
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.precision import PrecisionName
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy
 from lockstep.train import train
 from lockstep.training.run import Run

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from lockstep.job import Job as Job
     from lockstep.launch import launch as launch
     from lockstep.launch.devices import Device as Device
-    from lockstep.launch.events import Event as Event
     from lockstep.launch.world import World as World
     from lockstep.map import map as map
     from lockstep.model.losses.loss import Loss as Loss
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.parallelize import parallelize as parallelize
     from lockstep.pipelining.planner.partition import partition as partition
     from lockstep.prediction.predict import predict as predict
+    from lockstep.run.events import Event as Event
     from lockstep.train import train as train
     from lockstep.training.callbacks.callback import Callback as Callback
     from lockstep.training.evaluate_run import evaluate as evaluate
@@ -41,7 +41,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Callback": "lockstep.training.callbacks.callback",
     "Device": "lockstep.launch.devices",
-    "Event": "lockstep.launch.events",
+    "Event": "lockstep.run.events",
     "Job": "lockstep.job",
     "LockstepError": "lockstep.errors",
     "Loss": "lockstep.model.losses.loss",

@@ -21,7 +21,7 @@
         └── SaveError         the state could not be written (a full disk, say)
 
 The message of each is one line: what was wrong, and what to do. What a program acts upon is in
-attributes (``kind``, ``fix``), never in the words of a message. `lockstep.launch.events.Caveat` is
+attributes (``kind``, ``fix``), never in the words of a message. `lockstep.run.events.Caveat` is
 a fact of the same form that is no error.
 
 The command imports this before all else, so it imports next to nothing.

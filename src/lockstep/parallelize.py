@@ -16,10 +16,10 @@ from lockstep.errors import InputError, StrategyError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import here
 from lockstep.launch.devices import Devices
-from lockstep.launch.events import Caveat, Line
 from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat, Line
 from lockstep.strategies import Strategy, choose, named
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.allocator import keep_freed_memory

@@ -16,9 +16,9 @@ from lockstep.launch import world as _world
 from lockstep.launch.devices import Devices
 from lockstep.launch.lost_ranks import LostRanks
 from lockstep.launch.placement import check_backend
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.stop_request import GRACE, StopRequest
-from lockstep.launch.terminal import Display
+from lockstep.run.run_folder import RunFolder
+from lockstep.run.stop_request import GRACE, StopRequest
+from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.restarts import after_error, check_restarts, with_restarts
 from lockstep.training.resume import as_it_went, run_to_resume

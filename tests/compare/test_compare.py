@@ -31,8 +31,8 @@ from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import InputError, OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
-from lockstep.launch.events import Caveat, TimesOf
 from lockstep.report.charts import Lines
+from lockstep.run.events import Caveat, TimesOf
 from lockstep.strategies.pp import PP
 from zoo import drawn, labels
 

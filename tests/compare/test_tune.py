@@ -21,7 +21,7 @@ from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 
 tune = importlib.import_module("lockstep.compare.tune")
 

@@ -29,11 +29,11 @@ from lockstep.compare.comparison_page import write_page
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError, SampleError
-from lockstep.launch.events import TimesOf
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.timeline_charts import turns_of
+from lockstep.run.events import TimesOf
 from lockstep.training.records.run_page import command
 from lockstep.training.records.run_page import write_page as page_of_run
 from zoo import ZOO, drawn, labels, mlp, plain_sgd

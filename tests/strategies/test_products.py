@@ -25,7 +25,7 @@ from lockstep.cli.command import main
 from lockstep.errors import DeviceError, InputError, RankFailed, RunError, StrategyError
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.layout import Layout
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import STRATEGIES, choose, devices_for, named
 from lockstep.training.records.run_page import page_of
 from lockstep.verify import verify

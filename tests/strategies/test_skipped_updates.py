@@ -19,9 +19,9 @@ from lockstep import Job, train
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, NonFiniteLoss, RunError
 from lockstep.launch.devices import parse
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import named
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.pp import PP

@@ -22,7 +22,7 @@ from lockstep.checkpoint import writer
 from lockstep.cli.command import main
 from lockstep.errors import FolderError, OutOfMemory, RankFailed, RunError, SaveError
 from lockstep.jobfile import JobFile
-from lockstep.launch.stop_request import StopRequest
+from lockstep.run.stop_request import StopRequest
 
 from harness import same_bits  # isort: skip
 from zoo import drawn, labels, mlp, plain_sgd, state_of

@@ -20,7 +20,7 @@ from lockstep.cli.command import main
 from lockstep.errors import FolderError, InputError
 from lockstep.jobfile import JobFile
 from lockstep.launch import devices
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.hogwild import Hogwild
 from lockstep.strategies.pp import PP

@@ -22,7 +22,7 @@ from lockstep.checkpoint import weights
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, JobError, LockstepError, SaveError
 from lockstep.jobfile import JobFile
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps import saved_state
 from lockstep.training.callbacks.callback import TrainingContext
 from lockstep.training.records.audit import added_up

@@ -25,7 +25,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.cli.command import main
 from lockstep.errors import DeviceError, FolderError, InputError, RankFailed, SaveError
 from lockstep.jobfile import JobFile
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.training.records.audit import added_up
 from lockstep.training.resume import newest_of
 

@@ -23,7 +23,7 @@ from lockstep.compare.entries import Setup, job_words
 from lockstep.errors import FolderError, InputError, JobError
 from lockstep.jobfile import JobFile, is_secret
 from lockstep.launch.processes.local_ranks import _log
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.training.records.run_page import write_page
 from lockstep.training.run import job_of
 

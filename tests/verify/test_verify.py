@@ -23,9 +23,9 @@ import lockstep
 from lockstep import Job, cli
 from lockstep.data import Batch, Part
 from lockstep.errors import InputError, StrategyError
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.model.losses.loss import Loss
+from lockstep.run.events import Caveat
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.dp import DP, DPStep
 from lockstep.strategies.pp import PP

@@ -21,7 +21,7 @@ from lockstep.cli.options import (
     warm_up,
 )
 from lockstep.errors import InputError
-from lockstep.launch.stop_request import GRACE
+from lockstep.run.stop_request import GRACE
 
 
 def add_train(commands: Any) -> None:

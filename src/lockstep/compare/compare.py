@@ -25,7 +25,7 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import started_as_rank
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Devices
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy, choose
 from lockstep.train import train
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.data import Batch, Part
-from lockstep.launch.events import TimesOf
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.time_breakdown import times_of
+from lockstep.run.events import TimesOf
 from lockstep.strategies.steps.step import Step
 from lockstep.training.records.batch_shapes import FirstStep
 

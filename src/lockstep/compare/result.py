@@ -10,7 +10,7 @@ from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.timing import Timing
-from lockstep.launch.events import TimesOf
+from lockstep.run.events import TimesOf
 from lockstep.strategies import kind_of
 
 

@@ -27,9 +27,9 @@ from lockstep.data.loader_workers import workers_here
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import peak_memory
 from lockstep.launch.world import World, now
+from lockstep.run.events import Caveat, Line
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
 

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, Lost, counted
 from lockstep.launch.devices import bound_by_launcher, usable_cores
-from lockstep.launch.stop_request import GRACE
 from lockstep.launch.world import World
+from lockstep.run.stop_request import GRACE
 
 Fetching = Callable[..., Any]
 """A Fetcher, or what reads a stream."""

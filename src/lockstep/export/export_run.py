@@ -35,10 +35,10 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
-from lockstep.launch.terminal import Display, number
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.target_file import check_target, folder_beside
+from lockstep.run.terminal import Display, number
 from lockstep.settings import convert
 from lockstep.strategies.single import Single
 from lockstep.strategies.steps.step import Step

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lockstep.errors import DeviceError, InputError, Lost, RankFailed, counted
 from lockstep.launch.devices import Device
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.stop_request import asked
+from lockstep.run.run_folder import RunFolder
+from lockstep.run.stop_request import asked
 
 
 class LostRanks:

@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from lockstep.errors import DeviceError
-from lockstep.launch import launch, started_as_rank, stop_request
+from lockstep.launch import launch, started_as_rank
 from lockstep.launch.devices import Device
-from lockstep.launch.terminal import Display
 from lockstep.launch.world import World, lone, not_within_a_rank
+from lockstep.run import stop_request
+from lockstep.run.terminal import Display
 from lockstep.tensors.seeding import kept_states
 
 T = TypeVar("T")

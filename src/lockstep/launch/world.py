@@ -21,11 +21,11 @@ import torch.distributed as dist
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
-from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 from lockstep.launch.observer import Observer, StallCheck, observed
 from lockstep.launch.processes.meeting import Meeting
+from lockstep.run import stop_request
 
 P = ParamSpec("P")
 T = TypeVar("T")

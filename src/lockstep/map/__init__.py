@@ -148,7 +148,7 @@ def map(
         if len(places) == 1:
             results = process_map.in_this_one(call, drawn, places[0])
         else:
-            from lockstep.launch.terminal import print_above
+            from lockstep.run.terminal import print_above
 
             on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
             results = process_map.ProcessMap(call, drawn, places, total, on_output).results()

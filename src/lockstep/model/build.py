@@ -23,12 +23,12 @@ from lockstep.checkpoint.weights import take_weights
 from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
 from lockstep.job import Job
-from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.recipe import Recipe
+from lockstep.run.events import Line
 from lockstep.tensors.common_memory import common_memory_unmoved, in_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 
 PARAMETER_HOOKS = Caveat(
     "hook",

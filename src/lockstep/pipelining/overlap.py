@@ -25,11 +25,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import nn
 
-from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.schedule import Route, has_way, whole
 from lockstep.pipelining.state_changes import StateChanges
+from lockstep.run.events import Line
 from lockstep.tensors.seeding import other_states, same, same_others, states
 from lockstep.threads import recompute
 

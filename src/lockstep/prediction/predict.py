@@ -36,10 +36,8 @@ from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch.devices import Devices
-from lockstep.launch.events import Line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.placement import check_backend, on_devices
-from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
@@ -56,6 +54,8 @@ from lockstep.prediction.output_structure import (
 )
 from lockstep.prediction.target_file import check_target, folder_beside
 from lockstep.recipe import recipe_of
+from lockstep.run.events import Line
+from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.array_file import (

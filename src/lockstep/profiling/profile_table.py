@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from lockstep.launch.events import Profile, TimesOf
 from lockstep.launch.observer import Kind
 from lockstep.profiling.time_breakdown import KINDS
+from lockstep.run.events import Profile, TimesOf
 
 _ROWS = 16
 """Rows of the table, so that it stays on one screen; the file has all."""

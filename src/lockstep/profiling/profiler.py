@@ -28,15 +28,15 @@ from torch.profiler import profile, supported_activities
 
 from lockstep.data import Batch
 from lockstep.errors import SaveError
-from lockstep.launch.events import Line, Profile
 from lockstep.launch.memory import begin_step_peak, step_peak
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of as table_of
 from lockstep.profiling.time_breakdown import times_of
 from lockstep.report.timeline import Timeline
+from lockstep.run.events import Line, Profile
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.byte_size import size
 from lockstep.tensors.pytree import tensors

@@ -17,8 +17,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lockstep.launch.events import TimesOf
 from lockstep.launch.observer import Kind
+from lockstep.run.events import TimesOf
 
 KINDS: tuple[Kind, ...] = ("computing", "communicating", "waiting", "loading", "other")
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from lockstep.errors import StrategyError, counted
 from lockstep.launch.device_table import drawn
-from lockstep.launch.events import Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import free_memory
 from lockstep.launch.world import World
@@ -28,6 +27,7 @@ from lockstep.model.hooks import hooked_parameters
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, is_of_pytorch
 from lockstep.recipe import Recipe
+from lockstep.run.events import Line
 from lockstep.strategies.ddp import DDP, DDPStep
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import synchronised

@@ -42,7 +42,6 @@ from torch import nn
 from lockstep.data import Batch
 from lockstep.errors import RunError, StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, build_model
@@ -51,6 +50,7 @@ from lockstep.model.modes import has_own_train
 from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, with_modes
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat
 from lockstep.strategies.ranks.followed_buffers import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep

@@ -28,7 +28,6 @@ from torch.optim import Optimizer
 from lockstep.data import is_stream
 from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
 from lockstep.job import Job
-from lockstep.launch.events import Caveat, Line
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
@@ -42,6 +41,7 @@ from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat, Line
 from lockstep.strategies.staged import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from lockstep.data import Batch
 from lockstep.job import Job
 from lockstep.launch.device_table import drawn
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised

@@ -15,7 +15,6 @@ from lockstep.data import AnyLoader, job_loader
 from lockstep.data.job_loaders import OF_COLLATE
 from lockstep.errors import StrategyError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.layout import Layout
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
@@ -23,6 +22,7 @@ from lockstep.model.compile import refuse_graphs
 from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
 from lockstep.model.modes import draws_dropout
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat
 from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")

@@ -16,9 +16,9 @@ from lockstep.jobfile import JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Devices
 from lockstep.launch.placement import check_backend, on_devices
-from lockstep.launch.terminal import Display
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
+from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.evaluation import evaluate_sets, say_what_collates, try_out
 from lockstep.training.run import Run, trained_of

@@ -11,10 +11,10 @@ from typing import Any
 from lockstep.data import AnyLoader, Batch
 from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.launch.events import Caveat
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.model.snapshot import Snapshot
+from lockstep.run.events import Caveat
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result, Sums, added
 from lockstep.tensors.seeding import kept_states

@@ -27,12 +27,12 @@ from typing import Any
 from lockstep.data import Batch, fingerprint, is_stream
 from lockstep.job import Job
 from lockstep.jobfile import the_job
-from lockstep.launch.events import Line
 from lockstep.launch.hang_report import Watch
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.stop_request import left_to_the_launcher
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
+from lockstep.run.events import Line
+from lockstep.run.run_folder import RunFolder
+from lockstep.run.stop_request import left_to_the_launcher
 from lockstep.strategies.steps.update_result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.callbacks.dispatch import Callbacks

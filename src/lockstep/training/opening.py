@@ -13,8 +13,8 @@ from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import note_on_threads
-from lockstep.launch.events import Line
 from lockstep.model.precision import note_on_precision
+from lockstep.run.events import Line
 from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.resume import changed_parameters

@@ -12,8 +12,8 @@ from lockstep.errors import FolderError, InputError, LockstepError, Lost, Strate
 from lockstep.launch.devices import Device
 from lockstep.launch.lost_ranks import LostRanks
 from lockstep.launch.placement import needs_one_process, on_devices
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.terminal import Display
+from lockstep.run.run_folder import RunFolder
+from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy
 from lockstep.training.loop import train_on
 from lockstep.training.setup import Plan

@@ -14,7 +14,7 @@ from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_ranks
 from lockstep.launch.devices import Device, Devices
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy, devices_for, kind_of, named
 
 _FOR_DEVICES = ("device_map", "times")

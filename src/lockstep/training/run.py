@@ -18,8 +18,8 @@ from lockstep.checkpoint.index import Index
 from lockstep.errors import FolderError, InputError, counted
 from lockstep.job import Job
 from lockstep.jobfile import HIDDEN, JobFile, as_job, the_job
-from lockstep.launch.run_folder import RunFolder
 from lockstep.model.build import trained_model
+from lockstep.run.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Run:
     """A training that has ended or was stopped: its folder, and what it reached.
 
     Attributes:
-        folder: where its files are (see ``lockstep.launch.run_folder``).
+        folder: where its files are (see ``lockstep.run.run_folder``).
         summary: the content of ``summary.json``; empty where the training was stopped before it
             wrote one.
         job: the job, where this process knows it.

@@ -19,12 +19,12 @@ from lockstep.data import AnyLoader, eval_loaders, resolve, resolve_sets
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings, written
-from lockstep.launch.events import Line
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.run_folder import RunFolder
-from lockstep.launch.terminal import duration, words_of
 from lockstep.launch.world import World
 from lockstep.model.build import refuse_given_twice
+from lockstep.run.events import Line
+from lockstep.run.run_folder import RunFolder
+from lockstep.run.terminal import duration, words_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.rows import share_sizes

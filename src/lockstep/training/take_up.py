@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import FolderError, JobError, counted
-from lockstep.launch.events import Line
-from lockstep.launch.run_folder import RunFolder
+from lockstep.run.events import Line
+from lockstep.run.run_folder import RunFolder
 from lockstep.training.opening import changes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.saves import Saves

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 from lockstep.verify.cause_texts import cause, named
 from lockstep.verify.comparison import Bounds, Comparison, Experiment
 from lockstep.verify.determinism import Thing

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lockstep.errors import LockstepError, LossError
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 from lockstep.verify.batch_cut import cause_of_cut
 from lockstep.verify.cause_texts import cause, of_refusal, quoted
 from lockstep.verify.comparison import Comparison, Experiment

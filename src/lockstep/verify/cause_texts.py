@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 
 
 def _read(table: str) -> dict[str, tuple[str, str]]:

@@ -12,8 +12,8 @@ from typing import Any
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Caveat
 from lockstep.launch.world import place_of
+from lockstep.run.events import Caveat
 from lockstep.strategies import Strategy
 from lockstep.strategies.single import Single
 from lockstep.verify.determinism import Thing

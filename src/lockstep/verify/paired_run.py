@@ -25,9 +25,9 @@ from lockstep.job import Job
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Caveat, Line
 from lockstep.launch.world import World, place_of
 from lockstep.model.modes import acting_buffers, draws_dropout, normalizes_by_batch
+from lockstep.run.events import Caveat, Line
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest

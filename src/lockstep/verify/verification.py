@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lockstep.launch.events import Caveat
+from lockstep.run.events import Caveat
 from lockstep.verify.cause_texts import named
 from lockstep.verify.comparison import Comparison, Difference, Update
 from lockstep.verify.measures import relative

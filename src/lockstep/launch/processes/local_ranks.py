@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import IO, Any, TypeVar
 
 from lockstep.errors import FolderError, RunError
-from lockstep.launch import stop_request
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Setup
 from lockstep.launch.processes.modes import Modes
@@ -20,6 +19,7 @@ from lockstep.launch.processes.pickling import loads, pickled_call
 from lockstep.launch.processes.rank import next_message
 from lockstep.launch.processes.supervisor import Supervisor
 from lockstep.launch.world import World, not_within_a_rank
+from lockstep.run import stop_request
 from lockstep.tensors.new_file import not_followed
 from lockstep.tensors.seeding import kept_states
 

@@ -31,7 +31,7 @@ from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.fork_server import REPORT, Report
 from lockstep.launch.processes.rank import EVENT, FAILURE, SAID
-from lockstep.launch.terminal import to_own_streams
+from lockstep.run.terminal import to_own_streams
 
 _PATIENCE = 0.4
 """Seconds from the first failure in which the other ranks may report theirs."""

@@ -27,12 +27,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
-from lockstep.launch.events import Caveat
 from lockstep.launch.processes.meeting import END_OF_CALLBACKS
 from lockstep.launch.world import World
 from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked
 from lockstep.model.optimizers.state import REPLACED
+from lockstep.run.events import Caveat
 from lockstep.strategies.sharded.shards import Shards
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")

@@ -10,9 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data import Batch
 from lockstep.data.own_batches import batch_of
 from lockstep.errors import InputError
-from lockstep.launch.events import Caveat
 from lockstep.model.hooks import PARAMETER_HOOKS, is_hooked
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step

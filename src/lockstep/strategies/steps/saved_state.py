@@ -17,7 +17,6 @@ from lockstep.checkpoint.reading import load_earlier, load_newest
 from lockstep.checkpoint.weights import is_extra_state, save_weights, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, SaveError, counted
-from lockstep.launch.events import Caveat
 from lockstep.model.module_state import (
     are_alike,
     extra_state_of,
@@ -25,6 +24,7 @@ from lockstep.model.module_state import (
     set_extra_state,
     set_flags,
 )
+from lockstep.run.events import Caveat
 from lockstep.strategies.steps.left_out_parameters import LeftOutParameters
 
 if TYPE_CHECKING:

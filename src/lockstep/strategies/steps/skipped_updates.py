@@ -9,9 +9,9 @@ is consumed: the step is counted, and a scheduler of steps moves on. What forwar
 from __future__ import annotations
 
 from lockstep.errors import NonFiniteLoss, RunError
-from lockstep.launch.events import Line
 from lockstep.launch.world import World
 from lockstep.recipe import Recipe
+from lockstep.run.events import Line
 
 NO_ITEMS = "the loss counted no item in the batch"
 

@@ -21,7 +21,6 @@ from torch import nn
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
 from lockstep.launch.devices import Device
-from lockstep.launch.events import Caveat, Line
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
@@ -35,6 +34,7 @@ from lockstep.model.optimizers.gradients import clip_gradients, gradient_values
 from lockstep.model.optimizers.kinds import may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat, Line
 from lockstep.strategies.steps.draws import Draws
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.given_batches import GivenBatches

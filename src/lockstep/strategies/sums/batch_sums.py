@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import LockstepError, StrategyError
-from lockstep.launch.events import Caveat
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
+from lockstep.run.events import Caveat
 from lockstep.strategies.sums.sum_check import SumCheck, Verdict
 from lockstep.strategies.sums.sums_of_pieces import Metrics, Piece, Summed, SummedLoss
 from lockstep.tensors.rows import coprime_sizes, cut

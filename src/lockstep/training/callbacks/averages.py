@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lockstep.errors import JobError, StrategyError
-from lockstep.launch.events import Line
+from lockstep.run.events import Line
 from lockstep.strategies.steps.step import Step
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from lockstep.data import mixed
 from lockstep.errors import JobError, told
 from lockstep.job import Job
-from lockstep.launch.events import Line
+from lockstep.run.events import Line
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.pytree import each

@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.launch.events import Event
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
+from lockstep.run.events import Event
+from lockstep.run.run_folder import RunFolder
 from lockstep.training.callbacks.callback import TrainingContext
 
 _KINDS: dict[str, Any] = {

@@ -20,8 +20,8 @@ from typing import Any
 
 from lockstep.data import Batch, is_stream
 from lockstep.errors import FolderError, counted
-from lockstep.launch.run_folder import RunFolder
 from lockstep.launch.world import World
+from lockstep.run.run_folder import RunFolder
 
 _FILE = re.compile(r"(\d+)-rank-\d+\.jsonl")
 

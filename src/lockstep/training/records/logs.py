@@ -12,11 +12,11 @@ import torch
 
 from lockstep.data import Batch
 from lockstep.job import Job
-from lockstep.launch.events import Line, Memory, Progress
 from lockstep.launch.memory import memory_now
-from lockstep.launch.terminal import duration, number
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
+from lockstep.run.events import Line, Memory, Progress
+from lockstep.run.terminal import duration, number
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Sums, added
 from lockstep.training.progress import TrainingProgress

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from lockstep.data import Batch
-from lockstep.launch.events import Line
 from lockstep.profiling import Profiler
+from lockstep.run.events import Line
 from lockstep.strategies.steps.update_result import Sums
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.records.audit import Audit

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from lockstep.launch.events import Event, Line, Memory, Profile, Progress
+from lockstep.run.events import Event, Line, Memory, Profile, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console

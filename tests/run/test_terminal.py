@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.launch.events import Event, Line, Progress
-from lockstep.launch.terminal import Display
+from lockstep.run.events import Event, Line, Progress
+from lockstep.run.terminal import Display
 
 LOSSES = {"train_loss": 0.5}
 

@@ -98,7 +98,7 @@ class StopRequest:
     Attributes:
         number: of the signal that came, or None.
         error: what is to be raised in the main thread.
-        ranks: the board on which ranks of ours look (see ``launch.call``); None where there are
+        ranks: the board on which ranks of ours look (see `lockstep.launch.processes.call`); None where there are
             none.
     """
 

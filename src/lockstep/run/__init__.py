@@ -1,0 +1,1 @@
+"""One run as a person meets it: its folder, its events, the terminal, and a request to stop."""
