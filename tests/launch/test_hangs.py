@@ -23,6 +23,7 @@ from lockstep.errors import Lost
 from lockstep.jobfile import JobFile
 from lockstep.launch import hang_report
 from lockstep.launch.hang_report import Account, headline
+from lockstep.launch.world import World
 
 FILE = """
 import os, threading, time, torch, lockstep
@@ -280,6 +281,25 @@ def test_the_watch_costs_nothing_that_shows(own: Path, monkeypatch) -> None:
         hang_report, "account", lambda *of: pytest.fail("no account is made in a healthy run")
     )
     train(JobFile("own.py"), devices="1xcpu", quiet=True)
+
+
+def test_the_timeout_ends_a_training_whose_report_fails(monkeypatch, capfd) -> None:
+    """Found by review: one report that failed ended the thread that enforces the timeout."""
+
+    def fails(*of: object) -> Account:
+        raise ValueError("bad frame")
+
+    ended: list[Exception] = []
+    monkeypatch.setattr(hang_report, "account", fails)
+    monkeypatch.setattr(hang_report, "_LOOK", 0.05)
+    monkeypatch.setenv("LOCKSTEP_HANG_REPORT_AFTER", "0.1")
+    with hang_report.Watch(World(fail=ended.append), timeout=0.3):
+        end = time.monotonic() + 20
+        while not ended and time.monotonic() < end:
+            time.sleep(0.01)
+    assert isinstance(ended[0], Lost)
+    assert str(ended[0]).endswith("which is --timeout: the report failed: ValueError('bad frame')")
+    assert capfd.readouterr().err.count("bad frame") == 1
 
 
 def test_the_error_is_one_that_restarts_take(own: Path) -> None:

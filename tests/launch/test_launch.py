@@ -30,7 +30,6 @@ from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server, supervisor
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.local_ranks import StandingRanks
-from lockstep.launch.processes.pickling import loads, pickled
 from lockstep.launch.processes.supervisor import Lines
 from zoo import ZOO
 
@@ -672,6 +671,41 @@ def test_a_rank_that_ends_without_a_result_is_named(end, words: str) -> None:
         assert "in ends" in caught.value.traceback  # told by faulthandler, in its log
 
 
+def test_the_last_words_of_a_rank_that_dies_at_once_are_shown(monkeypatch) -> None:
+    """Found by review: what a rank printed before its log was measured was taken for earlier."""
+    start_rank = fork_server.start_rank
+
+    def start_slowly(number: int, files: list[int]) -> Any:
+        life = start_rank(number, files)
+        limit = time.monotonic() + 20
+        while number and not os.fstat(files[2]).st_size and time.monotonic() < limit:
+            time.sleep(0.01)
+        return life
+
+    class Prints:
+        def __reduce__(self):
+            return exec, ("print('last words', flush=True)",)
+
+    monkeypatch.setattr(fork_server, "start_rank", start_slowly)
+    with pytest.raises(RankFailed) as caught:
+        launch(
+            lambda world, words: os._exit(3) if world.rank else time.sleep(50), "2xcpu", (Prints(),)
+        )
+    assert "last words" in caught.value.traceback
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_file_open(monkeypatch) -> None:
+    def refuses(*of: object, **settings: object) -> None:
+        raise OSError("no more processes")
+
+    fork_server.stop()
+    monkeypatch.setattr(subprocess, "Popen", refuses)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="no more processes") as caught:
+        fork_server.start_rank(0, [])
+    assert os.listdir("/proc/self/fd") == before, caught
+
+
 def test_a_stopped_rank_does_not_delay_the_end() -> None:
     def fails_beside_a_stopped_one(world):
         if world.rank == 0:
@@ -989,35 +1023,3 @@ def test_tensors_that_share_memory_do_so_on_the_ranks() -> None:
     found = launch(filled, "2xcpu", (layer, others))[1]
     assert [t.tolist() for t in found] == [[[5.0] * 3] * 2, [[5.0] * 3], [0, 2], [1.0, 1.0]]
     assert [t.requires_grad for t in found] == [False, False, False, True]
-
-
-def shared_variable() -> tuple[Any, Any, Any]:
-    number = 1
-
-    def get() -> int:
-        return number
-
-    def set_it(value: int) -> None:
-        nonlocal number
-        number = value
-
-    def factorial(n: int) -> int:
-        return 1 if n < 2 else n * factorial(n - 1)
-
-    def unassigned() -> Any:
-        return later
-
-    if number > 1:
-        later = 0
-    return get, set_it, (factorial, unassigned)
-
-
-def test_functions_that_share_a_variable_share_it_in_the_ranks() -> None:
-    """Found by trial: each had its own there, and what a callback rebound the loss never saw."""
-    get, set_it, (factorial, unassigned) = loads(
-        pickled({"a function": shared_variable, "variables": shared_variable()})
-    )[1][0]
-    set_it(7)
-    assert get() == 7 and factorial(5) == 120
-    with pytest.raises(NameError):
-        unassigned()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -25,7 +26,11 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.cli.command import main
 from lockstep.errors import DeviceError, FolderError, InputError, RankFailed, SaveError
 from lockstep.jobfile import JobFile
+from lockstep.launch.devices import slots
+from lockstep.launch.lost_ranks import LostRanks
 from lockstep.run.run_folder import RunFolder
+from lockstep.run.terminal import Display
+from lockstep.training import restarts
 from lockstep.training.records.audit import added_up
 from lockstep.training.resume import newest_of
 
@@ -135,6 +140,36 @@ def test_restarts_come_to_an_end(own: Path, monkeypatch) -> None:
         train(JobFile("own.py"), strategy="ddp", devices="2xcpu", restarts=2, quiet=True)
     (run,) = own.glob("runs/*")
     assert CheckpointFolder(run / "checkpoints").steps()[0] == 4
+
+
+def test_a_checkpoint_that_was_set_aside_is_not_what_a_restart_names(
+    own: Path, monkeypatch, capsys
+) -> None:
+    """Found by review: a folder ``step-4.damaged-2`` ended the run with a ValueError."""
+    run = RunFolder(own)
+    for name in ("step-2", "step-4.damaged", "step-4.damaged-2"):
+        (run.checkpoints / name).mkdir(parents=True)
+    answers = [RankFailed("rank 1 was killed"), ({"steps": 4}, "run")]
+
+    def trained(*of: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    @dataclasses.dataclass
+    class Plan:
+        timeout: float = 0.0
+        folder: str = ""
+        resume: bool = False
+        again: bool = False
+
+    monkeypatch.setattr(restarts, "on_devices", trained)
+    lost = LostRanks(1, None, slots(2))
+    found = restarts.with_restarts(Plan(), slots(2), None, Display(), run, lost)  # type: ignore[arg-type]
+    assert found == ({"steps": 4}, "run")
+    says = "rank 1 was killed: resuming from step 2 (restart 1 of 1, on 2 devices)"
+    assert says in capsys.readouterr().out
 
 
 @pytest.mark.slow

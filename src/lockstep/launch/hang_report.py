@@ -224,6 +224,8 @@ class Watch:
         self._asked = 0
         self._awake = 0.0
         self._idle = 0.0
+        self._due = 0.0
+        self._last = self._progress()
         self._first_step = 0
         self._first_awake = 0.0
         self._headline = ""
@@ -248,37 +250,47 @@ class Watch:
         self._over.set()
 
     def _run(self) -> None:
-        try:
-            self._look()
-        except Exception as error:  # a report that fails must not end what it reports on
-            text = f"lockstep: the report of a training without progress failed: {error!r}\n"
-            os.write(2, text.encode())
+        """Look once a second, until the training is over."""
+        self._last = self._progress()
+        while not self._over.wait(_LOOK):
+            try:
+                self._look()
+            except Exception as error:  # a report that fails must not end what it reports on
+                self._note_failure(error)
+            if self._headline and self._reports and self._is_too_long():
+                text = f"no progress for {self._idle:.0f} s, which is --timeout: {self._headline}"
+                self._world.fail(Lost(text))
+                return
 
     def _look(self) -> None:
-        """Look once a second, until the training is over."""
-        last = self._progress()
-        due = 0.0
-        while not self._over.wait(_LOOK):
-            self._awake += _LOOK
-            self._idle += _LOOK
-            now = self._progress()
-            if now != last:
-                last = now
-                due = 0.0
-                self._note_progress()
-            after = self._patience()
-            ends = 0 < self._timeout <= self._idle
-            if not self._headline and (ends or self._idle >= max(after, due)):
-                due = self._idle + after
-                self._ask(after)
-            elif self._store.check([f"lockstep/hang/{self._asked}"]):  # another rank has asked
-                self._leave(account(self._world, self._idle))
-            if self._headline and ends and self._reports:
-                self._end()
-                return
+        """Compare the progress with that of the last look, and report where there is none."""
+        self._awake += _LOOK
+        self._idle += _LOOK
+        now = self._progress()
+        if now != self._last:
+            self._last = now
+            self._note_progress()
+        after = self._patience()
+        is_due = self._idle >= max(after, self._due) or self._is_too_long()
+        if is_due and not self._headline:
+            self._due = self._idle + after
+            self._ask(after)
+        elif self._store.check([f"lockstep/hang/{self._asked}"]):  # another rank has asked
+            self._leave(account(self._world, self._idle))
+
+    def _is_too_long(self) -> bool:
+        return 0 < self._timeout <= self._idle
+
+    def _note_failure(self, error: Exception) -> None:
+        """Log that the report failed, once, and let the timeout end the training all the same."""
+        if not self._headline:
+            self._headline = f"the report failed: {error!r}"
+            self._reports = True
+            os.write(2, f"lockstep: no progress, and {self._headline}\n".encode())
 
     def _note_progress(self) -> None:
         self._idle = 0.0
+        self._due = 0.0
         self._headline = ""
         if self._first_step <= 1:
             self._first_step = self._world.step
@@ -292,10 +304,6 @@ class Watch:
 
     def _progress(self) -> tuple[int, int, int]:
         return self._world.step, self._world.collectives, self._world.beats
-
-    def _end(self) -> None:
-        text = f"no progress for {self._idle:.0f} s, which is --timeout: {self._headline}"
-        self._world.fail(Lost(text))
 
     def _leave(self, mine: Account) -> None:
         self._store.set(f"lockstep/hang/{self._asked}/{mine.rank}", json.dumps(asdict(mine)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lockstep.errors import DeviceError, InputError, Lost, RankFailed, counted
 from lockstep.launch.devices import Device
-from lockstep.run.run_folder import RunFolder
 from lockstep.run.stop_request import asked
 
 
@@ -34,11 +33,15 @@ class LostRanks:
         self._number = 0
         self._reached = -1
 
-    def after(self, error: Lost, run: RunFolder) -> tuple[tuple[Device, ...], str]:
+    def after(self, error: Lost, saved: list[int]) -> tuple[tuple[Device, ...], str]:
         """Return the devices to continue with, and a line for the log.
 
         A rank that is lost again, without progress since, is left out where there are more devices
         than are needed.
+
+        Args:
+            error: what was lost.
+            saved: the steps that have a checkpoint, newest first.
 
         Raises:
             Lost: the run ends.
@@ -47,8 +50,10 @@ class LostRanks:
             raise error
         self._number += 1
         left_out = self._left_out(error)
-        how = f"restart {self._number} of {self._restarts}, on {counted(len(self._devices), 'device')}"
-        return self._devices, f"{error}: resuming from {_newest(run)} ({how}{left_out})"
+        start = f"step {saved[0]}" if saved else "the beginning"
+        how = f"restart {self._number} of {self._restarts}"
+        count = counted(len(self._devices), "device")
+        return self._devices, f"{error}: resuming from {start} ({how}, on {count}{left_out})"
 
     def _left_out(self, error: Lost) -> str:
         """Leave out the device whose rank was lost twice in the same step."""
@@ -63,9 +68,3 @@ class LostRanks:
         gone = self._devices[error.rank]
         self._devices = tuple(device for device in self._devices if device != gone)
         return f", without {gone}"
-
-
-def _newest(run: RunFolder) -> str:
-    """Return the name of the newest checkpoint: ``step 4``, or ``the beginning``."""
-    steps = [int(path.name[5:]) for path in run.checkpoints.glob("step-*[0-9]")]
-    return f"step {max(steps)}" if steps else "the beginning"

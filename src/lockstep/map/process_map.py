@@ -95,8 +95,8 @@ class _Pace:
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
-    """The results, computed in the caller's process; its random generators stay where they are
-    if there is a seed.
+    """Compute the results in the caller's process; its random generators stay where they are if
+    there is a seed.
     """
     units = items if call.batch is None else _batched(items, call.batch)
     for number, unit in enumerate(units):

@@ -1,5 +1,5 @@
-"""Trains again, from the last checkpoint, when ranks of this machine are lost; and what is left of a
-run that fails.
+"""Trains again, from the last checkpoint, when ranks of this machine are lost; and what is left of
+a run that fails.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 from typing import Any
 
+from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, InputError, LockstepError, Lost, StrategyError, told
 from lockstep.launch.devices import Device
 from lockstep.launch.lost_ranks import LostRanks
@@ -74,7 +75,8 @@ def with_restarts(
                 # All that the run leaves is written: what was lost had nothing more to do.
                 display.line(f"note: {error}, after the end")
                 return run.read_json(run.summary), str(run.path)
-            devices, line = lost.after(error, run)
+            saved = CheckpointFolder(run.checkpoints).steps()
+            devices, line = lost.after(error, saved)
             display.line(line)
             plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
 

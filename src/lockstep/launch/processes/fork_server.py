@@ -25,13 +25,14 @@ it is at their launch.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import socket
 import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,9 +85,8 @@ def start_rank(number: int, files: Sequence[int]) -> socket.socket:
             others.
     """
     global _used
-    ours, theirs = socket.socketpair()
-    attached = [theirs.fileno(), *files]
-    with theirs, _lock:
+    with _connection() as (ours, theirs), _lock:
+        attached = [theirs.fileno(), *files]
         try:
             socket.send_fds(_running().control, [START.pack(number)], attached)
         except OSError:  # it has died
@@ -107,8 +107,7 @@ def stop() -> None:
 def _running() -> _Server:
     global _server
     if _server is None:
-        ours, theirs = socket.socketpair()
-        with theirs:
+        with _connection() as (ours, theirs):
             process = subprocess.Popen(
                 # -P: a file in the current folder must not stand in for a module of the same name.
                 [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid())],
@@ -120,8 +119,22 @@ def _running() -> _Server:
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
             )
-        _server = _Server(process, ours)
+            _server = _Server(process, ours)
     return _server
+
+
+@contextlib.contextmanager
+def _connection() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Make a connection to send its second end away: that one is closed here afterwards, and the
+    first one too if sending fails.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            yield ours, theirs
+        except BaseException:
+            ours.close()
+            raise
 
 
 _PROGRAM = (
@@ -131,7 +144,7 @@ _PROGRAM = (
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment with this process's import path, so that both find the same modules."""
+    """Return the environment, with an import path by which both find the same modules."""
     path = [os.path.abspath(entry) for entry in sys.path if entry]
     path.append(str(Path(__file__).resolve().parents[3]))
     return {

@@ -16,7 +16,7 @@ from lockstep.launch.world import World, enter, place_of
 
 
 def default_backend(device: Device) -> str:
-    """NCCL between CUDA devices, gloo elsewhere, or what PyTorch holds to be right for the type."""
+    """Return NCCL for CUDA devices, gloo for CPU devices, PyTorch's default for others."""
     if device.is_slot or device.type == "mps":
         return "gloo"
     return str(dist.get_default_backend_for_device(device.torch))

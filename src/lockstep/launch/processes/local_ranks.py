@@ -53,7 +53,7 @@ def _started(
     on_output: Callable[[str, str], None] | None = None,
     **settings: Any,
 ) -> Iterator[Supervisor]:
-    """Ranks that have been started, to be watched; none of them runs afterwards."""
+    """Start ranks, and give them to be watched; none of them runs afterwards."""
     with _meeting() as rendezvous:
         setup = Setup(devices, Modes.here(devices), rendezvous, folder=folder, **settings)
         with Supervisor(
@@ -68,8 +68,8 @@ def _started(
 
 @contextlib.contextmanager
 def _meeting() -> Iterator[str]:
-    """A file where ranks meet; without a name where the system can open that, so that nothing
-    can be left behind.
+    """Make a file where ranks meet; where the system can open one without a name, nothing can be
+    left behind.
     """
     if sys.platform == "linux":
         with tempfile.TemporaryFile() as file:
@@ -80,7 +80,7 @@ def _meeting() -> Iterator[str]:
 
 
 def _log(folder: str | None, rank: int) -> IO[bytes]:
-    """The file for what a rank prints; a later launch with the same folder adds to it."""
+    """Open the file for what a rank prints; a later launch with the same folder adds to it."""
     if folder is None:
         return tempfile.TemporaryFile()
     try:
@@ -172,7 +172,7 @@ class StandingRanks:
 
 
 def _serve(world: World) -> None:
-    """What each of them does: call after call."""
+    """Make one call after another, on each of them."""
     while True:
         fn, args = loads(next_message())
         tell = world.tell

@@ -2,11 +2,12 @@
 
 ::
 
-    first failure ── at most 0.4 s, in which the others report theirs ──> SIGKILL for the rest ──> raise the first
+    first failure ── 0.4 s at most, in which the others report theirs
+                  ──> SIGKILL for the rest ──> raise the first
 
-Everything is heard in one loop of the thread that launched: the end of each rank's life, each rank's
-messages, and what rank 0 prints. The person's signal handlers are left alone; whatever they raise
-ends the launch like any exception.
+Everything is heard in one loop of the thread that launched: the end of each rank's life, each
+rank's messages, and what rank 0 prints. The person's signal handlers are left alone; whatever they
+raise ends the launch like any exception.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ class Rank:
         number, devices: which it is.
         channel: this end of the connection for messages.
         life: this end of the connection that lasts as long as the rank.
-        log: the file of what it prints, and where that began; None where it comes out here.
+        log: the file of what it prints; None where it comes out here.
+        log_start: the bytes of the log that earlier launches wrote.
         ended: how it ended, once it has.
         has_result, result: what its function returned, once it has.
         record: its own account of its failure.
@@ -84,7 +86,8 @@ class Rank:
     devices: Sequence[Device]
     channel: Connection
     life: socket.socket
-    log: tuple[IO[bytes], int] | None = None
+    log: IO[bytes] | None = None
+    log_start: int = 0
     ended: Report | None = None
     has_result: bool = False
     result: Any = None
@@ -99,10 +102,9 @@ class Rank:
         """Return the end of what was written to its log since this launch began."""
         if self.log is None:
             return ""
-        file, start = self.log
-        end = file.seek(0, os.SEEK_END)
-        file.seek(max(start, end - _LAST_WORDS))
-        return file.read().decode("utf-8", "replace").strip()
+        end = self.log.seek(0, os.SEEK_END)
+        self.log.seek(max(self.log_start, end - _LAST_WORDS))
+        return self.log.read().decode("utf-8", "replace").strip()
 
 
 class Supervisor:
@@ -170,16 +172,15 @@ class Supervisor:
             ours, its = multiprocessing.Pipe()
             self._stack.enter_context(ours)
             theirs.enter_context(its)
+            before = 0  # bytes of the log
             if log is None:
                 out = self._relayed("stdout", theirs)
                 err = self._relayed("stderr", theirs)
             else:
-                self._stack.enter_context(log)
+                before = self._stack.enter_context(log).seek(0, os.SEEK_END)
                 out = err = log.fileno()
             life = fork_server.start_rank(number, [file, its.fileno(), out, err, *blocks])
-        rank = Rank(number, devices, ours, self._stack.enter_context(life))
-        if log is not None:
-            rank.log = log, log.seek(0, os.SEEK_END)
+        rank = Rank(number, devices, ours, self._stack.enter_context(life), log, before)
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank))
         self._selector.register(life, selectors.EVENT_READ, partial(self._hear_end, rank))
         self.ranks.append(rank)
