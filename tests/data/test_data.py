@@ -328,6 +328,21 @@ def test_a_sample_of_a_subset_draws_what_it_draws_in_the_whole() -> None:
     assert nested == {22: wanted[22], 3: wanted[3], 20: wanted[20]}
 
 
+def jittered(samples: list[Any]) -> Any:
+    inputs = torch.stack([x for x, _ in samples])
+    return inputs + torch.rand(1), torch.tensor([y for _, y in samples])
+
+
+def test_a_collate_draws_the_same_where_a_batch_is_made_again() -> None:
+    subset = Subset(Noisy(), [7, 5, 3, 1])
+    loader = Loader(subset, batch_size=2, workers=0, collate=jittered)
+    for batch in loader.epoch(0):
+        (part,) = batch.parts
+        whole = batch.samples.tolist()
+        (inputs, _), *_ = batch.collate([whole, whole[:1], whole[1:]])
+        assert torch.equal(inputs, part.inputs)
+
+
 class ByBatch(Noisy):
     """Hands out whole batches; draws numbers or not."""
 

@@ -398,7 +398,7 @@ def test_a_collate_is_given_the_samples_as_they_are(tmp_path: Path) -> None:
 
     run = trained(tmp_path, Takes, collate=doubled)
     expected = run.model()(2 * drawn(ROWS, 6).double())
-    for data in ("eval", Bare("tensor")):
+    for data in ("eval", Bare("tensor"), drawn(ROWS, 6).double()):
         assert (predict(run, data, **on("ddp 2"), loader_workers=0) - expected).abs().max() < 1e-12
 
 

@@ -659,6 +659,18 @@ def test_a_rank_without_a_sample_has_the_statistics_of_the_others(strategy: str)
         assert (found - expected).abs().max() < 1e-10
 
 
+def one_sample_on_a_rank(world: Any) -> None:
+    step = step_of(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)), strategy="ddp")
+    samples = (4, 1, 0)[world.rank]
+    step(drawn(samples, 6), labels(samples, 3))
+
+
+def test_a_batch_norm_of_one_sample_is_told_the_size_of_the_batch() -> None:
+    """A rank without a sample once made it a batch of as many samples as there were other ranks."""
+    with pytest.raises(RunError, match="one sample only, of a batch of 5: sync_batchnorm=True"):
+        lockstep.launch(one_sample_on_a_rank, devices="3xcpu")
+
+
 def normalized(strategy: str, devices: str, accumulate: int) -> tuple[torch.Tensor, list[str]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()

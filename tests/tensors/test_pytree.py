@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, namedtuple
 from collections.abc import Iterator, MutableMapping
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import pytest
 import torch
 
 from lockstep.errors import InputError
-from lockstep.tensors.pytree import call, to_device
+from lockstep.tensors.pytree import call, described, to_device
 from lockstep.tensors.rows import batch_size_of, cut
 
 Point = namedtuple("Point", "x y")
@@ -171,6 +171,37 @@ def test_parts_of_an_object_have_nothing_that_was_computed_of_the_whole(made: An
     assert part.x.tolist() == [1, 2] and whole.x is X
     assert isinstance(part, dict) or part.total == 3
     assert getattr(part, "number", 3) == 3
+
+
+class Weighted(OrderedDict):
+    @functools.cached_property
+    def weight(self) -> float:
+        return float(self["x"].sum())
+
+
+def test_a_mapping_has_nothing_that_was_computed_of_the_whole() -> None:
+    whole = Weighted(x=X)
+    assert whole.weight == 15
+    part = cut(whole, 1, 2, 6)
+    assert part.weight == 3 and whole.weight == 15
+
+
+@dataclass
+class Scaled:
+    x: torch.Tensor
+    scale: InitVar[float] = 1.0
+
+    def __post_init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+def test_what_an_instance_has_in_place_of_its_class_is_kept() -> None:
+    assert cut(Scaled(X, 0.5), 1, 2, 6).scale == 0.5
+
+
+def test_a_list_of_a_class_of_ones_own_is_described_as_a_list() -> None:
+    assert described(torch.Size([2, 3])) == "(int, int)"
+    assert described(torch.Size(range(9))) == "(int, int, int, ... 9 in all)"
 
 
 def test_a_mapping_of_any_class_keeps_its_own_items() -> None:

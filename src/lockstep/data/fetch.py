@@ -116,7 +116,7 @@ class Fetcher:
             by_index = dict(zip(whole, samples, strict=True))
             for share in shares:
                 copies = [own_copy(by_index[i]) for i in share]
-                pairs.append(self._together(copies, epoch, share[0]))
+                pairs.append(self._together(copies, epoch, self._indices(share[:1])[0]))
 
         if state is not None:
             self.dataset.load_state_dict(state)

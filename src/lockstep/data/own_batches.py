@@ -55,51 +55,34 @@ def batch_of(
         refuse_uncut(inputs, targets, samples)
 
     parts = even_parts(Part(inputs, targets, samples, samples), accumulate)
-    for part in parts:
-        part.of = part.size
-
     sizes = [theirs for (theirs,) in over_ranks(world, samples)]
-    if world.size > 1:
-        _count_over_ranks(parts, sizes, refuse_gaps)
+    cuts = [share_sizes(theirs, accumulate) for theirs in sizes]
+    for part, shares in zip(parts, zip(*cuts, strict=True), strict=True):
+        full = [share > 0 for share in shares]
+        number = sum(full)
+        if not all(full[:number]):
+            refuse_gaps(full)
+        # A number below that of the ranks says that some have none; these are the last ones
+        # wherever it matters.
+        part.of = number if number < world.size else sum(shares)
 
     return Batch(parts, sum(sizes), 0, 0)
 
 
 def even_parts(part: Part, number: int) -> list[Part]:
     """Cut a part into so many of about the same size, some of which may be empty."""
+    nest = (part.inputs, part.targets)
     parts = []
     start = 0
     for size in share_sizes(part.size, number):
-        some = Part(None, None, size, part.of)
+        some: tuple[Any, Any] = (None, None)
         if size == part.size:
-            some.inputs = part.inputs
-            some.targets = part.targets
+            some = nest
         elif size:
-            nest = (part.inputs, part.targets)
-            some.inputs, some.targets = cut(nest, start, size, part.size)
-        parts.append(some)
+            some = cut(nest, start, size, part.size)
+        parts.append(Part(*some, size, part.of))
         start += size
     return parts
-
-
-def _count_over_ranks(
-    parts: list[Part], sizes: list[int], refuse_gaps: Callable[[list[bool]], None]
-) -> None:
-    """Set the samples of each micro-batch, all ranks together.
-
-    Args:
-        parts: of this rank.
-        sizes: samples of each rank.
-        refuse_gaps: as in ``batch_of``.
-    """
-    every = [share_sizes(samples, len(parts)) for samples in sizes]
-    for part, shares in zip(parts, zip(*every, strict=True), strict=True):
-        here = [size > 0 for size in shares]
-        # A number below that of the ranks says that some have none; these are the last ones
-        # wherever it matters.
-        part.of = sum(shares) if all(here) else sum(here)
-        if not all(here[: sum(here)]):
-            refuse_gaps(here)
 
 
 def refuse_uncut(inputs: Any, targets: Any, samples: int) -> None:

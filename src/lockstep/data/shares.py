@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,6 @@ from torch import Tensor
 from lockstep.errors import JobError
 from lockstep.launch.world import World
 from lockstep.tensors.rows import share_sizes
-
-T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 
@@ -203,11 +201,6 @@ class Cutting:
         if len(last) and start <= full:
             yield self.row(last)
 
-    def by_rank(self, shares: Sequence[T]) -> list[list[T]]:
-        """Put together what there is of each wanted share (in the order of ``spans``) by ranks."""
-        each = len(shares) // len(self.ranks)
-        return [list(shares[i : i + each]) for i in range(0, len(shares), each)]
-
     def batch(
         self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int
     ) -> Batch:
@@ -227,7 +220,8 @@ class Cutting:
 
         batch = Batch(parts, len(samples), index, epoch, samples)
         if self.rank is None:
-            batch.shares = self.by_rank(parts)
+            each = len(parts) // self.world_size  # micro-batches
+            batch.shares = [parts[i : i + each] for i in range(0, len(parts), each)]
             batch.parts = [Part(None, None, part.of, part.of) for part in batch.shares[0]]
 
         return batch

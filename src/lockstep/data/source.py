@@ -165,13 +165,14 @@ def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Co
             "samples, or a dataset with __getitem__ and __len__"
         )
 
-    if isinstance(dataset, Tensor) and dataset.is_cpu:
-        dataset = TensorDataset(dataset)
-    if type(dataset) is TensorDataset and len(dataset.tensors) == 1:
-        dataset = TensorDataset(*dataset.tensors, torch.zeros(1).expand(len(dataset)))
-    base = base_of(dataset)
-    if collate is None and type(base) is TensorDataset and len(base.tensors) == 2:
-        return dataset, None  # tensors are indexed, as in training
+    if collate is None:
+        if isinstance(dataset, Tensor) and dataset.is_cpu:
+            dataset = TensorDataset(dataset)
+        if type(dataset) is TensorDataset and len(dataset.tensors) == 1:
+            dataset = TensorDataset(*dataset.tensors, torch.zeros(1).expand(len(dataset)))
+        base = base_of(dataset)
+        if type(base) is TensorDataset and len(base.tensors) == 2:
+            return dataset, None  # tensors are indexed, as in training
     return dataset, functools.partial(_collated, collate, name)
 
 

@@ -145,8 +145,18 @@ def create(folder: Path, arrays: Sequence[Array]) -> None:
         with writing(path, array.size), path.open("xb") as file:
             file.write(array.header)
             file.truncate(array.size)
-            if array.size and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, array.size)
+            _take_room(file.fileno(), array.size)
+
+
+def _take_room(file: int, size: int) -> None:
+    """Have the disk reserve the bytes of a file, where system and disk can."""
+    if not size or not hasattr(os, "posix_fallocate"):
+        return
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
 
 
 def write_rows(folder: Path, array: Array, first: int, rows: Tensor) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
@@ -80,14 +81,13 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
     if type(nest) is list:
         return list(new)
     if isinstance(nest, list):
-        made = copy.copy(nest)
+        made = _shallow_copy(nest)
         made[:] = new
         return made
     if isinstance(nest, MutableMapping):
         return _mapping_of(nest, zip(nest, new, strict=True))
 
-    # What was computed of the other parts and kept is left out; __post_init__ has had its turn.
-    made = object.__new__(type(nest))
+    made = object.__new__(type(nest))  # (__post_init__ has had its turn)
     for name, value in zip(_attributes(nest) or (), new, strict=True):
         object.__setattr__(made, name, value)
     return made
@@ -95,7 +95,7 @@ def rebuilt(nest: Any, new: Sequence[Any]) -> Any:
 
 def _mapping_of(nest: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     """Return a mapping of the same type with other items."""
-    made = copy.copy(nest)
+    made = _shallow_copy(nest)
     attributes = getattr(made, "__dict__", {})
     for name, value in attributes.items():
         if isinstance(value, dict):  # where a mapping of another class keeps its items
@@ -107,6 +107,21 @@ def _mapping_of(nest: Any, items: Iterable[tuple[Any, Any]]) -> Any:
             attributes[key] = value
 
     return made
+
+
+def _shallow_copy(nest: Any) -> Any:
+    """Return a copy without what was computed of the parts and kept."""
+    made = copy.copy(nest)
+    for name in list(getattr(made, "__dict__", ())):
+        if _is_cached(nest, name):
+            del made.__dict__[name]
+
+    return made
+
+
+def _is_cached(nest: Any, name: str) -> bool:
+    """Whether an attribute was computed of others, by a ``cached_property``."""
+    return isinstance(getattr(type(nest), name, None), functools.cached_property)
 
 
 def tensors(nest: Any) -> Iterator[Tensor]:
@@ -157,23 +172,24 @@ def described(nest: Any) -> str:
     if inside is None:
         return "None" if nest is None else type(nest).__name__
 
-    shown = [described(part) for part in inside]
     kind = type(nest).__name__
     if isinstance(nest, MutableMapping):
-        items = [f"{key!r}: {one}" for key, one in zip(nest, shown, strict=True)]
+        items = [f"{key!r}: {described(value)}" for key, value in nest.items()]
         body = "{" + ", ".join(items) + "}"
         return body if type(nest) is dict else f"{kind}({body})"
 
-    if type(nest) not in (list, tuple):
-        items = [f"{name}={one}" for (name, _), one in zip(named_parts(nest), shown, strict=True)]
+    if not isinstance(nest, (list, tuple)) or hasattr(nest, "_fields"):
+        items = [f"{name}={described(value)}" for name, value in named_parts(nest)]
         return f"{kind}({', '.join(items)})"
 
-    if len(shown) > 8:
-        shown[3:] = [f"... {len(inside)} in all"]
-    body = ", ".join(shown)
+    few = inside if len(inside) <= 8 else inside[:3]
+    items = [described(part) for part in few]
+    if len(few) < len(inside):
+        items.append(f"... {len(inside)} in all")
+    body = ", ".join(items)
     if isinstance(nest, list):
         return f"[{body}]"
-    return f"({body},)" if len(inside) == 1 else f"({body})"
+    return f"({body},)" if len(items) == 1 else f"({body})"
 
 
 def same_kind(one: Any, other: Any) -> bool:
@@ -255,8 +271,6 @@ _CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
 
 def own_copy(value: Any) -> Any:
     """Return a deep copy of anything; what can't be copied is given itself."""
-    if type(value) in _CONSTANTS:
-        return value
     return each(_cloned, value, on_packed=_deep_copy, on_object=_deep_copy)
 
 
@@ -268,6 +282,8 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _deep_copy(value: T) -> T:
+    if type(value) in _CONSTANTS:
+        return value
     try:
         return copy.deepcopy(value)
     except Exception:
@@ -423,9 +439,8 @@ def _attributes(nest: Any) -> list[str] | None:
         return None
 
     names = [field.name for field in dataclasses.fields(nest)]
-    for name in getattr(nest, "__dict__", ()):
-        # What isn't a field was computed in __post_init__, or by a ``cached_property`` of the class.
-        if name not in names and not hasattr(type(nest), name):
+    for name in getattr(nest, "__dict__", ()):  # also what __post_init__ has computed
+        if name not in names and not _is_cached(nest, name):
             names.append(name)
 
     return names

@@ -144,7 +144,7 @@ class UpdateChecks:
         if not is_of_one_sample(error):
             return None
         sizes = [part.of for part in batch.parts]
-        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {sum(sizes)}"
+        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {batch.size}"
         # It would see more samples only where a micro-batch has more than this one.
         if step._may_synchronise and max(sizes) > 1:
             return RunError(
