@@ -174,7 +174,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
     ]
 
 
-@pytest.mark.parametrize("width", [80, 100, 200])
+@pytest.mark.parametrize("width", [66, 80, 100, 200])
 def test_no_line_is_wider_than_the_terminal(width: int, machine: Callable[..., Any]) -> None:
     machine(steady)
     found = compared(

@@ -288,13 +288,17 @@ def test_outputs_of_different_structure_are_refused_and_both_shown(one: Any, oth
     assert "float32(2,)" in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of nested tensors
 def test_values_that_differ_and_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="gave 3 and device 1 4"):
         gather([3, 4], "cpu")
     with pytest.raises(InputError, match=r"\(2, 3\), \(2, 4\)"):
         gather([torch.ones(2, 3), torch.ones(2, 4)], "cpu")
-    with pytest.raises(InputError, match=r"can't be joined along dimension 0"):
+    with pytest.raises(InputError, match=r"can't be joined along dimension 0; where each"):
         gather([torch.ones(2, 3), torch.ones(2)], "cpu")
+    nested = torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)
+    with pytest.raises(InputError, match="nested tensors can't be joined: return padded ones"):
+        gather([nested] * 2, "cpu")
     with pytest.raises(InputError, match="no outputs"):
         gather([], "cpu")
 
