@@ -539,7 +539,10 @@ def test_a_result_that_cant_be_sent_back_is_named_with_its_type() -> None:
     ("death", "how"),
     [
         (lambda: os._exit(7), "exited with code 7"),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"was killed by SIGKILL .*possibly out of memory"),
+        (
+            lambda: os.kill(os.getpid(), signal.SIGKILL),
+            r"was killed by SIGKILL .*possibly out of memory",
+        ),
     ],
 )
 def test_a_worker_that_dies_is_told_at_once_with_the_item_it_was_at(death: Any, how: str) -> None:
