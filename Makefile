@@ -29,11 +29,11 @@ types: $(READY)
 
 # What the blocks of docs/tour.md print, written into it anew: some minutes.
 tour: $(READY)
-	$(BIN)/python tests/pages.py docs/tour.md README.md
+	$(BIN)/python tests/docs_pages.py docs/tour.md README.md
 
 # The comparisons of docs/compare.md, measured anew, with their charts: about an hour; leave the machine alone.
 pictures: $(READY)
-	$(BIN)/python tests/pages.py --pictures docs/compare.md
+	$(BIN)/python tests/docs_pages.py --pictures docs/compare.md
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -13,7 +13,7 @@ import pytest
 import lockstep
 
 import bars  # isort: skip
-from pages import table_of_strategies  # isort: skip
+from docs_pages import table_of_strategies  # isort: skip
 
 SRC = Path(lockstep.__file__).parent
 LAYERS = [

@@ -21,7 +21,7 @@ FILES = [
 
 LONG = {
     "test_gpu.py",
-    *(f"on_cards/test_{name}.py" for name in ("own_updates", "card_draws", "host")),
+    *(f"on_cards/test_{name}.py" for name in ("manual_updates", "card_draws", "host_waits")),
 }
 """Not among the fast tests."""
 

@@ -30,8 +30,8 @@ from test_hosts import (
 )
 from torch.distributed.run import get_args_parser
 
+from docs_pages import ROOT, blocks
 from lockstep.cli import command
-from pages import ROOT, blocks
 
 __all__ = ["expected"]  # a fixture
 

@@ -24,7 +24,7 @@ from lockstep.model.compile import MODES, compile_models, refuse_graphs
 from lockstep.strategies.ddp import DDP
 
 from harness import differences, parity  # isort: skip
-from planted import Clamping
+from batch_dependent_models import Clamping
 from zoo import ZOO, slow
 
 FLAT = pytest.param(DDP(reduce="flat"), "2xcpu", marks=pytest.mark.slow)

@@ -14,8 +14,8 @@ import torch
 from lockstep import cli, train, verify
 from lockstep.strategies import STRATEGIES
 
-from every_other import EveryOther  # isort: skip
-from pages import table_of_strategies  # isort: skip
+from strategy_of_ones_own import EveryOther  # isort: skip
+from docs_pages import table_of_strategies  # isort: skip
 from zoo import ZOO, mlp  # isort: skip
 
 JOB = """

@@ -27,7 +27,7 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.run import Run
 
 from harness import differences, parity, same_bits  # isort: skip
-from planted import Averaging, Clamping, Jittering, Noisy, SelfWriting  # isort: skip
+from batch_dependent_models import Averaging, Clamping, Jittering, Noisy, SelfWriting  # isort: skip
 from zoo import ZOO, Gappy, drawn, labels, mlp, plain_sgd, sgd, slow  # isort: skip
 
 BOUND = 1e-10

@@ -22,7 +22,7 @@ from lockstep.launch.world import World
 from lockstep.verify import verify
 
 from harness import differences, parity, same_bits  # isort: skip
-from planted import Clamping
+from batch_dependent_models import Clamping
 from zoo import SAMPLES, ZOO, drawn, labels, plain_sgd, sgd, slow
 
 BOUND = 1e-10

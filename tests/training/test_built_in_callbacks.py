@@ -32,8 +32,8 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
 
 from harness import same_bits  # isort: skip
-from pages import ROOT, blocks
-from stand_in import calls, service
+from docs_pages import ROOT, blocks
+from service_stand_in import calls, service
 from zoo import ZOO, drawn, sgd, slow
 
 WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}

@@ -37,7 +37,7 @@ from lockstep.verify import Verification
 from lockstep.verify.cause_search import Diagnosis
 from lockstep.verify.cause_texts import CAUSES
 
-from planted import Averaging, Jittering, Noisy, NoisyGradient, SelfWriting  # isort: skip
+from batch_dependent_models import Averaging, Jittering, Noisy, NoisyGradient, SelfWriting  # isort: skip
 from zoo import (  # isort: skip
     LENGTHS,
     SAMPLES,

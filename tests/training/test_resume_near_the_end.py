@@ -218,7 +218,7 @@ def test_the_best_weights_may_be_those_that_a_run_ends_with(tmp_path: Path) -> N
 
 
 FILE = """
-from test_resumed_ends import a_job
+from test_resume_near_the_end import a_job
 
 def job(lr: float = 0.05):
     return a_job(lr)

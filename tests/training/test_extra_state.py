@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 
 import lockstep
-from pages import ROOT, blocks
+from docs_pages import ROOT, blocks
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu"}

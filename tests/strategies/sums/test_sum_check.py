@@ -24,8 +24,8 @@ from lockstep.model.losses.loss import Totalled
 from lockstep.strategies.sums.sum_check import SumCheck, Verdict
 from lockstep.strategies.sums.sums_of_pieces import Piece, SummedLoss
 from lockstep.tensors.pytree import call, to_device
-from sums.cases import CASES, Case
-from sums.test_cases import WAYS, batches, seed
+from strategies.sums.cases import CASES, Case
+from strategies.sums.test_table_of_cases import WAYS, batches, seed
 
 from zoo import ZOO, drawn, slow  # isort: skip
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pages import ROOT, Piece, blocks, difference, pieces, printed
+from docs_pages import ROOT, Piece, blocks, difference, pieces, printed
 
 TOUR = ROOT / "docs" / "tour.md"
 

@@ -475,7 +475,7 @@ def test_a_sample_that_raises_is_named(workers: int) -> None:
     loader = Loader(Subset(Broken(), [13, 1, 2]), batch_size=3, workers=workers)
     with pytest.raises(
         SampleError,
-        match=r"^train_data: sample 0 raised ValueError: no such picture \(test_data.py, line \d+\)$",
+        match=r"^train_data: sample 0 raised ValueError: no such picture \(test_loader.py, line \d+\)$",
     ) as caught:
         list(loader.epoch(0))
     assert "no such picture" in str(caught.value.__cause__)
@@ -701,7 +701,7 @@ def test_no_rank_waits_for_a_first_one_that_failed() -> None:
         raise OSError("no network")
 
     results = on_ranks(3, 3, lambda world: resolve(lambda: give(world.rank), world))
-    said = "train_data: calling it on rank 0 raised OSError: no network (test_data.py, line "
+    said = "train_data: calling it on rank 0 raised OSError: no network (test_loader.py, line "
     assert all(str(r).startswith(said) for r in results)
     assert all(isinstance(r, JobError) for r in results) and calls == [0]
     assert isinstance(results[0].__cause__, OSError)

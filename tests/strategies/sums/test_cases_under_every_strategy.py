@@ -18,7 +18,7 @@ from lockstep.errors import LockstepError
 from lockstep.launch import devices
 from lockstep.launch.world import World, lone
 from lockstep.strategies import named
-from sums.cases import CASES, Case
+from strategies.sums.cases import CASES, Case
 
 UPDATES = 8
 WAYS = {

@@ -251,7 +251,7 @@ def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(
 ) -> None:
     folders = [str(folder) for folder in Path(__file__).parents[:2]]
     code = (
-        f"import sys; sys.path[:0] = {folders}; import test_stage_crossings as here; "
+        f"import sys; sys.path[:0] = {folders}; import test_temporary_changes_in_forward as here; "
         f"here.come_later({schedule!r})"
     )
     words = [sys.executable, "-c", code]

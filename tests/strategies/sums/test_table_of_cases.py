@@ -34,7 +34,7 @@ from torch.utils.data import default_collate
 from lockstep import Job
 from lockstep.model.losses.loss import Totalled
 from lockstep.tensors.pytree import call, to_device
-from sums.cases import CASES, Case
+from strategies.sums.cases import CASES, Case
 
 DIFFERS = 1e-6
 WAYS = {

@@ -2,7 +2,7 @@
 those that look so.
 
 A strategy that cuts batches adds up what the parts give, which is right where samples don't act on
-one another and the loss is a sum over items. Each case says whether it is that: ``test_cases``
+one another and the loss is a sum over items. Each case says whether it is that: ``test_table_of_cases``
 proves it by plain trainings.
 
 - common: what many people write. It must not train with other numbers in silence.

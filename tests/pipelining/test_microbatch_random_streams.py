@@ -20,7 +20,7 @@ from lockstep.strategies.pp import PP
 from lockstep.threads.random_streams import source
 
 from harness import differences  # isort: skip
-from planted import NoisyGradient  # isort: skip
+from batch_dependent_models import NoisyGradient  # isort: skip
 from zoo import drawn, labels, sgd  # isort: skip
 
 SPLIT = {"a": 0, "": 1}

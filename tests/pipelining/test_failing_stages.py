@@ -162,7 +162,7 @@ def interrupted() -> None:
 SCRIPT = """
 import sys
 sys.path[:0] = {folders}
-import test_pipelining_failing as here
+import test_failing_stages as here
 here.Failing.place, here.Failing.fail = {place!r}, staticmethod(here.fails)
 job = here._job(here.Failing, loss=here.loss, eval_data=None, metrics={{}})
 here.train(job, strategy=here.PP(here.MAP, 4), devices="2xcpu", folder={folder!r}, quiet=True)
