@@ -233,6 +233,16 @@ def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path:
     assert [float(cell) for cell in table[2]] == pytest.approx([2, 1.3, 1.3, 1.3, 1.7, 1.9])
 
 
+def test_curves_have_a_point_for_each_epoch(tmp_path: Path) -> None:
+    found = planted(tmp_path)
+    within = {"epoch": 2, "step": 5, "eval_loss": 9.0}
+    history = (*found["ddp"].history[:1], within, *found["ddp"].history[1:])
+    rows = [replace(row, history=history if row.name == "ddp" else ()) for row in found.rows]
+    write_page(replace(found, rows=rows))
+    lines = (tmp_path / "figures" / "eval-loss.csv").read_text().splitlines()
+    assert lines[0] == "epoch,ddp" and lines[2] == "2.0,1.05"
+
+
 def test_nothing_that_a_person_named_becomes_part_of_the_page(tmp_path: Path) -> None:
     evil = '<script>alert("1")</script>'
     found = planted(

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.comparison_table import (
-    MOVED,
-    START,
-    Column,
+    SPEED,
     batches_of,
     caveats_of,
+    cells_of,
+    explained,
     one_device,
-    outcome_columns,
     plans_of,
-    speed_columns,
+    reached,
+    table,
 )
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.errors import counted
 from lockstep.report.charts import Bars, Lines, Stacks
-from lockstep.report.page import Figure, Page, Section, Table, write
+from lockstep.report.page import Figure, Page, Section, write
+from lockstep.report.table import Table
 from lockstep.report.timeline_charts import turns_of
 from lockstep.training.records.batch_shapes import written
 
@@ -55,34 +57,40 @@ def page_of(found: Comparison) -> Page:
     warning = unsteady(found)
     if warning:
         notes.append(warning)
+
     best = best_of(found)
+    sections = [_failed(found), _same_results(found)]
+    if found.measured:
+        sections = _measured(found)
     return Page(
         title=f"{Path(found.job).name}: strategies side by side",
         verdict=sentence(found),
         notes=notes,
-        sections=[section for section in _sections(found) if section.parts or section.text],
+        sections=[section for section in sections if section.parts or section.text],
         facts=[(name, str(value)) for name, value in found.machine.items()],
         command=found.command,
         advice="" if best is None else best.line,
     )
 
 
-def _sections(found: Comparison) -> Iterator[Section]:
-    rows = found.measured
-    if rows:
-        yield Section("How fast", [_speed(found), *sweeps_of(found), _overview(found)])
+def _measured(found: Comparison) -> list[Section]:
+    """Return the sections of a page where something was measured."""
+    return [
+        Section("How fast", [_speed(found), *sweeps_of(found), _overview(found)]),
+        _failed(found),
+        Section("Memory", [_memory(found)]),
+        _time(found),
+        Section("Who computes when", list(_turns(found)), plans_of(found)),
+        Section("What was learned", list(_outcome(found))),
+        _same_results(found),
+        Section("What each device sees of a batch", [_seen(found)]),
+    ]
+
+
+def _failed(found: Comparison) -> Section:
     failed = [[row.name, row.reason] for row in found.rows if not row.rates]
-    if failed:
-        table = Table("failed", "And why", ["", "reason"], failed)
-        yield Section("What could not be measured", [table])
-    if rows:
-        yield Section("Memory", [_memory(found)])
-        yield _time(found)
-        yield Section("Who computes when", list(_turns(found)), plans_of(found))
-        yield Section("What was learned", list(_outcome(found)))
-    yield _numbers(found)
-    if rows:
-        yield Section("What each device sees of a batch", [_seen(found)])
+    tables = [Table("failed", "And why", ["", "reason"], failed)] if failed else []
+    return Section("What could not be measured", tables)
 
 
 def _speed(found: Comparison) -> Figure:
@@ -90,8 +98,10 @@ def _speed(found: Comparison) -> Figure:
     notes = []
     for row in rows:
         ratio = found.speed_up(row)
-        is_known = ratio is not None and row.name != row.one
-        notes.append(f"{ratio.median:.2f} x" if is_known and ratio is not None else "")
+        note = ""
+        if ratio is not None and row.name != row.one:
+            note = f"{ratio.median:.2f} x"
+        notes.append(note)
     chart = Bars(
         "samples per second",
         names=[row.name for row in rows],
@@ -105,25 +115,13 @@ def _speed(found: Comparison) -> Figure:
 
 
 def _overview(found: Comparison) -> Table:
-    columns = [*speed_columns(found), START, MOVED]
-    columns.append(Column("devices", lambda row: row.where, 0))
     caption = (
-        "Efficiency: the speed-up over one device, for each device. Memory: the largest, of a "
-        "process or an accelerator. Start: until the first step is done. Moved: what a device gives "
-        "to the others in a step, where that is known."
+        f"{explained(found)}. Effic.: the speed-up over one device, for each device. Memory: the "
+        "largest, of a process or an accelerator. Start: until the first step is done. Moved: what "
+        "a device gives to the others in a step, where that is known."
     )
-    return _table("overview", "All of it", found.measured, columns, caption)
-
-
-def _table(
-    name: str, title: str, rows: Sequence[Row], columns: Sequence[Column], caption: str = ""
-) -> Table:
-    """Return a table with a line for each row."""
-    head = [column.title or column.head for column in columns]
-    cells = []
-    for row in rows:
-        cells.append([row.name, *(column.cell(row) for column in columns)])
-    return Table(name, title, ["", *head], cells, caption)
+    columns = (*SPEED, "start", "moved", "devices")
+    return table("overview", "All of it", cells_of(found), columns, caption)
 
 
 def _memory(found: Comparison) -> Figure:
@@ -142,34 +140,40 @@ def _memory(found: Comparison) -> Figure:
 
 
 def _time(found: Comparison) -> Section:
-    known = [row for row in found.measured if row.shares]
-    text = []
-    others = [row.name for row in found.measured if not row.shares]
-    if others:
-        names = ", ".join(others)
-        text.append(f"Not known of {names}: one clock can't tell of stages that take turns.")
-    if not known:
-        return Section("Where the time goes", [], text)
-    parts: dict[str, list[float]] = {}
+    title = "Where the time goes"
+    names = []
+    others = []
     hidden = []
-    for row in known:
+    parts: dict[str, list[float]] = {}
+    for row in found.measured:
+        if not row.shares:
+            others.append(row.name)
+            continue
+        names.append(row.name)
         step = 1e3 * found.samples_of(row) / row.timing.median
         for kind, share in row.shares.items():
             parts.setdefault(kind, []).append(step * share)
         if row.observed is not None and row.observed.overlaps:
             hidden.append(row.name)
+
+    text = []
+    if others:
+        text.append(
+            f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns."
+        )
     if hidden:
         text.append(
             f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run "
             "while it computes."
         )
+    if not names:
+        return Section(title, [], text)
     caption = (
         "Of one global batch, at the rate of the median turn; how it divides is the mean over ranks "
         "(or replicas) of a few steps that were clocked apart. Shorter is faster."
     )
-    chart = Stacks("ms", [row.name for row in known], parts)
-    figure = Figure("time", "A step, in milliseconds", chart, caption)
-    return Section("Where the time goes", [figure], text)
+    figure = Figure("time", "A step, in milliseconds", Stacks("ms", names, parts), caption)
+    return Section(title, [figure], text)
 
 
 def _turns(found: Comparison) -> Iterator[Figure]:
@@ -183,29 +187,34 @@ def _turns(found: Comparison) -> Iterator[Figure]:
 
 def _outcome(found: Comparison) -> Iterator[Figure | Table]:
     """Yield the losses, and what was reached, with ``epochs``."""
-    trained = [row for row in found.measured if row.history]
+    trained = {row.name: _epochs(row) for row in found.measured if row.history}
     if not trained:
         return
     caption = "Laid over one another: with single-device results all are one line."
     for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
         series = {}
-        for row in trained:
+        for row_name, records in trained.items():
             points = []
-            for record in row.history:
+            for record in records:
                 if record.get(name) is not None:
                     points.append((float(record["epoch"]), float(record[name])))
             if points:
-                series[row.name] = points
+                series[row_name] = points
         if series:
             chart = Lines("epoch", title.lower(), series)
             yield Figure(name.replace("_", "-"), title, chart, caption)
-    epochs = Column("epochs", lambda row: str(row.history[-1]["epoch"]), 0)
-    yield _table("reached", "Reached", trained, [epochs, *outcome_columns(found)])
+    yield reached(found)
 
 
-def _numbers(found: Comparison) -> Section:
-    rows: list[list[str]] = []
-    reasons: list[str] = []
+def _epochs(row: Row) -> list[dict[str, Any]]:
+    """Return the records of whole epochs, without those of logs and evaluations within one."""
+    return [record for record in row.history if "train_loss" in record]
+
+
+def _same_results(found: Comparison) -> Section:
+    title = "The same results?"
+    rows = []
+    reasons = []
     for row in found.rows:
         agreement = row.agreement
         if agreement is None:
@@ -221,7 +230,7 @@ def _numbers(found: Comparison) -> Section:
         if agreement.reason:
             reasons.append(f"{row.name}: {agreement.reason}")
     if not rows:
-        return Section("The same results?")
+        return Section(title)
     caption = (
         "The largest difference of any parameter after three steps, one of them on a smaller "
         "batch, as a part of how far it went. In fp64 rounding is near 1e-15, and a fault shows as "
@@ -229,19 +238,22 @@ def _numbers(found: Comparison) -> Section:
     )
     head = ["", "numbers", "difference", "format", "held against"]
     table = Table("parity", "Each against one device", head, rows, caption)
-    return Section("The same results?", [table], [*reasons, *caveats_of(found)])
+    return Section(title, [table], [*reasons, *caveats_of(found)])
 
 
 def _seen(found: Comparison) -> Table:
     rows = []
     for row in found.measured:
-        for one in () if row.observed is None else row.observed.devices:
+        if row.observed is None:
+            continue
+        for one in row.observed.devices:
             count = ""
             ids = ""
             if one.samples is not None:
                 count = f"{len(one.samples):,}"
                 ids = ", ".join(map(str, one.samples[:_IDS]))
-                ids += ", ..." if len(one.samples) > _IDS else ""
+                if len(one.samples) > _IDS:
+                    ids += ", ..."
             sizes = [written(one.inputs), written(one.outputs)]
             rows.append([row.name, one.device, count, *sizes, ids])
     head = ["", "device", "samples", "inputs", "outputs", "sample ids"]

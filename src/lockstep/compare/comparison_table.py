@@ -1,25 +1,27 @@
-"""The rows of a comparison as tables: for a terminal, as CSV, and as cells for a page."""
+"""The rows of a comparison in words, as tables, and as CSV; and all that is printed of them."""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from lockstep.compare.advice import all_cores, best_of, sentence, unsteady
-from lockstep.compare.result import Comparison, Row, median_of
+from lockstep.compare.result import Comparison, Row
 from lockstep.errors import counted
 from lockstep.profiling.time_breakdown import KINDS
+from lockstep.report.table import Table
 from lockstep.tensors.byte_size import size
-from lockstep.training.records.batch_shapes import written
 
-_NAME = 22
-"""Columns of a terminal for the names of the rows, where there is room."""
+SPEED = ("samples/s", "lowest, highest", "x one", "x cores", "effic.", "memory")
+"""The columns of speed and memory."""
 
-_LEAST = 4
-"""Columns for a name in a narrow terminal, which then has a line of its own."""
+_SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=True))
+"""The columns of where the time of a step goes."""
+
+_TIME = (*_SHARES, "moved", "start", "parity")
 
 _NOT_REACHED = {
     "epoch",
@@ -33,72 +35,76 @@ _NOT_REACHED = {
 }
 """What the record of an epoch has beside losses and metrics."""
 
-_CSV = (
-    "name",
-    "strategy",
-    "devices",
-    "settings",
-    "samples_per_second",
-    "lowest",
-    "highest",
-    "speed_up",
-    "against_all_cores",
-    "efficiency",
-    "largest_memory_bytes",
-    "memory_bytes",
-    "start_seconds",
-    *KINDS,
-    "moved_bytes",
-    "parity",
-    "difference",
-)
-"""The columns of a CSV file before those of losses and metrics."""
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Attributes:
-        head: its name.
-        cell: gives the words for a row.
-        width: in a terminal.
-        title: its name on a page, where that is longer.
-    """
-
-    head: str
-    cell: Callable[[Row], str]
-    width: int
-    title: str = ""
-
-
-def speed_columns(found: Comparison) -> list[Column]:
-    """Return the columns of speed and memory."""
-
-    def speed_up(row: Row) -> str:
-        return _ratio(median_of(found.speed_up(row)))
-
-    def against_cores(row: Row) -> str:
-        return _ratio(median_of(found.against_cores(row)))
-
-    def efficiency(row: Row) -> str:
-        return "" if len(row.devices) == 1 else _percent(found.efficiency(row))
-
-    columns = [
-        Column("samples/s", lambda row: _rate(row.timing.median), 10),
-        Column("lowest, highest", lambda row: ", ".join(map(_rate, row.timing.spread)), 16),
-        Column("x one", speed_up, 7, f"times {one_device(found)}"),
-    ]
-    if found.on_slots:
-        columns.append(Column("x cores", against_cores, 8, f"times {all_cores(found)}"))
-    columns.append(Column("effic.", efficiency, 7, "efficiency"))
-    columns.append(Column("memory", _memory, 13))
-    return columns
-
 
 def one_device(found: Comparison) -> str:
     """Return what ratios are taken to."""
     return "one CPU device" if found.on_slots else "one device"
+
+
+def explained(found: Comparison) -> str:
+    """Return what should be known to read the columns of speed and memory."""
+    text = f"x one: times {one_device(found)}"
+    if found.on_slots:
+        text += (
+            f"; x cores: times {all_cores(found)} without a strategy; memory: of a process. CPU "
+            "devices are cores of one machine, not GPUs: what gains here may gain more or less there"
+        )
+    return text
+
+
+Cells = dict[str, dict[str, str]]
+"""By the name of a row, its cells by column; what isn't known is left out."""
+
+
+def table(name: str, title: str, cells: Cells, columns: Iterable[str], caption: str = "") -> Table:
+    """Return a table of these columns, without those that are empty.
+
+    Args:
+        name: of its file.
+        title: what it shows.
+        cells: of all rows.
+        columns: in their order; a row may have others too.
+        caption: what should be known to read it.
+    """
+    known = set().union(*cells.values())
+    head = [column for column in columns if column in known]
+    rows = []
+    for row_name, row in cells.items():
+        rows.append([row_name, *(row.get(column, "") for column in head)])
+    return Table(name, title, ["", *head], rows, caption)
+
+
+def cells_of(found: Comparison) -> Cells:
+    """Return what was measured, in words."""
+    return {row.name: _cells(found, row) for row in found.measured}
+
+
+def _cells(found: Comparison, row: Row) -> dict[str, str]:
+    lowest, highest = row.timing.spread
+    cells = {
+        "samples/s": _rate(row.timing.median),
+        "lowest, highest": f"{_rate(lowest)}, {_rate(highest)}",
+        "memory": _memory(row),
+        "start": f"{row.started:.1f} s",
+        "devices": row.where,
+    }
+    for head, ratio in (("x one", found.speed_up(row)), ("x cores", found.against_cores(row))):
+        if ratio is not None:
+            cells[head] = f"{ratio.median:.2f}"
+    for head, kind in _SHARES.items():
+        if kind in row.shares:
+            cells[head] = _percent(row.shares[kind])
+
+    efficiency = found.efficiency(row)
+    observed = row.observed
+    if len(row.devices) > 1:
+        if efficiency is not None:
+            cells["effic."] = _percent(efficiency)
+        if observed is not None and observed.moved is not None:
+            cells["moved"] = size(observed.moved)
+    if row.agreement is not None:
+        cells["parity"] = str(row.agreement)
+    return cells
 
 
 def _memory(row: Row) -> str:
@@ -109,105 +115,72 @@ def _memory(row: Row) -> str:
     return largest if len(row.peaks) == 1 else f"{len(row.peaks)} x {largest}"
 
 
-def _moved(row: Row) -> str:
-    """Return ``591 KiB``, "" where it isn't known."""
-    if row.observed is None or row.observed.moved is None or len(row.devices) == 1:
-        return ""
-    return size(row.observed.moved)
-
-
-def _parity(row: Row) -> str:
-    return "" if row.agreement is None else str(row.agreement)
-
-
-MOVED = Column("moved", _moved, 10)
-START = Column("start", lambda row: f"{row.started:.1f} s", 7)
-
-
-def time_columns() -> list[Column]:
-    """Return the columns of where the time of a step goes, what moves, and the numbers."""
-
-    def share(kind: str) -> Callable[[Row], str]:
-        return lambda row: _percent(row.shares.get(kind))
-
-    return [
-        Column("comp.", share("computing"), 6),
-        Column("comm.", share("communicating"), 6),
-        Column("wait", share("waiting"), 5),
-        Column("load", share("loading"), 5),
-        Column("other", share("other"), 6),
-        MOVED,
-        START,
-        Column("parity", _parity, 15),
-    ]
-
-
-def outcome_columns(found: Comparison) -> list[Column]:
-    """Return, with ``epochs``, the columns of the loss and the metrics reached."""
-    names: dict[str, None] = {}
-    for row in found.rows:
-        if row.history:
-            names |= dict.fromkeys(row.history[-1])
-
-    def last(name: str) -> Callable[[Row], str]:
-        def cell(row: Row) -> str:
-            value = row.history[-1].get(name) if row.history else None
-            return "" if value is None else f"{value:.4g}"
-
-        return cell
-
-    return [
-        Column(name, last(name), max(10, len(name) + 2))
-        for name in names
-        if name not in _NOT_REACHED
-    ]
-
-
 def _rate(value: float) -> str:
     """Return ``10,230``, ``45.2``: four digits."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _ratio(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
+def _percent(part: float) -> str:
+    return f"{100 * part:.0f} %"
 
 
-def _percent(part: float | None) -> str:
-    return "" if part is None else f"{100 * part:.0f} %"
+def reached(found: Comparison) -> Table:
+    """Return, with ``epochs``, the losses and the metrics that were reached."""
+    cells = {}
+    columns = {"epochs": None}
+    for row in found.measured:
+        if row.history:
+            words = {"epochs": str(row.history[-1]["epoch"])}
+            for name, value in _last(row).items():
+                words[name] = f"{value:.4g}"
+            cells[row.name] = words
+            columns |= dict.fromkeys(words)
+    return table("reached", "Reached", cells, columns)
+
+
+def _last(row: Row) -> dict[str, float]:
+    """Return the losses and the metrics of the last epoch."""
+    found = {}
+    last = row.history[-1] if row.history else {}
+    for name, value in last.items():
+        if name not in _NOT_REACHED and value is not None:
+            found[name] = value
+    return found
 
 
 def lines_of(found: Comparison, width: int = 80) -> list[str]:
     """Return all that is printed at the end."""
-    measured = found.measured
-    lines = _wrapped(f"{found.job}: batches of {batches_of(found)}, on {_where(found)}", width)
     turns = f"a turn of {found.seconds:g} s"
     if found.rounds > 1:
         turns = f"{found.rounds} turns of {found.seconds:g} s or more"
-    lines += _wrapped(
-        f"each in fresh processes, {turns}, one after the other; the median of them", width
+    lines = _wrapped(
+        [
+            f"{found.job}: batches of {batches_of(found)}, on {_where(found)}",
+            f"each in fresh processes, {turns}, one after the other; the median of them",
+            "",
+        ],
+        width,
     )
-    lines += ["", *_table(found.rows, speed_columns(found), width)]
-    if found.on_slots and measured:
-        lines += _wrapped(
-            f"x one: times one CPU device; x cores: times {all_cores(found)} without a strategy; "
-            "memory: of a process. CPU devices are cores of one machine, not GPUs: what gains here "
-            "may gain more or less there",
-            width,
-        )
-    if measured:
-        lines += ["", *_table(measured, time_columns(), width)]
-        lines += _wrapped(
-            "moved: what a device gives to the others in a step, where that is known", width
-        )
-        lines += _sizes(found, width)
-    for line in (*plans_of(found), *caveats_of(found)):
-        lines += _wrapped(line, width)
-    trained = [row for row in measured if row.history]
-    if trained:
-        lines += ["", *_table(trained, outcome_columns(found), width)]
+    cells = cells_of(found)
+    if cells:
+        lines += table("", "", cells, SPEED).lines(width)
+    for row in found.rows:
+        if not row.rates:
+            lines.append(row.name)
+            lines += _wrapped([row.reason], width, "    ")
+    if cells:
+        lines += _wrapped([explained(found)], width)
+        lines += ["", *table("", "", cells, _TIME).lines(width)]
+        moved = "moved: what a device gives to the others in a step, where that is known"
+        lines += _wrapped([moved], width)
+    lines += _wrapped([*plans_of(found), *caveats_of(found)], width)
+
+    outcome = reached(found)
+    if outcome.rows:
+        lines += ["", *outcome.lines(width)]
     for text in (unsteady(found), sentence(found)):
         if text:
-            lines += ["", *_wrapped(text, width)]
+            lines += ["", *_wrapped([text], width)]
     best = best_of(found)
     if best is not None and best.line:
         lines.append(f"  {best.line}")
@@ -230,26 +203,6 @@ def batches_of(found: Comparison) -> str:
     return f"{', '.join(others)} or {last} samples"
 
 
-def _sizes(found: Comparison, width: int) -> list[str]:
-    """Return the inputs and outputs of a device, a line for each size: ``dp, ddp: 32 x 8 -> 32 x
-    10``.
-    """
-    sizes: dict[str, list[str]] = {}
-    for row in found.measured:
-        if row.observed is None:
-            continue
-        for one in row.observed.devices:
-            if one.inputs:
-                sizes.setdefault(row.name, [])
-                sizes[row.name].append(f"{written(one.inputs)} -> {written(one.outputs)}")
-    if not sizes:
-        return []
-    lines = ["", *_wrapped("what a device is given at once, and gives:", width)]
-    for line in _with_names(sizes):
-        lines += _wrapped(line, width, "  ")
-    return lines
-
-
 def caveats_of(found: Comparison) -> list[str]:
     """Return where numbers are not those of one device: a line for each caveat, with the rows."""
     return _with_names({row.name: row.caveats for row in found.measured})
@@ -269,59 +222,36 @@ def _with_names(texts: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"{', '.join(rows)}: {line}" for line, rows in names.items()]
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column], width: int) -> list[str]:
-    """Return a line for each row; a name that is too long has a line of its own."""
-    longest = max(len(row.name) for row in rows) + 1
-    room = width - sum(column.width for column in columns)
-    beside = max(_LEAST, min(room, max(longest, _NAME)))
+def _wrapped(texts: Sequence[str], width: int, indent: str = "") -> list[str]:
+    """Break texts into lines."""
     lines = []
-    if any(row.rates for row in rows):
-        heads = [f"{column.head:>{column.width}}" for column in columns]
-        lines.append(" " * beside + "".join(heads))
-    for row in rows:
-        name = row.name
-        if not row.rates:
-            lines += [name, *_wrapped(row.reason, width, "    ")]
-            continue
-        if len(name) >= beside:
-            lines.append(name)
-            name = ""
-        cells = [f"{column.cell(row):>{column.width}}" for column in columns]
-        lines.append(f"{name:<{beside}}{''.join(cells)}".rstrip())
+    for text in texts:
+        lines += textwrap.wrap(
+            text, max(20, width), initial_indent=indent, subsequent_indent=indent
+        ) or [""]
     return lines
-
-
-def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
-    width = max(20, width)
-    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent) or [""]
 
 
 def csv_of(found: Comparison) -> str:
     """Return a line for each row, with plain numbers; what failed has its reason."""
-    outcome = [column.head for column in outcome_columns(found)]
-    columns = [*_CSV, *outcome, "reason"]
+    rows = [_numbers(found, row) for row in found.rows]
     out = io.StringIO()
-    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+    columns = dict.fromkeys(itertools.chain.from_iterable(rows))
+    writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
-    for row, values in zip(found.rows, found.as_dict()["rows"], strict=True):
-        reached = row.history[-1] if row.history else {}
-        writer.writerow({**reached, **values, **_csv_cells(row)})
+    writer.writerows(rows)
     return out.getvalue()
 
 
-def _csv_cells(row: Row) -> dict[str, object]:
-    """Return the cells of a row that ``Comparison.as_dict`` has in another form."""
+def _numbers(found: Comparison, row: Row) -> dict[str, object]:
+    """Return the cells of a row in a CSV file, by column."""
     settings = [f"{key}={value}" for key, value in row.settings.items()]
-    cells: dict[str, object] = {"devices": row.where, "settings": " ".join(settings)}
-    cells["start_seconds"] = row.started
-    cells |= row.shares
-    if row.rates:
-        cells["lowest"], cells["highest"] = row.timing.spread
-        cells["largest_memory_bytes"] = max(row.peaks)
-        cells["memory_bytes"] = sum(row.peaks)
-    if row.observed is not None:
-        cells["moved_bytes"] = row.observed.moved
-    if row.agreement is not None:
-        cells["parity"] = row.agreement.word
-        cells["difference"] = row.agreement.difference
-    return cells
+    return {
+        "name": row.name,
+        "strategy": row.strategy,
+        "devices": row.where,
+        "settings": " ".join(settings),
+        **found.figures(row),
+        "reason": row.reason,
+        **_last(row),
+    }

@@ -10,6 +10,7 @@ from lockstep.compare.agreement import Agreement
 from lockstep.compare.entries import Role
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.timing import Timing
+from lockstep.profiling.time_breakdown import KINDS
 from lockstep.run.events import TimesOf
 from lockstep.strategies import kind_of
 
@@ -84,6 +85,23 @@ class Row:
         return {kind: sum(one.kinds[kind] for one in times) / step for kind in times[0].kinds}
 
 
+_FIGURES = (
+    "samples_per_second",
+    "lowest",
+    "highest",
+    "speed_up",
+    "against_all_cores",
+    "efficiency",
+    "largest_memory_bytes",
+    "memory_bytes",
+    "start_seconds",
+    *KINDS,
+    "moved_bytes",
+    "parity",
+    "difference",
+)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All rows, and what they were measured with.
@@ -142,16 +160,31 @@ class Comparison:
         speed_up = median_of(self.speed_up(row))
         return None if speed_up is None else speed_up / len(row.devices)
 
+    def figures(self, row: Row) -> dict[str, Any]:
+        """Return what follows from the measurements of a row, by name; None where it isn't
+        known.
+        """
+        figures: dict[str, Any] = dict.fromkeys(_FIGURES)
+        if row.rates:
+            figures["samples_per_second"] = row.timing.median
+            figures["lowest"], figures["highest"] = row.timing.spread
+            figures["speed_up"] = median_of(self.speed_up(row))
+            figures["against_all_cores"] = median_of(self.against_cores(row))
+            figures["efficiency"] = self.efficiency(row)
+            figures["largest_memory_bytes"] = max(row.peaks)
+            figures["memory_bytes"] = sum(row.peaks)
+            figures["start_seconds"] = row.started
+        figures |= row.shares
+        if row.observed is not None:
+            figures["moved_bytes"] = row.observed.moved
+        if row.agreement is not None:
+            figures["parity"] = row.agreement.word
+            figures["difference"] = row.agreement.difference
+        return figures
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for a file; ``Comparison.of`` reads them."""
-        rows = []
-        for row in self.rows:
-            values = asdict(row)
-            values["samples_per_second"] = row.timing.median if row.rates else None
-            values["speed_up"] = median_of(self.speed_up(row))
-            values["against_all_cores"] = median_of(self.against_cores(row))
-            values["efficiency"] = self.efficiency(row)
-            rows.append(values)
+        rows = [{**asdict(row), **self.figures(row)} for row in self.rows]
         return {**asdict(self), "rows": rows}
 
     @classmethod

@@ -42,7 +42,6 @@ class TrialResult:
         rate: samples per second.
         first: seconds of the first update, in which compilers compile.
         peaks: the most bytes that each process, or each accelerator, held.
-        fused: whether the optimizer's implementation is a fused one.
         convolves: whether the model has convolutions, whose weights have a layout.
         dtype: of the parameters.
         workers: of each rank's loader; None for a dataset of tensors, which they would slow down.
@@ -55,7 +54,6 @@ class TrialResult:
     rate: float
     first: float
     peaks: tuple[int, ...]
-    fused: bool = False
     convolves: bool = False
     dtype: torch.dtype = torch.float32
     workers: int | None = None
@@ -75,21 +73,17 @@ def attempt(
     setup: Setup,
     *,
     seconds: float,
-    patience: float | None = None,
     looks: bool = False,
 ) -> TrialResult:
     """Try a setup, in processes that end with the trial.
 
-    The timed updates take so many seconds at least; where the first one takes longer than
-    ``patience``, and so does the second, its rate is the trial's. One that ``looks`` goes on with a
-    few more: what each device sees, and where its time goes.
+    The timed updates take so many seconds at least. A trial that ``looks`` goes on with a few more:
+    what each device sees, and where its time goes.
 
     Raises:
         LockstepError: this setup is refused, or fails.
     """
-    return in_fresh_processes(
-        _tried, job, setup, asked=now(), seconds=seconds, patience=patience, looks=looks
-    )
+    return in_fresh_processes(_tried, job, setup, asked=now(), seconds=seconds, looks=looks)
 
 
 def _tried(
@@ -100,7 +94,6 @@ def _tried(
     *,
     asked: float,
     seconds: float,
-    patience: float | None,
     looks: bool,
 ) -> TrialResult:
     lines: list[Line] = []
@@ -118,14 +111,9 @@ def _tried(
     batches = _endless(loader)
     observer = UpdateObserver(step) if looks else None
     first_batches = batches if observer is None else observer.first(batches)
-    first, size = _timed(step, first_batches, 1, job.seed)
+    first, _ = _timed(step, first_batches, 1, job.seed)
     started = now() - asked
-    last = first
-    if patience is not None and first >= patience:  # kernels of another format are made once
-        last, size = _timed(step, batches, 1, job.seed)
-    rate = size / last
-    if patience is None or last < patience:
-        rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
+    rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     step.check()
     observed = None if observer is None else observer.clock(batches, job.seed)
     batches.close()
@@ -141,7 +129,6 @@ def _tried(
         rate=rate,
         first=first,
         peaks=tuple(peaks),
-        fused=any(group.get("fused") for group in step.optimizer.param_groups),
         convolves=any(p.dim() == 4 for p in parameters),
         dtype=parameters[0].dtype if parameters else torch.float32,
         workers=_workers(job, world, data),

@@ -3,8 +3,8 @@ best so far.
 
 ::
 
-    as it is -> strategy and devices -> layout -> optimizer -> loading -> memory        numbers kept
-                                                                  |-> precision -> compile     rounding changed
+    as it is -> strategy and devices -> layout -> loading -> memory                    numbers kept
+                                                      |-> precision -> compile         rounding changed
 
 On accelerators precision and compile come first: they gain the most there, and which layout and how
 many loader workers are best depends on them. What gains is kept for what comes after it. Nothing is
@@ -44,8 +44,8 @@ _TAKEN = 1.02
 _HOPELESS = 0.8
 """A setting below this share of the best in its first turn isn't timed again."""
 
-_PATIENCE = 4.0
-"""How many times the first update of the best a first update may take, and after it the second."""
+_LONG = 40
+"""Letters of a remark that is printed again; a longer one is only referred to."""
 
 
 @dataclass(frozen=True)
@@ -256,35 +256,36 @@ class _Search:
         return self.confirmed(replace(self.setup, settings=settings))
 
     def keep_numbers(self) -> None:
-        """Try layout, optimizer and loading."""
+        """Try the layout of convolutions, and other numbers of loader workers."""
         self.effect = "numbers kept"
         if self.best.convolves:
             self.switch("layout", "channels_last")
-        fused = not self.best.fused
-        self.stage("optimizer", {f"fused={fused}".lower(): self.setup.replace(fused=fused)})
         workers = self.best.workers
-        if workers is not None:
-            more = workers + max(1, workers // 2)
-            setups = {}
-            for count in sorted({0, workers // 2, more} - {workers}):
-                setups[f"loader_workers={count}"] = self.setup.replace(loader_workers=count)
-            self.stage("loading", setups)
+        if workers is None:
+            return
+        half = workers // 2
+        more = workers + max(1, half)
+        setups = {}
+        for count in sorted({0, half, more} - {workers}):
+            setups[f"loader_workers={count}"] = self.setup.replace(loader_workers=count)
+        self.stage("loading", setups)
 
     def change_rounding(self, kind: str) -> None:
         """Try formats, and then ways to compile, on devices of a type."""
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
-        self.try_formats(kind)
-        if not self.settings.compile:
-            graphs = self.settings.accumulate == 1 and self.setup.strategy != "dp"
-            setups = {}
-            for mode in compilations(kind, graphs=graphs):
-                words = "compile" if mode is True else f"compile={mode}"
-                setups[words] = self.setup.replace(compile=mode)
-            self.stage("compile", setups)
+        self.stage("precision", self.in_formats(kind))
+        if self.settings.compile:
+            return
+        graphs = self.settings.accumulate == 1 and self.setup.strategy != "dp"
+        setups = {}
+        for mode in compilations(kind, graphs=graphs):
+            words = "compile" if mode is True else f"compile={mode}"
+            setups[words] = self.setup.replace(compile=mode)
+        self.stage("compile", setups)
 
-    def try_formats(self, kind: str) -> None:
-        """Try the formats of numbers, the half ones with the layout of convolutions."""
+    def in_formats(self, kind: str) -> dict[str, Setup]:
+        """Return the best setup in other formats, in half ones with the layout of convolutions."""
         # In the usual layout convolutions gain little by a half format, or lose.
         is_laid_out = self.settings.channels_last or not self.best.convolves
         setups = {}
@@ -297,10 +298,10 @@ class _Search:
                 words += ", channels_last"
                 setup = setup.replace(channels_last=True)
             setups[words] = setup
-        self.stage("precision", setups)
+        return setups
 
-    def attempt(self, setup: Setup, patience: float | None = None) -> TrialResult:
-        return attempt(self.job, setup, seconds=self.seconds, patience=patience)
+    def attempt(self, setup: Setup) -> TrialResult:
+        return attempt(self.job, setup, seconds=self.seconds)
 
     def switch(self, stage: str, name: str) -> None:
         """Try the other value of a setting that is true or false."""
@@ -313,9 +314,9 @@ class _Search:
         gains.
         """
         turns = _Turns([], {setting: [] for setting in setups}, list(setups))
-        for turn in range(self.rounds):
+        for _ in range(self.rounds):
             if turns.alive:
-                self.turn(turns, setups, is_first=turn == 0)
+                self.turn(turns, setups)
 
         taken = turns.taken()
         for setting, tries in turns.tries.items():
@@ -338,20 +339,18 @@ class _Search:
             self.setup = setups[taken]
             self.best = turns.tries[taken][0]
 
-    def turn(self, turns: _Turns, setups: Mapping[str, Setup], *, is_first: bool) -> None:
+    def turn(self, turns: _Turns, setups: Mapping[str, Setup]) -> None:
         """Time the best and each setting once."""
         turns.best.append(self.attempt(self.setup).rate)
         for setting in list(turns.alive):
-            setup = setups[setting]
-            patience = None
-            if is_first and "compile" not in setup.settings:
-                patience = _PATIENCE * self.best.first
             try:
-                turns.tries[setting].append(self.attempt(setup, patience))
+                tried = self.attempt(setups[setting])
             except LockstepError as error:
                 turns.failed[setting] = first_line(error)
                 turns.alive.remove(setting)
-        if is_first:
+            else:
+                turns.tries[setting].append(tried)
+        if len(turns.best) == 1:
             turns.drop_hopeless()
 
     def remark(self, tried: TrialResult, *, only_once: bool) -> str:
@@ -365,7 +364,8 @@ class _Search:
 
     def say(self, row: Row) -> None:
         """Print a line of the table, and its remark below it."""
-        is_told = any(row.remark == before.remark for before in self.rows)
+        is_long = len(row.remark) > _LONG
+        is_told = is_long and any(row.remark == before.remark for before in self.rows)
         self.rows.append(row)
         if row.samples_per_second is None or row.gain is None:
             self.told(f"  {row.setting:<32}  can't be used here")
@@ -374,7 +374,7 @@ class _Search:
             rate = f"{row.samples_per_second:,.4g}"
             gain = _ratio(row.gain)
             self.told(f"{mark} {row.setting:<32}{rate:>11}   {gain:<23}{row.peak:>7.2f}")
-        self.below("the same" if is_told and row.remark else row.remark)
+        self.below("the same" if is_told else row.remark)
 
     def below(self, remark: str) -> None:
         """Print a remark below a line of the table."""

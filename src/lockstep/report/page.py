@@ -23,6 +23,7 @@ from typing import Any
 from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import image
 from lockstep.report.charts import Bars, Cell, Lines, Stacks, short
+from lockstep.report.table import Table
 from lockstep.report.timeline_charts import Timelines
 from lockstep.tensors.new_file import write_over
 
@@ -41,25 +42,6 @@ class Figure:
     name: str
     title: str
     chart: Bars | Stacks | Lines | Timelines
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table on a page.
-
-    Attributes:
-        name: of its file.
-        title: what it shows.
-        head: the names of the columns.
-        rows: the cells as they are shown.
-        caption: what should be known to read it.
-    """
-
-    name: str
-    title: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
     caption: str = ""
 
 
