@@ -95,3 +95,32 @@ def test_gradients_added_up_by_hand_on_cards_are_those_of_one_device(way: str) -
         ends = [by_hand(way, WAYS[way])]
     for end in ends:
         assert (end - expected).abs().max() < BOUND
+
+
+def mean_times_count(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean over no label is NaN, and so is that times 0."""
+    count = (targets != -100).sum()
+    return nn.functional.cross_entropy(outputs, targets) * count, count
+
+
+@pytest.mark.parametrize("way", ["dp", "ddp"])
+def test_a_local_batch_without_a_label_after_the_first_update_counts_nothing(
+    way: str, tmp_path: Path
+) -> None:
+    """Found by trial: the total of all devices was NaN, which ended the training."""
+    targets = labels(24, 3)
+    targets[16:20] = -100
+    settings = Job(
+        model=mlp,
+        loss=mean_times_count,
+        optimizer=plain_sgd,
+        train_data=TensorDataset(drawn(24, 6), targets),
+        batch_size=8,
+        shuffle=False,
+        precision="fp64",
+    )
+    expected = train(settings, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
+    run = train(settings, strategy=way, devices=WAYS[way], folder=tmp_path, quiet=True)
+    found = differences(settings, run, expected)
+    assert found.worst < BOUND, str(found)
+    assert max(found.history.values()) < BOUND

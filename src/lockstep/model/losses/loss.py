@@ -300,7 +300,7 @@ class Totalled:
         if isinstance(value, Loss):
             for name, pair in value.parts.items():
                 parts[name] = self._part(name, pair)
-        return Loss(total, count, parts)
+        return Loss(total_of_items(total, count), count, parts)
 
     def _part(self, name: Any, pair: Any) -> tuple[Number, Number]:
         """Check a part of a loss, and give it without its graph."""
@@ -318,10 +318,7 @@ class Totalled:
             count = count.detach()
         if isinstance(total, Tensor):
             total = total.detach()
-            if isinstance(count, Tensor) or not count:
-                # The mean over no item, times 0, is NaN.
-                total = total.masked_fill(total.isnan() & (count == 0), 0.0)
-        return total, count
+        return total_of_items(total, count), count
 
     def _validate(self, value: Any) -> None:
         """Refuse what is no pair of a total and a count."""
@@ -337,6 +334,19 @@ class Totalled:
 
     def _cannot_take(self, outputs: Any, targets: Any) -> str:
         return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+
+
+def total_of_items(total: Any, count: Number) -> Any:
+    """Give a total, or 0 in the place of NaN where it is of no item: the mean of none times 0.
+
+    The host doesn't wait for a count on an accelerator.
+    """
+    if not isinstance(total, Tensor):
+        return 0.0 if not count and math.isnan(total) else total
+    if isinstance(count, Tensor) and not count.is_cpu:
+        is_of_none = count.to(total.device, non_blocking=True) == 0
+        return total.masked_fill(total.isnan() & is_of_none, 0.0)
+    return total.new_zeros(()) if not count and total.isnan() else total
 
 
 def _with_own_variables(function: types.FunctionType) -> types.FunctionType:

@@ -17,7 +17,6 @@ own losses (``lockstep.model.losses.torch_losses``) need no check.
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -158,9 +157,9 @@ class LossCheck:
                 self._checks = False
                 return None
             if not waits:
-                wrong: Tensor = ~_add_up(map(_items_of, (whole, *parts)), tolerance)
+                wrong: Tensor = ~_add_up((whole, *parts), tolerance)
                 return wrong
-            if _add_up(map(_pair, (whole, *parts)), tolerance):
+            if _add_up(_numbers(whole, *parts), tolerance):
                 self._has_passed = True
                 return None
             if drawn or self._is_doubtful(nest, whole, samples):
@@ -221,7 +220,7 @@ class LossCheck:
             return True
         # One that draws, or remembers something, is not the same again.
         again = self._loss.copied()(*copied_nest(nest), samples)
-        return not _add_up([_pair(whole), _pair(again)], _tolerance(nest, whole.total))
+        return not _add_up(_numbers(whole, again), _tolerance(nest, whole.total))
 
     def _is_rounding(self, nest: Nest, samples: int) -> bool:
         """Whether the parts add up in float64."""
@@ -235,7 +234,7 @@ class LossCheck:
             if is_out_of_memory(error):
                 raise
             return False
-        return parts is not None and bool(_add_up(map(_pair, (whole, *parts)), _DOUBLE))
+        return parts is not None and bool(_add_up(_numbers(whole, *parts), _DOUBLE))
 
     def found_later(self, step: int) -> LossError:
         """Give the error of an update that an accelerator has found wrong."""
@@ -326,13 +325,9 @@ def _drawing_apart(nest: Nest) -> Iterator[list[bool]]:
         yield drawn
 
 
-def _pair(loss: Loss) -> tuple[float, float]:
-    """Give total and count as numbers; the total of no item is 0, also where it is NaN times 0."""
-    total = float(loss.total.detach())
-    count = float(loss.count)
-    if math.isnan(total) and not count:
-        total = 0.0
-    return total, count
+def _numbers(*losses: Loss) -> list[tuple[float, float]]:
+    """Read total and count of each loss."""
+    return [(float(loss.total.detach()), float(loss.count)) for loss in losses]
 
 
 def _tolerance(nest: Nest, total: Any) -> float:
@@ -360,16 +355,6 @@ def _add_up(sums: Iterable[tuple[Any, ...]], tolerance: float) -> Any:
     return fine
 
 
-def _items_of(loss: Loss) -> tuple[Tensor, Any]:
-    """Give total and count on an accelerator; the total of no item is 0, as that of `_pair`."""
-    total: Tensor = loss.total
-    count = loss.count
-    if not isinstance(count, Tensor):
-        return (total if count else total.nan_to_num()), count
-    count = count.to(total.device, non_blocking=True)
-    return torch.where(count == 0, total.nan_to_num(), total), count
-
-
 def not_additive(
     loss: Totalled, whole: Loss, parts: list[Loss], samples: int, step: int
 ) -> LossError:
@@ -383,7 +368,7 @@ def not_additive(
         step: the update; 0 or 1 isn't named.
     """
     when = f" in step {step}" if step > 1 else ""
-    totals, counts = zip(*map(_pair, (whole, *parts)), strict=True)
+    totals, counts = zip(*_numbers(whole, *parts), strict=True)
     if loss.gives_pairs:
         what = "total"
         numbers = totals

@@ -398,7 +398,7 @@ class Step:
             observer.forwarded(where, part, outputs)
         if self._waits:
             is_first = self._updates == self.skips.in_a_row + 1
-            loss = self.checks.finite(loss, model, part, outputs, where, first=is_first)
+            self.checks.refuse_nonfinite(loss, model, part, outputs, where, first=is_first)
         if not loss.total.requires_grad and self.trained.values:
             refuse_counted(loss)
             if self._waits_in_backward:

@@ -53,12 +53,10 @@ class UpdateChecks:
 
     # ---- in an update ----------------------------------------------------------------------------
 
-    def finite(
+    def refuse_nonfinite(
         self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str, *, first: bool
-    ) -> Loss:
+    ) -> None:
         """Refuse a loss that isn't finite, unless the update will be skipped.
-
-        The loss of no item is 0, also where the total is NaN times 0.
 
         Args:
             loss: of the local batch.
@@ -71,12 +69,8 @@ class UpdateChecks:
         Raises:
             NonFiniteLoss: with what was not finite first.
         """
-        if math.isfinite(loss.total.item()):
-            return loss
-        if loss.count == 0:
-            return Loss(torch.zeros_like(loss.total.detach()), loss.count, loss.parts)
-        if self._step.skips.takes_nonfinite:
-            return loss
+        if math.isfinite(loss.total.item()) or self._step.skips.takes_nonfinite:
+            return
         world = self._step.world
         place = where or f"rank {world.rank} ({world.device})"
         why = why_not_finite(model, part, outputs, first=first)

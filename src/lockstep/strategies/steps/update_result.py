@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard
@@ -226,15 +225,6 @@ class PartNames:
         return self.known
 
 
-def _of_items(loss: Loss) -> Loss:
-    """Make totals over no item 0, where they are the mean of none, NaN, times 0."""
-    pairs = {"": loss, **loss.parts}
-    for name, (total, count) in pairs.items():
-        if not count and math.isnan(total):
-            pairs[name] = (0.0, count)
-    return Loss(*pairs.pop(""), pairs)
-
-
 class Sums:
     """Adds up total, count and parts of several updates, or batches.
 
@@ -261,7 +251,7 @@ class Sums:
 
     def read(self) -> Loss:
         """Give the sums so far."""
-        for loss in map(_of_items, read(self._waiting)):
+        for loss in read(self._waiting):
             self._sums = added([self._sums, loss])
             if self._then is not None:
                 self._then(loss)

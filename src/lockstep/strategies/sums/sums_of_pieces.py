@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import LossError
-from lockstep.model.losses.loss import Number, Totalled
+from lockstep.model.losses.loss import Number, Totalled, total_of_items
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.losses.model_loss import mean_of
 from lockstep.tensors.pytree import call, clones, doubled
@@ -55,22 +54,15 @@ class PieceSums:
     def with_gradient(self) -> Tensor | None:
         """The total, where backward runs on it."""
         total = self.total
-        if total is None or not total.requires_grad:
-            return None
-        return total if _counts(total.detach(), self.count) else None
+        return None if total is None or not total.requires_grad else total
 
     def numbers(self) -> dict[str, float]:
         """Totals and counts by name."""
         found = {}
         for name, (total, count) in self.named.items():
-            found[f"the total of {name}"] = float(total) if _counts(total, count) else 0.0
+            found[f"the total of {name}"] = float(total_of_items(total, count))
             found[f"the count of {name}"] = float(count)
         return found
-
-
-def _counts(total: Number, count: Number) -> bool:
-    """Whether a total counts: that of no item doesn't where it is NaN times 0."""
-    return bool(count) or math.isfinite(float(total))
 
 
 class Summed(ABC):
