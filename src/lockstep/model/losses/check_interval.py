@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Sequence
+
+import torch
 
 _LARGEST_SHARE = 0.05
 """The part of an update's time for checking the loss; beyond it only every n-th is checked."""
@@ -17,7 +21,7 @@ _SELDOMEST = 32
 timed makes a check seem longer.
 """
 
-TIMED = range(2, 6)
+_TIMED = range(2, 6)
 """The updates in which the check is timed: the first one prepares much."""
 
 
@@ -29,46 +33,72 @@ def is_power_of_two(number: int) -> bool:
 class CheckInterval:
     """Chooses how often to check, by the fastest check and the fastest update that are timed.
 
+    The interval is a power of two, so that ranks, each of which chooses its own, check in the same
+    updates.
+
+    Args:
+        accelerators: the devices that are waited for in an update that is timed.
+
     Attributes:
         every: the loss is checked in every so many updates.
+        is_timing: whether this update is timed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, accelerators: Sequence[torch.device] = ()) -> None:
         self.every = 1
+        self.is_timing = False
+        self._accelerators = accelerators
+        self._began = 0.0
         self._spent = 0.0
         self._check = math.inf
         self._update = math.inf
 
     def is_due(self, update: int) -> bool:
         """Whether to check in this update, counted from 1."""
-        return update < TIMED.stop or update % self.every == 0
+        return update < _TIMED.stop or update % self.every == 0
+
+    def clock(self) -> float:
+        """Read a clock in seconds, once the accelerators have done what they were given."""
+        for device in self._accelerators:
+            torch.accelerator.synchronize(device)
+        return time.perf_counter()
 
     def spent(self, seconds: float) -> None:
         """Note the time of a check; several threads may."""
         self._spent += seconds
 
-    def timed(self, update: int, seconds: float, replicas: int) -> str | None:
+    def begin_update(self, update: int) -> None:
+        """Begin an update in which the loss is checked."""
+        self.is_timing = update in _TIMED
+        if self.is_timing:
+            self._began = self.clock()
+
+    def end_update(self, update: int, replicas: int) -> str | None:
         """Choose the interval, after an update that was timed.
 
         Args:
             update: the number of the update.
-            seconds: the time of the update, checks included.
             replicas: how many of them checked at the same time.
 
         Returns:
             A note for the log, where not every update is checked.
         """
+        if not self.is_timing:
+            return None
+        self.is_timing = False  # an evaluation may come now
+        seconds = self.clock() - self._began
         check = self._spent / replicas
         self._spent = 0.0
         if check:  # else there was no sample here
             self._check = min(self._check, check)
             self._update = min(self._update, max(seconds - check, 1e-9))
-        if update < TIMED.stop - 1 or not math.isfinite(self._check):
+        if update < _TIMED.stop - 1 or not math.isfinite(self._check):
             return None
         share = self._check / self._update
         if share <= _LARGEST_SHARE:
             return None
-        self.every = min(_SELDOMEST, math.ceil(_SELDOM * share / _LARGEST_SHARE))
+        while self.every < min(_SELDOMEST, _SELDOM * share / _LARGEST_SHARE):
+            self.every *= 2
         return (
             f"whether the loss is additive over samples is checked in one of {self.every} updates, "
             f"since a check takes {100 * share:.0f} % of the time of one"

@@ -218,27 +218,41 @@ class Totalled:
         Raises:
             LossError: the first call in this process raised (the message has both shapes), or the
                 loss returned neither a scalar nor (total, count), or isn't additive for these
-                shapes. What a later call raises is passed on.
+                shapes. What a later call raises is passed on, unless its cause is known.
         """
         try:
             if self._mean is None:
                 value = self._call(self._beside(outputs), outputs, targets)
             else:
                 value = self._mean(outputs, targets)
-        except Misshapen as error:
-            raise LossError(
-                f"{self._cannot_take(outputs, targets)}: {error}", kind="shape"
-            ) from None
         except Exception as error:
-            if self._called or isinstance(error, LockstepError) or is_out_of_memory(error):
+            known = self._explained(error, outputs, targets, samples)
+            if known is None:
                 raise
-            raise LossError(
-                f"{self._cannot_take(outputs, targets)}: {first_line(error)}", kind="shape"
-            ) from error
+            raise known from error
         self._called = True
         if self._mean is not None:
             return Loss(*value)
         return self._as_loss(value, samples)
+
+    def _explained(
+        self, error: Exception, outputs: Any, targets: Any, samples: int
+    ) -> LossError | None:
+        """Explain an error by the shapes of the arguments; None where they aren't the cause."""
+        if is_out_of_memory(error):
+            return None
+        fix = ""
+        if samples == 1 and _is_squeezed(outputs, targets):
+            why = " of a local batch of one sample: the outputs have no row for it"
+            fix = "where forward calls squeeze(), name the dimension, as in squeeze(-1)"
+        elif isinstance(error, Misshapen):
+            why = f": {error}"
+        elif self._called or isinstance(error, LockstepError):
+            return None
+        else:
+            why = f": {first_line(error)}"
+        what = f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+        return LossError(what + why, kind="shape", fix=fix)
 
     # ---- any other loss --------------------------------------------------------------------------
 
@@ -332,9 +346,6 @@ class Totalled:
             raise LossError(f"{what}, where count is expected to be a number or a scalar tensor")
         self.gives_pairs = True
 
-    def _cannot_take(self, outputs: Any, targets: Any) -> str:
-        return f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
-
 
 def total_of_items(total: Any, count: Number) -> Any:
     """Give a total, or 0 in the place of NaN where it is of no item: the mean of none times 0.
@@ -380,6 +391,13 @@ def _name_of(loss: Any) -> str:
     named = loss.func if isinstance(loss, functools.partial) else loss
     name = getattr(named, "__name__", type(named).__name__)
     return "loss" if name in ("<lambda>", "loss") else f"loss {name}"
+
+
+def _is_squeezed(outputs: Any, targets: Any) -> bool:
+    """Whether targets have a row for the only sample, and outputs have none."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return False
+    return outputs.shape[:1] != targets.shape[:1] == (1,)
 
 
 def _is_number(value: Any) -> bool:

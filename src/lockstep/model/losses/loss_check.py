@@ -17,7 +17,6 @@ own losses (``lockstep.model.losses.torch_losses``) need no check.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -26,9 +25,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import LossError
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.world import World
 from lockstep.model.communication import NotedCommunication
-from lockstep.model.losses.check_interval import TIMED, CheckInterval
+from lockstep.model.losses.check_interval import CheckInterval
 from lockstep.model.losses.loss import Loss, Totalled
 from lockstep.model.losses.torch_losses import HALF
 from lockstep.tensors.placing import place_of
@@ -79,39 +77,29 @@ class LossCheck:
         self._accepts = accepts
         self._has_passed = False
         self._is_first = True
-        self._accelerators = accelerators
-        # When the update began, in one that is timed.
-        self._began: float | None = None
-        self.interval = CheckInterval()
+        self.interval = CheckInterval(accelerators)
         self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
         """Whether the loss is to be checked in this update, counted from 1."""
         return self._checks and self.interval.is_due(update)
 
-    def _clock(self) -> float:
-        """Read a clock in seconds, once the accelerators have done what they were given."""
-        for device in self._accelerators:
-            torch.accelerator.synchronize(device)
-        return time.perf_counter()
-
     def begin_update(self, update: int) -> None:
         """Begin an update, which is timed where the time decides how often to check."""
-        self._began = self._clock() if self.is_timed(update) else None
+        if self._checks:
+            self.interval.begin_update(update)
 
-    def end_update(self, update: int, world: World, replicas: int) -> None:
-        """End an update, and choose how often to check; every rank calls this.
+    def end_update(self, update: int, replicas: int, *, logs: bool) -> None:
+        """End an update, and choose how often to check.
 
         Args:
             update: the number of the update.
-            world: the ranks.
             replicas: how many of this process checked at the same time.
+            logs: whether this rank notes that not every update is checked.
         """
-        note = None
-        if self._began is not None:
-            note = self.interval.timed(update, self._clock() - self._began, replicas)
-            self._began = None  # an evaluation may come now
-        self.agree(world, update, note)
+        note = self.interval.end_update(update, replicas)
+        if note and logs:
+            self.notes.append(note)
 
     def __call__(
         self, outputs: Any, targets: Any, whole: Loss, samples: int, *, step: int, waits: bool
@@ -133,11 +121,11 @@ class LossCheck:
         Raises:
             LossError: the loss isn't additive.
         """
-        if self._began is None:
+        if not self.interval.is_timing:
             return self._compared(outputs, targets, whole, samples, step, waits=waits)
-        began = self._clock()
+        began = self.interval.clock()
         wrong = self._compared(outputs, targets, whole, samples, step, waits=waits)
-        self.interval.spent(self._clock() - began)
+        self.interval.spent(self.interval.clock() - began)
         return wrong
 
     def _compared(
@@ -242,28 +230,6 @@ class LossCheck:
         return LossError(
             f"{self._loss.name} is not a {kind} over samples in step {step}", fix=ADVICE
         )
-
-    # ---- how often -------------------------------------------------------------------------------
-
-    def is_timed(self, update: int) -> bool:
-        """Whether to time this update."""
-        return update in TIMED and self.wants(update)
-
-    def agree(self, world: World, update: int, note: str | None) -> None:
-        """Check as seldom as the slowest rank; every rank calls this in each update.
-
-        Args:
-            world: the ranks.
-            update: the number of the update.
-            note: what ``interval.timed`` gave.
-        """
-        if update != TIMED.stop - 1:
-            return
-        if world.size > 1 and world.layout.together:
-            found = world.gather_objects((self.interval.every, note or ""))
-            self.interval.every, note = max(found)
-        if note and world.is_first:
-            self.notes.append(note)
 
 
 def _detached(tensor: Tensor) -> Tensor:
@@ -396,25 +362,3 @@ def not_additive(
         f"(whole {mean:.6g}, from two parts {together:.6g})",
         fix=ADVICE,
     )
-
-
-def explain_squeezing(error: Exception, outputs: Any, targets: Any, samples: int) -> None:
-    """Explain an error of a loss whose outputs, of one sample, have no row for the sample.
-
-    Raises:
-        LossError: where this is the cause.
-    """
-    if not _is_squeezed(outputs, targets, samples) or is_out_of_memory(error):
-        return
-    raise LossError(
-        f"the loss can't take outputs {tuple(outputs.shape)} and targets "
-        f"{tuple(targets.shape)} of a local batch of one sample: the outputs have no row for it",
-        kind="shape",
-        fix="where forward calls squeeze(), name the dimension, as in squeeze(-1)",
-    ) from error
-
-
-def _is_squeezed(outputs: Any, targets: Any, samples: int) -> bool:
-    if samples != 1 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return False
-    return outputs.shape[:1] != (1,) and targets.shape[:1] == (1,)

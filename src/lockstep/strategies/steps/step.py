@@ -28,7 +28,7 @@ from lockstep.model.compile import compile_models, refuse_written_buffers
 from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled, no_loss
-from lockstep.model.losses.loss_check import LossCheck, explain_squeezing
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.optimizers.fused import begin_momentum
 from lockstep.model.optimizers.gradients import clip_gradients, gradient_values
 from lockstep.model.optimizers.kinds import may_draw
@@ -346,7 +346,7 @@ class Step:
     def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
         """Log what is due at the end of an update, and make the result."""
         if self.loss_check.is_used:
-            self.loss_check.end_update(self._updates, self.world, len(self.models()))
+            self.loss_check.end_update(self._updates, len(self.models()), logs=self.world.is_first)
             self.tell_of_loss()
         if self.is_checked and self.world.is_first:
             self.tell_once(self.caveats())
@@ -424,11 +424,7 @@ class Step:
             if checks:
                 given = copied_nest((outputs, targets))  # the loss may change lists
                 before = versions(given)
-            try:
-                loss = self.loss(outputs, targets, part.size)
-            except Exception as error:
-                explain_squeezing(error, outputs, targets, part.size)
-                raise
+            loss = self.loss(outputs, targets, part.size)
             if checks and versions(given) == before:
                 wrong = self.loss_check(*given, loss, part.size, step=number, waits=self._waits)
                 if wrong is not None:
