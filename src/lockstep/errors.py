@@ -134,7 +134,8 @@ class ItemFailed(RunError):
     """The function of a map raised for an item, or the process that worked on it died.
 
     Attributes:
-        index: of the item, from 0; None where the process died between two items.
+        index: of the item, from 0; of the first of some items where the process died at one of
+            them; None where it died between two items.
         traceback: the traceback in that process as text, or "" where it died without one.
     """
 

@@ -14,7 +14,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError
 
@@ -24,36 +24,6 @@ if TYPE_CHECKING:
     from lockstep.launch.devices import Device, Devices
 
 __all__ = ["map"]
-
-
-# Without `reduce`: an iterator of the results.
-@overload
-def map(
-    fn: Callable[..., Any],
-    items: Iterable[Any],
-    devices: Devices = ...,
-    batch_size: int | None = ...,
-    reduce: None = ...,
-    *,
-    collate: Callable[[list[Any]], Any] | None = ...,
-    seed: int | None = ...,
-    progress: bool = ...,
-) -> Iterator[Any]: ...
-
-
-# With it: the one value that it makes of them.
-@overload
-def map(
-    fn: Callable[..., Any],
-    items: Iterable[Any],
-    devices: Devices = ...,
-    batch_size: int | None = ...,
-    *,
-    reduce: Callable[[Any, Any], Any] | tuple[Callable[[Any, Any], Any], Any],
-    collate: Callable[[list[Any]], Any] | None = ...,
-    seed: int | None = ...,
-    progress: bool = ...,
-) -> Any: ...
 
 
 def map(
@@ -118,18 +88,17 @@ def map(
 
     if not callable(fn):
         raise InputError(f"map: a function or a module is expected first, not {_a(fn)}")
-    if batch_size is not None and (
-        not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1
-    ):
+    is_number = isinstance(batch_size, int) and not isinstance(batch_size, bool)
+    if batch_size is not None and not (is_number and batch_size >= 1):
         raise InputError(f"batch_size: {batch_size!r}, a whole number of at least 1 is expected")
     try:
         drawn = iter(items)
     except TypeError:
         raise InputError(f"items: {_a(items)} can't be iterated") from None
-    total = len(items) if isinstance(items, Sized) else None
-    is_module = isinstance(fn, nn.Module)
-    places = _places(devices, is_module)
-    bar = _bar() if progress and sys.stdout is not None and sys.stdout.isatty() else None
+    places = _places(devices, isinstance(fn, nn.Module))
+    has_bar = progress and sys.stdout is not None and sys.stdout.isatty()
+    bar = _bar() if has_bar else None
+
     if isinstance(fn, nn.Module):
         from lockstep.map import module_map
 
@@ -137,30 +106,41 @@ def map(
             raise InputError("collate: there is nothing to put together without a batch_size")
         results = module_map.mapped(fn, drawn, places, batch_size, collate, seed)
     else:
-        from lockstep.map import process_map
-        from lockstep.map.map_worker import Call
-
         if collate is not None:
             raise InputError(
                 "collate: it is for a module; a function with a batch_size gets a list of items"
             )
-        call = Call(fn, batch_size, seed)
-        if len(places) == 1:
-            results = process_map.in_this_one(call, drawn, places[0])
-        else:
-            from lockstep.run.terminal import print_above
+        results = _of_function(fn, drawn, places, batch_size, seed, bar)
 
-            on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
-            results = process_map.ProcessMap(call, drawn, places, total, on_output).results()
     if bar is not None:
-        results = _counted(
-            results, bar, getattr(fn, "__name__", type(fn).__name__).strip("<>"), total
-        )
+        total = len(items) if isinstance(items, Sized) else None
+        name = getattr(fn, "__name__", type(fn).__name__).strip("<>")
+        results = _counted(results, bar, name, total)
     return results if reduce is None else _reduced(results, reduce)
 
 
+def _of_function(
+    fn: Callable[..., Any],
+    items: Iterator[Any],
+    places: tuple[Device, ...],
+    batch_size: int | None,
+    seed: int | None,
+    bar: Progress | None,
+) -> Iterator[Any]:
+    """Return the results of a function, in this process or by workers."""
+    from lockstep.map import process_map
+    from lockstep.map.map_worker import Call
+    from lockstep.run.terminal import print_above
+
+    call = Call(fn, batch_size, seed)
+    if len(places) == 1:
+        return process_map.in_this_one(call, items, places[0])
+    on_output = None if bar is None else lambda text, stream: print_above(bar.console, text)
+    return process_map.ProcessMap(call, items, places, on_output).results()
+
+
 def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
-    """The devices of a map; only this process's own in a worker or a rank.
+    """Return the devices of a map; only this process's own in a worker or a rank.
 
     Raises:
         InputError: there are several, and this is a worker or a rank already.
@@ -172,24 +152,26 @@ def _places(wanted: Devices, is_module: bool) -> tuple[Device, ...]:
 
     is_auto = wanted is None or wanted == "auto"
     world = _world.current()
-    here = current_worker()
-    if here is not None or (world is not None and world.size > 1):
-        own = here.device if here is not None else world.device  # type: ignore[union-attr]
+    worker = current_worker()
+    own = None
+    if worker is not None:
+        own, what = worker.device, "a process of a map"
+    elif world is not None and world.size > 1:
+        own, what = world.device, f"rank {world.rank}"
+    if own is not None:
         if not is_auto and len(_devices.parse(wanted)) > 1:
-            what = f"at item {here.item} of a map" if here is not None else f"rank {world.rank}"  # type: ignore[union-attr]
             raise InputError(
                 f"devices: this process is {what} already, and has {own} only: leave devices out"
             )
         return (own,)
+
     if started_as_rank() and started_ranks.place().size > 1:
         return started_ranks.devices_of_this_rank(_devices.parse(wanted))
-    if is_auto and not is_module:
-        return _devices.accelerators() or _devices.slots(len(_devices.usable_cores()))
-    return _devices.parse(wanted)
+    return _devices.parse(wanted) if is_module else _devices.parse_several(wanted)
 
 
 def _reduced(results: Iterator[Any], reduce: Any) -> Any:
-    """The results folded from the first on.
+    """Return the results folded from the first on.
 
     Raises:
         InputError: there is nothing to fold.
@@ -236,7 +218,4 @@ def _bar() -> Progress:
 def _counted(results: Iterator[Any], bar: Progress, name: str, total: int | None) -> Iterator[Any]:
     """Yield the results, counted as they are given; the bar goes when they end, or are closed."""
     with bar:
-        task = bar.add_task(name, total=total)
-        for result in results:
-            bar.advance(task)
-            yield result
+        yield from bar.track(results, total, description=name)

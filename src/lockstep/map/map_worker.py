@@ -4,6 +4,7 @@ belong to the item.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import time
@@ -16,140 +17,136 @@ from lockstep.data.shares import MAP, absorbed
 from lockstep.errors import InputError, ItemFailed
 from lockstep.launch.processes.failure_records import Record, caused
 from lockstep.launch.processes.rank import WorkerContext
-from lockstep.map.shared_values import first_that_cant_be_packed, pack, unpack
+from lockstep.map.shared_values import pack, unpack
 from lockstep.tensors.seeding import seed_all
 
 
 class Task(NamedTuple):
-    """The head of a chunk on its way to a worker.
+    """A chunk on its way to a worker, whose next block holds the items.
 
     Attributes:
-        first: the index of its first item, by which it is known.
-        slot: of the worker's blocks, the one that holds a list of the items (or of lists of them,
-            where ``batch`` isn't None), and is to hold a list of the results up to the first
-            failure.
+        first: the index of the first item.
+        length: how many items there are.
     """
 
     first: int
-    slot: int
+    length: int
 
 
 class Reply(NamedTuple):
-    """What a worker tells of a chunk.
+    """What a worker tells of its oldest chunk; the results are in the block of the chunk.
 
     Attributes:
-        first: of the chunk.
-        seconds: that computing it took.
+        length: how many results there are, up to the first failure.
+        seconds: that computing them took.
         bytes: of the results.
-        failure: the first, with ``step`` the index of its item; None where there was none.
+        failure: the first, with ``step`` the index of the item; None where there was none.
     """
 
-    first: int
+    length: int
     seconds: float
     bytes: int
     failure: Record | None
 
 
 class Call:
-    """The function of a map, as it is called for an item, here or in a worker.
+    """The function of a map, as it is called here or in a worker.
 
     Args:
         fn: the person's.
         batch: items that it takes as a list, and gives a list of results of; None: one, by itself.
         seed: of the random numbers, which follow the index of the (first) item; None leaves the
             generators alone.
+
+    Attributes:
+        size: how many items a call takes.
     """
 
     def __init__(self, fn: Callable[..., Any], batch: int | None, seed: int | None) -> None:
-        self.fn, self.batch, self.seed = fn, batch, seed
+        self.fn = fn
+        self.batch = batch
+        self.seed = seed
+        self.size = batch or 1
         # What is the same for all items is mixed once: it is a part of what small items cost.
-        self.stream = None if seed is None else absorbed(0, seed, MAP)
+        self._stream = 0 if seed is None else absorbed(0, seed, MAP)
 
-    def __call__(self, unit: Any, index: int, on_accelerator: bool = False) -> Any:
-        """The result of an item, or the list of those of a batch.
+    def __call__(self, items: list[Any], index: int, on_accelerator: bool = False) -> list[Any]:
+        """Return the results of one call: that of an item, or those of a batch.
 
         Raises:
             InputError: it gave not one result for each item of a batch.
         """
-        if self.stream is not None:
-            key = absorbed(self.stream, index) >> 1  # mixed(seed, MAP, index)
+        if self.seed is not None:
+            key = absorbed(self._stream, index) >> 1  # mixed(seed, MAP, index)
             if on_accelerator:
                 torch.manual_seed(key)
             seed_all(key)
-        result = self.fn(unit)
-        if self.batch is not None:
-            try:
-                result = list(result)
-            except TypeError:
-                what = type(result).__name__
-                raise InputError(
-                    f"with batch_size the function should give a list, and gave: {what}"
-                ) from None
-            if len(result) != len(unit):
-                raise InputError(
-                    f"with batch_size the function gave {len(result)} results for {len(unit)} items"
-                )
-        return result
+        if self.batch is None:
+            return [self.fn(items[0])]
+        given = self.fn(items)
+        try:
+            results = list(given)
+        except TypeError:
+            what = type(given).__name__
+            raise InputError(
+                f"with batch_size the function should give a list, and gave: {what}"
+            ) from None
+        if len(results) != len(items):
+            raise InputError(
+                f"with batch_size the function gave {len(results)} results for {len(items)} items"
+            )
+        return results
 
 
 def serve(
     worker: WorkerContext, function: Callable[..., Any], batch: int | None, seed: int | None
 ) -> None:
     """Work on chunks until there are no more."""
-    fn = Call(function, batch, seed)
-    if fn.stream is None:  # else forks of one process would all draw the same
+    call = Call(function, batch, seed)
+    if seed is None:  # else forks of one process would all draw the same
         key = int.from_bytes(os.urandom(8), "little") >> 1
         torch.manual_seed(key)
         seed_all(key)
-    while head := worker.channel.next():
-        worker.channel.tell(_reply(worker, fn, pickle.loads(head)))
+    for block in itertools.cycle(worker.blocks):
+        head = worker.channel.next()
+        if not head:
+            return
+        worker.channel.tell(_reply(worker, call, pickle.loads(head), block))
 
 
-def _reply(worker: WorkerContext, fn: Call, task: Task) -> Reply:
-    worker.item = task.first
-    block = worker.blocks[task.slot]
+def _reply(worker: WorkerContext, call: Call, task: Task, block: int) -> Reply:
+    """Compute the results of a chunk, and put them in place of the items."""
+    index = task.first
     results: list[Any] = []
     failure = None
     began = time.perf_counter()
     try:
-        units = unpack(block)
-        units.reverse()
+        items = unpack(block, task.length)
         with worker.modes.entered():
-            while units:
-                results.append(fn(units.pop(), worker.item, not worker.device.is_slot))
-                worker.item += fn.batch or 1
+            for start in range(0, task.length, call.size):
+                index = task.first + start
+                group = items[start : start + call.size]
+                results += call(group, index, not worker.device.is_slot)
     except BaseException as error:
-        failure = _record(error, worker)
+        failure = _record(error, worker, index)
     seconds = time.perf_counter() - began
-    try:
-        size = pack(results, block)
-    except Exception:
-        size, failure = _sendable(results, task, worker, fn)
-    worker.item = -1
-    return Reply(task.first, seconds, size, failure)
+    packed = pack(results, block)
+    if packed.error is not None:
+        what = f"its result (a {packed.kind}) can't be sent back: {packed.error}"
+        failure = _record(TypeError(what), worker, task.first + packed.length)
+    return Reply(packed.length, seconds, packed.bytes, failure)
 
 
-def _record(error: BaseException, worker: WorkerContext) -> Record:
-    return Record.of(error, time.monotonic(), worker.number, worker.item)
-
-
-def _sendable(
-    results: list[Any], task: Task, worker: WorkerContext, fn: Call
-) -> tuple[int, Record]:
-    """The results before the first that can't be sent, and what is wrong with that."""
-    block = worker.blocks[task.slot]
-    place, error = first_that_cant_be_packed(results, block)
-    worker.item = task.first + place * (fn.batch or 1)
-    what = f"its result (a {type(results[place]).__qualname__}) can't be sent back: {error}"
-    return pack(results[:place], block), _record(TypeError(what), worker)
+def _record(error: BaseException, worker: WorkerContext, index: int) -> Record:
+    return Record.of(error, time.monotonic(), worker.number, index)
 
 
 def named(first: int, size: int) -> str:
-    """``item 3``, or ``items 3 to 5``."""
+    """Return ``item 3``, or ``items 3 to 5``."""
     return f"item {first}" if size == 1 else f"items {first} to {first + size - 1}"
 
 
 def failed(record: Record, device: object) -> BaseException:
-    """The exception by which a map reports that an item failed, in this process or another."""
+    """Return the exception by which a map reports that an item failed in another process."""
     message = f"item {record.step} failed on {device}: {record.reason}"
     return caused(ItemFailed(message, record.step, record.traceback), record)

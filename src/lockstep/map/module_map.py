@@ -78,22 +78,21 @@ def mapped(
         turns = itertools.cycle(range(len(devices)))
         first = 0
         while True:
-            while len(under_way) < 2 * len(devices):
+            is_ready = bool(under_way) and under_way[0].outputs.done()
+            batch = []
+            if len(under_way) < 2 * len(devices) and not is_ready:
                 batch = [own_copy(item) for item in itertools.islice(items, batch_size or 1)]
-                if not batch:
-                    break
+            if batch:
                 inputs = batch[0] if batch_size is None else _together(batch, collate, first)
                 number = next(turns)
                 run = partial(_outputs, replicas[number], inputs, devices[number], seed, first)
                 outputs = pool.start(number, run)
                 under_way.append(_Batch(first, len(batch), devices[number], outputs))
                 first += len(batch)
-                if under_way[0].outputs.done():
-                    break
-
-            if not under_way:
+            elif under_way:
+                yield from _results(under_way.popleft(), is_row=batch_size is not None)
+            else:
                 return
-            yield from _results(under_way.popleft(), is_row=batch_size is not None)
 
 
 class _Batch(NamedTuple):

@@ -3,12 +3,13 @@ pickled.
 
 ::
 
-    {"loss": 0.1, "logits": tensor}  ──>  a block:  | sizes | the pickle | bytes of the tensor | ...
+    {"loss": 0.1, "logits": tensor}, ...  ──>  a block:
+    | where the pickles begin | bytes of the tensor | ... | sizes | the pickles |
 
 They are found in any nesting, also inside of a person's own objects, since it is the pickler that
 meets them. A block is a file in memory without a name that both processes have open: nothing can be
-left behind, and it is written over by the next value, so that its size is that of the largest. What
-is read out of it is a copy of the reader's own.
+left behind, and it is written over by the next values. What is read out of it is a copy of the
+reader's own.
 """
 
 from __future__ import annotations
@@ -19,24 +20,26 @@ import io
 import os
 import pickle
 import tempfile
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 from torch import nn
 
-from lockstep.errors import RunError
-
 _LARGE = 1 << 11
 """Bytes from which a tensor or an array isn't copied into the pickle."""
 
+_HEAD = 8
+"""Bytes of the number that says where the pickles begin."""
+
 _KEPT = 16 << 20
-"""Bytes of a block that are kept for the next value, however small that is."""
+"""Bytes of a block that are kept for the next values, however small these are."""
 
 
 def new_block(stack: contextlib.ExitStack) -> int:
-    """A file without a name, in memory where the system can do that, of no size yet; open until
-    the stack ends.
+    """Open a file without a name, in memory where the system can do that; it is closed when the
+    stack ends.
     """
     # Not bound by the size of /dev/shm, which is small in containers.
     if hasattr(os, "memfd_create"):
@@ -48,60 +51,81 @@ def new_block(stack: contextlib.ExitStack) -> int:
     return number
 
 
-def pack(value: Any, block: int) -> int:
-    """Write a value for another process, which ``unpack``s it; gives its bytes. A tensor goes
-    without its graph.
+class Packed(NamedTuple):
+    """What was written to a block.
+
+    Attributes:
+        length: how many values.
+        bytes: their size.
+        error: what pickling the next value raised; None where all of them are there.
+        kind: the type of that value.
+    """
+
+    length: int
+    bytes: int
+    error: Exception | None
+    kind: str
+
+
+def pack(values: Iterable[Any], block: int) -> Packed:
+    """Write values for another process, up to the first that can't be pickled.
+
+    Each is written before the next one is drawn. A tensor goes without its graph.
 
     Args:
-        value: anything that cloudpickle can send.
+        values: anything that cloudpickle can send.
         block: the open file that both have, of which nothing is needed any more.
-
-    Raises:
-        Exception: whatever pickling it raises; OSError where memory is short.
     """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(value)
-    pieces = [file.getbuffer(), *pickler.pieces]
-    sizes = [piece.nbytes for piece in pieces]
-    total = sum(sizes)
-    if os.fstat(block).st_size > max(_KEPT, 4 * total):
-        os.ftruncate(block, 0)
-    with open(block, "wb", closefd=False) as target:
+    count = 0
+    error, kind = None, ""
+    body = io.BytesIO()
+    pickler = _Pickler(body)
+    sizes: list[int] = []
+    with open(block, "r+b", closefd=False) as target:
+        target.seek(_HEAD)
+        for value in values:
+            try:
+                pickler.dump(value)
+            except Exception as problem:
+                error, kind = problem, type(value).__qualname__
+                break
+            sizes += [piece.nbytes for piece in pickler.pieces]
+            target.writelines(pickler.pieces)
+            pickler.forget()
+            count += 1
+        begin = target.tell()
+        pickle.dump([*sizes, body.tell()], target)
+        target.write(body.getbuffer())
+        size = target.tell()
         target.seek(0)
-        pickle.dump(sizes, target)
-        target.writelines(pieces)
-    return total
+        target.write(begin.to_bytes(_HEAD))
+    if os.fstat(block).st_size > max(_KEPT, 4 * size):
+        os.ftruncate(block, size)
+    return Packed(count, size, error, kind)
 
 
-def unpack(block: int) -> Any:
-    """Read what ``pack`` wrote; the block is free again afterwards."""
+def unpack(block: int, count: int) -> list[Any]:
+    """Read the first values that ``pack`` wrote; the block is free again afterwards."""
     with open(block, "rb", closefd=False) as file:
         file.seek(0)
-        body, *buffers = (bytearray(size) for size in pickle.load(file))
-        for piece in (body, *buffers):
-            if file.readinto(piece) < len(piece):
+        begin = int.from_bytes(file.read(_HEAD))
+        file.seek(begin)
+        *sizes, length = pickle.load(file)
+        body = io.BytesIO(file.read(length))
+        file.seek(_HEAD)
+        buffers = [bytearray(size) for size in sizes]
+        for buffer in buffers:
+            if file.readinto(buffer) < len(buffer):
                 raise EOFError("a value is shorter than its head says")
-    return pickle.loads(body, buffers=buffers)
-
-
-def first_that_cant_be_packed(values: list[Any], block: int) -> tuple[int, Exception]:
-    """Of values that can't be packed together, the place of the first that is to blame, and what
-    it raises.
-    """
-    for place, value in enumerate(values):
-        try:
-            pack(value, block)
-        except Exception as error:
-            return place, error
-    raise RunError("values that can be sent one by one can't be sent together")
+    rest = iter(buffers)
+    return [pickle.load(body, buffers=rest) for _ in range(count)]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
     """Keeps large buffers apart, and tells the pickler that a tensor is one.
 
     Attributes:
-        pieces: the buffers, in order.
+        pieces: the buffers of the last value, in order.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -109,8 +133,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         self.pieces: list[memoryview] = []
         self._held: list[Any] = []
 
+    def forget(self) -> None:
+        """Begin another value, which shares nothing with the one before."""
+        self.pieces.clear()
+        self._held.clear()
+        self.clear_memo()
+
     def _take(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether it is to be in the pickle."""
+        """Keep a buffer apart; a small one is left to the pickle."""
         raw = buffer.raw()
         if raw.nbytes < _LARGE:
             return True
@@ -124,27 +154,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
     def _reduced(self, tensor: torch.Tensor) -> Any:
         learns = tensor.requires_grad and tensor.is_leaf
-        kind = nn.Parameter if type(tensor) is nn.Parameter else torch.Tensor
         flat = tensor.detach().cpu().resolve_conj().resolve_neg()
         if torch.empty_like(flat).stride() != flat.stride():  # it has gaps, or overlaps
             flat = flat.contiguous()
         self._held.append(flat)
         size = flat.numel() * flat.element_size()
-        data = (ctypes.c_ubyte * size).from_address(flat.data_ptr()) if size else bytearray()
-        return _rebuilt, (
-            pickle.PickleBuffer(data),
-            flat.dtype,
-            tuple(flat.shape),
-            flat.stride(),
-            kind,
-            learns,
-        )
+        data: Any = bytearray()
+        if size:
+            data = (ctypes.c_ubyte * size).from_address(flat.data_ptr())
+        shape = tuple(flat.shape)
+        buffer = pickle.PickleBuffer(data)
+        return _rebuilt, (buffer, flat.dtype, shape, flat.stride(), type(tensor), learns)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its numbers in memory are all there is to it; any other goes as PyTorch pickles
-    it.
-    """
+    """Whether a tensor is its numbers in memory alone; any other goes as PyTorch pickles it."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
     has_more = tensor.is_quantized or tensor.is_meta or nn.parameter.is_lazy(tensor)
@@ -163,4 +187,6 @@ def _rebuilt(
         made = torch.empty_strided(shape, stride, dtype=dtype)
     else:
         made = torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
-    return nn.Parameter(made, learns) if kind is nn.Parameter else made.requires_grad_(learns)
+    if kind is nn.Parameter:
+        return nn.Parameter(made, learns)
+    return made.requires_grad_(learns)

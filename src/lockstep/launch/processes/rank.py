@@ -86,7 +86,6 @@ class WorkerContext:
         blocks: files that the caller has open too.
         channel: the way to the caller. Only heads go there, a few kilobytes at most; what is large
             goes in blocks.
-        board: the call's.
     """
 
     number: int
@@ -94,18 +93,6 @@ class WorkerContext:
     modes: Modes
     blocks: Sequence[int]
     channel: Channel
-    board: memoryview
-
-    @property
-    def item(self) -> int:
-        """The item that it is at, from 0; -1 between two. The caller sees it even when the
-        worker has died.
-        """
-        return self.board[self.number] - 1
-
-    @item.setter
-    def item(self, index: int) -> None:
-        self.board[self.number] = index + 1
 
 
 _worker: WorkerContext | None = None
@@ -128,13 +115,8 @@ def run(number: int, call_file: int, channel_file: int, blocks: Sequence[int]) -
         # as Python does with its own at each fork; else all ranks would draw the same
         numpy.random.seed()
         if is_worker:
-            _work(
-                fn,
-                args,
-                WorkerContext(
-                    number, setup.devices[number], setup.modes, blocks, _channel, call.board
-                ),
-            )
+            device = setup.devices[number]
+            _work(fn, args, WorkerContext(number, device, setup.modes, blocks, _channel))
             _channel.send(RESULT, None)
         else:
             _call(fn, args, setup, number, call.board)
