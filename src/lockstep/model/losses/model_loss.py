@@ -26,9 +26,6 @@ from lockstep.model.losses.torch_losses import HALF
 _IGNORED = -100
 """A label that doesn't count."""
 
-_LABELS = 10_000
-"""The number of different labels up to which new ones are looked for."""
-
 _OWN = (
     "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels "
     "that count, their number"
@@ -107,15 +104,10 @@ def _shape(value: Any) -> str:
 
 
 class ModelLoss:
-    """``model_loss`` in a training: calls 1, 2, 4, 8, ... compare the model's loss with its logits.
-
-    On CPU devices calls with a new value among the labels do so too: it may be a padding that the
-    model leaves out.
-    """
+    """``model_loss`` in a training: calls 1, 2, 4, 8, ... compare the model's loss with its logits."""
 
     def __init__(self) -> None:
         self._calls = 0
-        self._labels: set[int] = set()
 
     def __call__(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
         """Give total and count.
@@ -125,17 +117,9 @@ class ModelLoss:
         """
         total, count = model_loss(outputs, labels)
         self._calls += 1
-        new = self._new(labels)
-        if new or is_power_of_two(self._calls):
+        if is_power_of_two(self._calls):
             self._compare(outputs, labels, total.detach(), count)
-        self._labels |= new
         return total, count
-
-    def _new(self, labels: Tensor) -> set[int]:
-        """Find the labels that no call before had."""
-        if labels.device.type != "cpu" or len(self._labels) > _LABELS:
-            return set()
-        return set(torch.unique(labels).tolist()) - self._labels
 
     @torch.no_grad()
     def _compare(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:

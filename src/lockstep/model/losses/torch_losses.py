@@ -50,19 +50,27 @@ class SummedMean:
         None is given for any other loss.
         """
         if isinstance(loss, nn.Module):
-            rule = _MEANS.get(type(loss))
-            has_hooks = bool(loss._forward_hooks or loss._forward_pre_hooks)
-            if rule is None or has_hooks or "forward" in vars(loss):
-                return None  # somebody may have changed what it computes
-            return cls(loss, rule, {}) if rule.is_mean(str(loss.reduction)) else None
+            return cls._of_module(loss)
         options: _Options = {}
         if isinstance(loss, functools.partial) and not loss.args:
             options = loss.keywords
             loss = loss.func
-        rule = next((r for r in _MEANS.values() if r.function is loss), None)
-        if rule is None or not set(options) <= {"reduction", *rule.options}:
+        for rule in _MEANS.values():
+            if rule.function is not loss or not rule.is_mean(options.get("reduction", "mean")):
+                continue
+            if set(options) <= {"reduction", *rule.options}:
+                return cls(None, rule, options)
+        return None
+
+    @classmethod
+    def _of_module(cls, loss: nn.Module) -> SummedMean | None:
+        """Make the sum of a module, unless somebody may have changed what it computes."""
+        rule = _MEANS.get(type(loss))
+        if rule is None or not rule.is_mean(str(loss.reduction)):
             return None
-        return cls(None, rule, options) if rule.is_mean(options.get("reduction", "mean")) else None
+        if loss._forward_hooks or loss._forward_pre_hooks or "forward" in vars(loss):
+            return None
+        return cls(loss, rule, {})
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Count]:
         """Compute total and count; the total of half-precision outputs is in fp32.
@@ -74,10 +82,7 @@ class SummedMean:
         if self._mean is not None:
             # A person may change a weight or a smoothing between steps.
             given = {**vars(self._mean), **self._mean._buffers}
-        options = {}
-        for name in self._rule.options:
-            if name in given:
-                options[name] = given[name]
+        options = {name: given[name] for name in self._rule.options if name in given}
         if outputs.dtype in HALF:
             outputs = outputs.float()
             targets = targets.float() if targets.dtype in HALF else targets
@@ -162,9 +167,7 @@ class _Mean(NamedTuple):
 
     def is_mean(self, reduction: str) -> bool:
         """Whether that reduction is a mean."""
-        if reduction == "batchmean":
-            return self.function is F.kl_div
-        return reduction == "mean"
+        return reduction == "mean" or (reduction == "batchmean" and self.function is F.kl_div)
 
 
 _MEANS: dict[type[nn.Module], _Mean] = {
