@@ -521,6 +521,13 @@ def halves_ignored() -> torch.Tensor:
 
 _tokens, _next = tokens_and_next()
 
+
+def lazy() -> nn.Module:
+    model = nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3))
+    model(torch.zeros(1, 6))
+    return model
+
+
 ZOO: dict[str, Job] = {
     "mlp": _job(mlp),
     "momentum": _job(mlp, optimizer=sgd),
@@ -621,9 +628,7 @@ ZOO: dict[str, Job] = {
         Conv, drawn(25, 2, 7, 7), labels(25, 3), sync_batchnorm=True
     ),
     "accumulation that leaves a rank empty": _job(mlp, drawn(27, 6), labels(27, 3), accumulate=3),
-    "lazy layers": _job(
-        lambda: nn.Sequential(nn.LazyLinear(16), nn.Tanh(), nn.LazyLinear(3)), optimizer=sgd
-    ),
+    "lazy layers": _job(lazy, optimizer=sgd),
     "complex parameters": _job(Turning, optimizer=sgd),
     "parametrized weights": _job(parametrized, optimizer=sgd),
     "a part in eval mode": _job(PartlyFixed, drawn(SAMPLES, 2, 7, 7), optimizer=sgd),

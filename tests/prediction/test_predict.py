@@ -834,7 +834,11 @@ def test_an_evaluation_set_is_named_where_there_are_several(tmp_path) -> None:
     torch.testing.assert_close(
         predict(run, "eval:some", devices="2xcpu", quiet=True), whole[[4, 2, 9]]
     )
-    with pytest.raises(InputError, match="2 evaluation sets: say which, eval:some or eval:all"):
+    with pytest.raises(
+        InputError, match="eval: the job's evaluation sets are eval:some, eval:all: take"
+    ):
         predict(run, "eval", devices="1xcpu", quiet=True)
-    with pytest.raises(InputError, match='no evaluation set "al"; did you mean "all"'):
+    with pytest.raises(
+        InputError, match="eval:al: the job's evaluation sets are eval:some, eval:all"
+    ):
         predict(run, "eval:al", devices="1xcpu", quiet=True)

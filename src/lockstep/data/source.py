@@ -43,7 +43,13 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
             that is one of ours).
     """
     source = _given(source, world, name)
-    _refuse_loaders(source, name)
+    several = source[:8] if isinstance(source, list | tuple) else [source]
+    if any(isinstance(one, DataLoader) for one in several):
+        raise JobError(
+            f"{name}: a DataLoader cuts batches for one device: give its dataset (several, put "
+            "together with ConcatDataset), and say batch_size, collate and loader_workers in the "
+            "job"
+        )
     if isinstance(source, GeneratorType):
         raise JobError(
             f"{name}: a generator can be iterated only once: give the function that makes it"
@@ -137,13 +143,10 @@ def one_of(sets: Mapping[str, Any], wanted: str) -> Any:
     name = wanted.partition(":")[2]
     if name in sets:
         return sets[name]
-    names = [known for known in sets if known]
-    if not names:
-        raise InputError(f"{wanted}: the job has one evaluation set, without a name: say eval")
-    if name:
-        raise InputError(f'{wanted}: there is no evaluation set "{name}"; {nearest(name, names)}')
-    choice = " or ".join(f"eval:{known}" for known in names)
-    raise InputError(f"eval: the job has {len(names)} evaluation sets: say which, {choice}")
+    known = [f"eval:{each}" if each else "eval" for each in sets]
+    raise InputError(
+        f"{wanted}: the job's evaluation sets are {', '.join(known)}: take one of them"
+    )
 
 
 def inputs_of(dataset: Any, collate: Collate | None, name: str) -> tuple[Any, Collate | None]:
@@ -199,27 +202,13 @@ class Recalled:
 
 def is_stream(source: Any) -> bool:
     """Whether it can only be iterated."""
-    return isinstance(source, IterableDataset) or (
-        hasattr(source, "__iter__") and not _is_map_style(source)
-    )
+    return hasattr(source, "__iter__") and not _is_map_style(source)
 
 
 def _is_map_style(source: Any) -> bool:
-    return (
-        hasattr(source, "__getitem__")
-        and hasattr(source, "__len__")
-        and not isinstance(source, IterableDataset)
-    )
-
-
-def _refuse_loaders(source: Any, name: str) -> None:
-    several = source[:8] if isinstance(source, list | tuple) else [source]
-    if any(isinstance(one, DataLoader) for one in several):
-        raise JobError(
-            f"{name}: a DataLoader cuts batches for one device: give its dataset (several, put "
-            "together with ConcatDataset), and say batch_size, collate and loader_workers in the "
-            "job"
-        )
+    if isinstance(source, IterableDataset):
+        return False
+    return hasattr(source, "__getitem__") and hasattr(source, "__len__")
 
 
 def _given(source: Any, world: World, name: str) -> Any:
@@ -236,27 +225,23 @@ def _called(source: Any, world: World, name: str) -> Any:
     """Return what the callable gives: the first rank of each node goes first, and every rank
     learns how it went.
     """
+    where = f" on rank {world.rank}" if world.size > 1 else ""
     made: Any = None
     for mine in (world.local_rank == 0, world.local_rank > 0):
         failure: Exception | None = None
-        said: tuple[str, bool] | None = None
+        message: str | None = None
         if mine:
             try:
                 made = source()
             except LockstepError as error:  # its words are written for the person who reads them
                 failure = error
-                said = str(error), True
+                message = str(error)
             except Exception as error:
                 failure = error
-                said = told(error), False
+                message = f"{name}: calling it{where} raised {told(error)}"
         # Also the barrier: the others wait here for the first, and learn whether to go on.
-        for rank, theirs in enumerate(world.gather_objects(said)):
-            if theirs is None:
-                continue
-            message, is_own = theirs
-            where = f" on rank {rank}" if world.size > 1 else ""
-            raise JobError(
-                message if is_own else f"{name}: calling it{where} raised {message}"
-            ) from failure
+        for theirs in world.gather_objects(message):
+            if theirs is not None:
+                raise JobError(theirs) from failure
 
     return made

@@ -112,10 +112,8 @@ def _is_composite(module: nn.Module) -> bool:
         return False
     if isinstance(module, nn.Sequential) and any(map(_is_composite, module)):
         return False
-    with_parameters = [
-        m for m in module.modules() if any(True for _ in m.parameters(recurse=False))
-    ]
-    return len(with_parameters) > 1
+    layers = [layer for layer in module.modules() if list(layer.parameters(recurse=False))]
+    return len(layers) > 1
 
 
 def _has_forward(module: nn.Module) -> bool:
@@ -242,14 +240,14 @@ def _with_copied_objects(
     if not objects:
         return run
     try:
-        copies = _Copies(objects)
+        copied_objects = _copier(objects)
     except Exception:  # an object can't be pickled
         return run
 
     def run_with_copies(*args: Any, **kwargs: Any) -> Any:
         if not beginning.is_again:
             return run(*args, **kwargs)
-        copied = copies.load()
+        copied = copied_objects()
         positional = [copied.get(place, value) for place, value in enumerate(args)]
         by_name = {name: copied.get(name, value) for name, value in kwargs.items()}
         return run(*positional, **by_name)
@@ -257,36 +255,25 @@ def _with_copied_objects(
     return run_with_copies
 
 
-class _Copies:
-    """Objects as they are now, to be copied later. Tensors and modules in them stay the same."""
+def _copier(objects: dict[Any, Any]) -> Callable[[], dict[Any, Any]]:
+    """Return what copies objects as they are now. Tensors and modules in them stay the same."""
+    kept: list[Any] = []
 
-    def __init__(self, objects: dict[Any, Any]) -> None:
-        file = io.BytesIO()
-        pickler = _Pickler(file)
-        self._kept: list[Any] = []
-        pickler.kept = self._kept
-        pickler.dump(objects)
-        self._pickled = file.getvalue()
-
-    def load(self) -> Any:
-        """Make new copies."""
-        unpickler = _Unpickler(io.BytesIO(self._pickled))
-        unpickler.kept = self._kept
-        return unpickler.load()
-
-
-class _Pickler(pickle.Pickler):
-    kept: list[Any]
-
-    def persistent_id(self, value: Any) -> int | None:
+    def number(value: Any) -> int | None:
         if not isinstance(value, torch.Tensor | nn.Module):
             return None
-        self.kept.append(value)
-        return len(self.kept) - 1
+        kept.append(value)
+        return len(kept) - 1
 
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = number  # type: ignore[method-assign]
+    pickler.dump(objects)
 
-class _Unpickler(pickle.Unpickler):
-    kept: list[Any]
+    def copied() -> dict[Any, Any]:
+        unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
+        unpickler.persistent_load = kept.__getitem__  # type: ignore[method-assign]
+        found: dict[Any, Any] = unpickler.load()
+        return found
 
-    def persistent_load(self, number: int) -> Any:
-        return self.kept[number]
+    return copied

@@ -1,7 +1,7 @@
 """Building a job's model in this process, the same on every rank.
 
-The order matters: lazy layers get their shapes first, then all tensors their dtype, then the model
-its initial weights. Only then can ranks be compared.
+The order matters: all tensors get their dtype first, then the model its initial weights. Only then
+can ranks be compared.
 """
 
 from __future__ import annotations
@@ -20,19 +20,16 @@ from torch import nn
 
 from lockstep.checkpoint.initial_weights import begin_with
 from lockstep.checkpoint.weights import take_weights
-from lockstep.data import batches, resolve
 from lockstep.errors import JobError, LockstepError, told
-from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
-from lockstep.model.modes import in_evaluation_mode
 from lockstep.model.precision import convert_model
 from lockstep.recipe import Recipe
 from lockstep.run.events import Line
 from lockstep.tensors.common_memory import common_memory_unmoved, in_common_memory, tensors_of
 from lockstep.tensors.digest import digest
 from lockstep.tensors.placing import place_module
-from lockstep.tensors.pytree import call, is_lazy, to_device
+from lockstep.tensors.pytree import is_lazy
 from lockstep.tensors.seeding import seeded
 
 
@@ -59,7 +56,7 @@ def build_model(job: Recipe, world: World, *, place: bool = True) -> nn.Module:
         raise JobError(
             "model: it has no parameter that requires a gradient, so there is nothing to train"
         )
-    _make_lazy_parameters(model, job, world)
+    _refuse_lazy(model)
     _expand_buffers(model)
     convert_model(model, job.precision)  # before the weights of init, which may be float64 too
     if job.init is not None:
@@ -157,9 +154,7 @@ def _expand_buffers(model: nn.Module) -> None:
     """
     for module, name in buffers_of(model):
         buffer = getattr(module, name)
-        if is_lazy(buffer) or buffer.layout != torch.strided:
-            continue
-        if 0 in buffer.stride():
+        if buffer.layout == torch.strided and 0 in buffer.stride():
             module._buffers[name] = buffer.contiguous()
 
 
@@ -217,43 +212,13 @@ def refuse_given_twice(model: nn.Module) -> None:
     _trained.update((id(storage), storage) for storage in storages)
 
 
-def _make_lazy_parameters(model: nn.Module, job: Recipe, world: World) -> None:
-    """Give lazy layers their shapes, by the job's first two samples, under the job's seed.
-
-    Raises:
-        JobError: the model can't take them, or has a lazy layer that it doesn't use.
-    """
-    lazy = [name for name, tensor in tensors_of(model) if is_lazy(tensor)]
-    if not lazy:
-        return
-    if not isinstance(job, Job):
-        raise JobError(
-            f'model: "{lazy[0]}" is lazy and has seen no data yet: call the model once before'
-        )
-    loader = batches(
-        resolve(job.train_data, world),
-        batch_size=2,
-        shuffle=False,
-        collate=job.collate,
-        seed=job.seed,
-        rank=0,
-        world_size=1,
-        workers=0,
-    )
-    inputs, _ = next(loader.epoch(0))
-    inputs = to_device(inputs, torch.device("cpu"), torch.get_default_dtype())
-
-    try:
-        with in_evaluation_mode(model), seeded(job.seed + 1), torch.no_grad():
-            call(model, inputs)
-    except Exception as error:
-        raise JobError(
-            f"model: it has lazy layers, and with the first samples it raised {told(error)}"
-        ) from error
+def _refuse_lazy(model: nn.Module) -> None:
+    """Refuse a model that has a lazy layer without a shape yet."""
     for name, tensor in tensors_of(model):
         if is_lazy(tensor):
             raise JobError(
-                f'model: "{name}" is lazy, and forward doesn\'t use it: give it its shape'
+                f'model: "{name}" is lazy and has no shape yet: call the model once where it is '
+                "built, with inputs of the right shape"
             )
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -32,17 +31,6 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
             module.train(is_training)
             if is_training:
                 left_in_evaluation.update(m for m in module.modules() if not m.training)
-
-
-@contextlib.contextmanager
-def in_evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model in evaluation mode, and afterwards give each module back the mode it had."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        set_modes(modes)
 
 
 def has_own_train(module: nn.Module) -> bool:

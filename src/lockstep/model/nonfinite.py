@@ -116,11 +116,11 @@ def _nan_in(part: Part, what: str) -> str | None:
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+    return bool(tensor.isnan().any())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+    return bool(tensor.isfinite().all())
 
 
 def _largest(tensor: torch.Tensor) -> float:

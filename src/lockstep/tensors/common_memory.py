@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import StrategyError
-from lockstep.tensors.pytree import is_lazy
 
 Named = tuple[str, Tensor]
 """A parameter or buffer, with its name."""
@@ -69,22 +68,25 @@ def common_memory_unmoved(model: nn.Module) -> Iterator[None]:
     Raises:
         StrategyError: tensors in common memory were moved; two are named.
     """
-    groups = in_common_memory(
-        [(name, tensor.detach()) for name, tensor in tensors_of(model) if not is_lazy(tensor)]
-    )
+    before = _trained_in_common_memory(tensors_of(model))
     yield
 
-    now = dict(tensors_of(model))
-    for group in groups:
-        (name, _), (other, _), *_ = group
-        is_trained = any(now[each].requires_grad for each, _ in group)
-        has_moved = any(now[each].data_ptr() != before.data_ptr() for each, before in group)
-        if is_trained and has_moved:
+    for names in before:
+        if names not in _trained_in_common_memory(tensors_of(model)):
             raise StrategyError(
-                f'"{name}" and "{other}" have memory in common without being one parameter, and '
-                "can't be moved or converted together: give both modules the parameter itself, or "
-                "clone it"
+                f'"{names[0]}" and "{names[1]}" have memory in common without being one parameter, '
+                "and can't be moved or converted together: give both modules the parameter itself, "
+                "or clone it"
             )
+
+
+def _trained_in_common_memory(named: Iterable[Named]) -> list[list[str]]:
+    """Return the names of tensors in each piece of common memory that has a trained parameter."""
+    found = []
+    for group in in_common_memory(named):
+        if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for _, tensor in group):
+            found.append([name for name, _ in group])
+    return found
 
 
 def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
@@ -97,14 +99,12 @@ def refuse_common_memory(named: Iterable[Named], strategy: str) -> None:
     Raises:
         StrategyError: with the names of both.
     """
-    for group in in_common_memory(named):
-        (name, _), (other, _), *_ = group
-        if any(isinstance(tensor, nn.Parameter) and tensor.requires_grad for _, tensor in group):
-            raise StrategyError(
-                f'{strategy}: "{name}" and "{other}" have memory in common without being one '
-                "parameter (by .data, detach() or a view), and each would get its own memory: give "
-                "both modules the parameter itself, clone it, or use ddp"
-            )
+    for name, other, *_ in _trained_in_common_memory(named):
+        raise StrategyError(
+            f'{strategy}: "{name}" and "{other}" have memory in common without being one '
+            "parameter (by .data, detach() or a view), and each would get its own memory: give "
+            "both modules the parameter itself, clone it, or use ddp"
+        )
 
 
 def tensors_of(model: nn.Module) -> Iterator[Named]:

@@ -8,12 +8,12 @@ objects; their hooks are given to autograd again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _take_tensors
 
 from lockstep.tensors.common_memory import common_memory_unmoved
 from lockstep.tensors.pytree import tensors as tensors_of
@@ -63,34 +63,34 @@ def place_tensor(tensor: Tensor, place: torch.device) -> None:
     _connect_hooks(tensor)
 
 
+@torch.no_grad()
 def moved_in_buckets(
     tensors: Sequence[Tensor], place: torch.device
-) -> Iterator[tuple[list[int], list[Tensor]]]:
-    """Yield copies on another device: (which of the tensors, the copies).
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield copies on another device: (some of the tensors, their copies).
 
     The number of copying operations grows with the bytes, not with the tensors. A tensor that isn't
     dense is copied by itself.
 
     Args:
-        tensors: of any types, on any devices.
+        tensors: of any types, on one device.
         place: the device that they are copied to.
     """
-    buckets: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
-    for i, tensor in enumerate(tensors):
-        if not _is_dense(tensor):
-            yield [i], [tensor.to(place, non_blocking=True)]
-            continue
-        kind = tensor.dtype, tensor.device
-        size = tensor.numel() * tensor.element_size()
-        if sizes[kind] and sizes[kind] + size > _BUCKET:
-            yield _moved_together(buckets.pop(kind), tensors, place)
-            sizes[kind] = 0
-        sizes[kind] += size
-        buckets.setdefault(kind, []).append(i)
+    dense = []
+    for tensor in tensors:
+        if _is_dense(tensor):
+            dense.append(tensor)
+        else:
+            yield [tensor], [tensor.to(place, non_blocking=True)]
 
-    for bucket in buckets.values():
-        yield _moved_together(bucket, tensors, place)
+    for bucket in _take_tensors(dense, _BUCKET):  # type: ignore[no-untyped-call]
+        rows = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in bucket]
+        moved = torch.cat(rows).to(place, non_blocking=True)
+        moved_rows = torch.split(moved, [len(row) for row in rows])
+        copies = []
+        for tensor, row in zip(bucket, moved_rows, strict=True):
+            copies.append(row.as_strided(tensor.shape, tensor.stride()))
+        yield bucket, copies
 
 
 def _is_dense(tensor: Tensor) -> bool:
@@ -100,31 +100,6 @@ def _is_dense(tensor: Tensor) -> bool:
     if tensor.is_contiguous():
         return True
     return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def _moved_together(
-    bucket: list[int], tensors: Sequence[Tensor], place: torch.device
-) -> tuple[list[int], list[Tensor]]:
-    """Copy the tensors of a bucket by one operation.
-
-    Args:
-        bucket: which of the tensors are copied; they are dense, of one type and on one device.
-        tensors: all tensors.
-        place: the device that they are copied to.
-    """
-    mine = [tensors[i].detach() for i in bucket]
-    if len(mine) == 1:
-        return bucket, [mine[0].to(place, non_blocking=True)]
-
-    flat = torch.cat([tensor.as_strided((tensor.numel(),), (1,)) for tensor in mine])
-    flat = flat.to(place, non_blocking=True)
-    copies = []
-    offset = 0
-    for tensor in mine:
-        copies.append(flat.as_strided(tensor.shape, tensor.stride(), offset))
-        offset += tensor.numel()
-
-    return bucket, copies
 
 
 def _connect_hooks(tensor: Tensor) -> None:

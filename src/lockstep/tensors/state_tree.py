@@ -11,8 +11,8 @@ its place. What JSON lacks is a dict with ``"$"``, its type, and ``"of"``, what 
     inf                             {"$": "float", "of": "inf"}
     torch.float16                   {"$": "dtype", "of": "float16"}
 
-A tensor of a type that safetensors files lack is a dict, too: of its parts (a sparse one), of its
-real numbers (a complex one), or of its bits (eight-bit floats). `decoded` makes the same again.
+A tensor of a type that safetensors files lack is a dict, too: of its parts (a sparse one), or of
+its real numbers (a complex one). `decoded` makes the same again.
 """
 
 from __future__ import annotations
@@ -175,25 +175,18 @@ class _Encoder:
             }
             return {"$": "sparse", "of": held, "shape": list(tensor.shape)}
 
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-            raise InputError(
-                f'"{place}" is a tensor of {tensor.layout}, quantized or on meta, which no '
-                "checkpoint can hold"
-            )
-
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_complex():
             real = self._tensor(torch.view_as_real(tensor), f"{place}/real")
             return {"$": "complex tensor", "of": real}
 
-        if tensor.dtype in SAFETENSORS_TYPES:
-            return self._kept(tensor, place)
-
-        # A copy, since a single element may have any stride.
-        whole = tensor.clone(memory_format=torch.contiguous_format)
-        bits = whole.view(torch.uint8 if tensor.itemsize == 1 else torch.int32)
-        held = self._tensor(bits, f"{place}/bits")
-        return {"$": "bits", "of": held, "dtype": _name_of(tensor.dtype)}
+        is_plain = tensor.layout is torch.strided and tensor.dtype in SAFETENSORS_TYPES
+        if tensor.is_meta or not is_plain:
+            raise InputError(
+                f'"{place}" is a tensor of {tensor.layout} and {tensor.dtype} on {tensor.device}, '
+                "which no checkpoint can hold"
+            )
+        return self._kept(tensor, place)
 
 
 def _under(place: str, key: str) -> str:
@@ -245,8 +238,6 @@ def _rebuilt(tree: dict[str, Any], of: Any) -> Any:
 
     if kind == "complex tensor":
         return torch.view_as_complex(of)
-    if kind == "bits":
-        return of.view(getattr(torch, tree["dtype"]))
     return torch.sparse_coo_tensor(
         of["indices"], of["values"], tree["shape"], is_coalesced=True, check_invariants=True
     )

@@ -63,8 +63,10 @@ class Replica:
             if self._shares_storage and q.data_ptr() != p.data_ptr():
                 q.data = p.data  # somebody gave the parameter other storage
         if not self._shares_storage:
-            for which, copies in moved_in_buckets(first.parameters, self._device.torch):
-                torch._foreach_copy_([self.parameters[k] for k in which], copies)
+            pairs = zip(first.parameters, self.parameters, strict=True)
+            mine = dict[torch.Tensor, nn.Parameter](pairs)
+            for some, copies in moved_in_buckets(first.parameters, self._device.torch):
+                torch._foreach_copy_([mine[p] for p in some], copies)
 
     @torch.no_grad()
     def follow_modes(self, first: Replica, *, statistics: bool = False) -> None:

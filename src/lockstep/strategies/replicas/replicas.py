@@ -138,8 +138,9 @@ class Replicas:
             if self.share_storage:
                 _add(parameters, grads)
                 continue
-            for which, copies in moved_in_buckets(grads, self._home):
-                _add([parameters[k] for k in which], copies)
+            of = dict(zip(grads, parameters, strict=True))
+            for some, copies in moved_in_buckets(grads, self._home):
+                _add([of[grad] for grad in some], copies)
 
 
 def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
