@@ -732,6 +732,25 @@ def test_a_replica_may_change_its_share_in_place() -> None:
     same(gradients(net.module), gradients(plain))
 
 
+@pytest.mark.parametrize("wants_gradients", [True, False])
+def test_a_share_changed_in_place_is_noticed_by_what_had_saved_the_whole(
+    wants_gradients: bool,
+) -> None:
+    """Shares have versions of their own: backward went on with the changed values, and gave
+    wrong gradients.
+    """
+    before = nn.Linear(3, 3).requires_grad_(not wants_gradients)
+    for module in pair(Applied(lambda linear, x: linear(x.mul_(2)), nn.Linear(3, 3))):
+        x = torch.randn(6, 3, requires_grad=wants_gradients) * 1
+        loss = (before(x) * x).sum() if wants_gradients else before(x).sum()
+        module(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    kept = torch.randn(6, 3)
+    pair(nn.Linear(3, 3))[1](kept)
+    assert kept._version == 0
+
+
 def test_outputs_of_any_nesting_keep_their_types() -> None:
     def function(x: torch.Tensor) -> Any:
         return [x, (x.sin(), [x + 1]), OrderedDict(a=x, b=[x.cos()]), None, 3, "word"]

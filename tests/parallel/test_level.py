@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lockstep
-from lockstep.errors import InputError
+from lockstep.errors import InputError, OutOfMemory
 from lockstep.launch.devices import slots
 from lockstep.parallel import (
     Balanced,
@@ -157,6 +157,16 @@ def test_the_largest_batch_is_the_last_that_fits() -> None:
     assert largest_batch(step, TWO[:1], 1000, multiple=64) == 960
     assert largest_batch(step, TWO[:1], 63, multiple=64) == 0
     assert largest_batch(step, TWO[:1], 1000, limit=300) == 300
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, OutOfMemory])
+def test_a_step_that_runs_out_of_memory_does_not_fit(error: type[Exception]) -> None:
+    def step(batch: int) -> None:
+        if batch > 10:
+            raise error("no room")
+
+    assert largest_batch(step, TWO, 1000) == 10
+    assert largest_batch(step, TWO, 1000, multiple=11) == 0
 
 
 def test_busy_is_computing_and_not_waiting() -> None:

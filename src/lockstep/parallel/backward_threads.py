@@ -34,7 +34,7 @@ _here = threading.local()
 
 
 def stand_in(tensor: Tensor) -> Tensor:
-    """A leaf in the place of ``tensor``, which shares its memory and version.
+    """Make a leaf in the place of ``tensor``, which shares its memory and version.
 
     Where somebody runs backward through a replica's graph by another way than its outputs (from
     what a hook has kept, say), gradients go on to ``tensor`` from there.
@@ -85,8 +85,8 @@ def joined(
     *,
     overlaps: bool = False,
 ) -> list[Any]:
-    """The outputs of replicas with graphs of their own, as outputs of the tensors that their leaves
-    stand for.
+    """Give the outputs of replicas with graphs of their own as outputs of the tensors that their
+    leaves stand for.
 
     Args:
         outputs: of each replica, of any nesting.
@@ -135,7 +135,7 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of the shared tensors, summed in the order of the replicas.
+        """Sum the gradients of the shared tensors, in the order of the replicas.
 
         Where they are to be differentiated themselves, they have a graph to these tensors, in which
         the gradients of the outputs are tensors to differentiate by, too.
@@ -209,8 +209,8 @@ def _collected(
     everything: bool,
     **settings: Any,
 ) -> dict[int, Tensor | None]:
-    """Backward of one replica from the outputs that have a gradient, in its thread: the gradients
-    of its leaves.
+    """Run backward of one replica from the outputs that have a gradient, in its thread, and give
+    the gradients of its leaves.
 
     With ``everything`` the caller's backward goes to all leaves, those that the module has closed
     over too; PyTorch's reentrant checkpoints want that.

@@ -13,6 +13,7 @@ backward (`lockstep.parallel.backward_threads`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
@@ -38,6 +40,9 @@ from lockstep.threads.thread_pool import borrowed
 M = TypeVar("M", bound=nn.Module)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+Versioned = tuple[Tensor, int]
+"""A tensor, and how often it had been written to."""
 
 _CALL = 6
 """Up the stack from a method that forward calls to the line that called the DataParallel."""
@@ -174,7 +179,8 @@ class DataParallel(nn.Module, Generic[M]):
             ((given, keywords),) = shares
             outputs = [self.module(*given, **keywords)]
         else:
-            outputs = self._outputs(shares, devices)
+            with _writes_reported((inputs, kwargs)) as versions:
+                outputs = self._outputs(shares, devices, versions)
 
         whole: Any
         if self.balanced:
@@ -187,8 +193,12 @@ class DataParallel(nn.Module, Generic[M]):
         trace_shapes.note((inputs, kwargs), shares, outputs, whole, devices, sizes)
         return whole
 
-    def _outputs(self, shares: Sequence[Arguments], devices: Sequence[Device]) -> list[Any]:
-        """Call a replica for each share."""
+    def _outputs(
+        self, shares: Sequence[Arguments], devices: Sequence[Device], given: list[Versioned]
+    ) -> list[Any]:
+        """Call a replica for each share; the tensors that replicas are given are added to
+        ``given``.
+        """
         followed, own = tensors_of(self.module)
         _refuse_elsewhere(self.module, (*followed, *own), self.devices[0].torch)
         kind = type(self)
@@ -197,8 +207,9 @@ class DataParallel(nn.Module, Generic[M]):
             and kind.parallel_apply is DataParallel.parallel_apply
         )
         if is_own and all(device.is_slot for device in self.devices):
-            return _on_slots(self.module, followed, own, shares, devices)
+            return _on_slots(self.module, followed, own, shares, devices, given)
 
+        given += _versions(shares)
         replicas = self.replicate(self.module, devices)
         args, named = zip(*shares, strict=True)
         return self.parallel_apply(replicas, args, named)
@@ -311,6 +322,7 @@ def _on_slots(
     own: list[Tensor],
     shares: Sequence[Arguments],
     devices: Sequence[Device],
+    given: list[Versioned],
 ) -> list[Any]:
     """Call each replica in a thread of its slot, with a graph of its own that is joined to the
     caller's.
@@ -320,6 +332,7 @@ def _on_slots(
         followed, own: its tensors, as ``tensors_of`` gives them.
         shares: of the batch.
         devices: as many slots.
+        given: the tensors that replicas are given are added to it.
     """
     learns = torch.is_grad_enabled()
     shared = [tensor for tensor in followed if tensor.requires_grad and learns]
@@ -336,9 +349,10 @@ def _on_slots(
         args, kwargs = share
         if learns:
             args, kwargs = pytree.each(functools.partial(_of_its_own, shared, mine), share)
+        given += _versions((args, kwargs))
         calls.append(functools.partial(replica, *args, **kwargs))
 
-    before = [(tensor, tensor._version) for tensor in followed if not tensor.is_inference()]
+    before = _versions(followed)
     with borrowed(devices) as team:
         outputs = team.run(in_streams(calls))
     for tensor, version in before:
@@ -366,6 +380,38 @@ def _of_its_own(shared: list[Tensor], leaves: dict[int, Tensor], tensor: Tensor)
     shared.append(tensor)
     alias: Tensor = backward_threads.Aside.apply(leaf)  # type: ignore[no-untyped-call]
     return alias
+
+
+def _versions(nest: Any) -> list[Versioned]:
+    """List the tensors of a nest, each with the number of writes that autograd has counted."""
+    return [(one, one._version) for one in pytree.tensors(nest) if not one.is_inference()]
+
+
+@contextlib.contextmanager
+def _writes_reported(whole: Arguments) -> Iterator[list[Versioned]]:
+    """Let autograd notice which of the caller's tensors replicas write to: a share counts its
+    writes alone.
+
+    Else backward would use the changed values where it had saved such a tensor.
+
+    Args:
+        whole: the caller's tensors.
+
+    Yields:
+        A list, for the shares.
+    """
+    given: list[Versioned] = []
+    try:
+        yield given
+    finally:
+        written = set()
+        for share, version in given:
+            if share._version != version:
+                written.add(share.untyped_storage().data_ptr())
+        if written:
+            for tensor, _ in _versions(whole):
+                if tensor.untyped_storage().data_ptr() in written:
+                    increment_version(tensor)
 
 
 def _compile_with(callback: Any) -> Any:

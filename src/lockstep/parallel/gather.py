@@ -50,7 +50,7 @@ def gathered(
     *,
     says: int,
 ) -> Any:
-    """The same; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for
+    """Gather, too; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for
     no warning.
     """
     if not outputs:
@@ -106,7 +106,7 @@ def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> 
 
 
 def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
-    """Why these tensors can't be joined along ``dim``, and what to do."""
+    """Say why these tensors can't be joined along ``dim``, and what to do."""
     if any(tensor.is_nested for tensor in tensors):
         return "nested tensors can't be joined: return padded ones"
     shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
@@ -117,7 +117,7 @@ def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
 
 
 def _gone_through(item: Any) -> list[Any]:
-    """The parts of an object that has tensors inside, as PyTorch's gather goes through it; else
+    """List the parts of an object that has tensors inside, as PyTorch's gather goes through it; else
     none.
     """
     if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):

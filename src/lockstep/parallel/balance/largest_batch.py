@@ -69,14 +69,26 @@ def largest_batch(
             f"{places[0]} can't say when it is full: give a budget, in bytes for each device"
         )
 
+    def measured(batch: int) -> bool:
+        if budget is not None:
+            peaks = peaks_of(lambda: step(batch), places)
+            return max(peaks.values()) <= budget
+        step(batch)
+        torch.accelerator.synchronize()
+        return True
+
     def fits(count: int) -> bool:
-        batch = count * multiple
-        if budget is None:
-            return _is_allocated(step, batch)
-        return max(peaks_of(lambda: step(batch), places).values()) <= budget
+        try:
+            return measured(count * multiple)
+        except (torch.OutOfMemoryError, OutOfMemory):
+            return False
+        finally:
+            if not any(place.is_slot for place in places):
+                gc.collect()  # what a failed step has left
+                torch.accelerator.empty_cache()
 
     if budget is not None:
-        step(multiple)  # what only a first step makes isn't counted
+        fits(1)  # what only a first step makes isn't counted
     return multiple * _last(fits, limit // multiple)
 
 
@@ -87,16 +99,3 @@ def _last(fits: Callable[[int], bool], limit: int) -> int:
         known, wrong = wrong, 2 * wrong
     between = range(known + 1, min(wrong, limit + 1))
     return known + bisect.bisect(between, False, key=lambda count: not fits(count))
-
-
-def _is_allocated(step: Callable[[int], object], batch: int) -> bool:
-    """Whether there was the memory. What a failed step leaves is let go."""
-    try:
-        step(batch)
-        torch.accelerator.synchronize()
-    except (torch.OutOfMemoryError, OutOfMemory):
-        return False
-    finally:
-        gc.collect()
-        torch.accelerator.empty_cache()
-    return True

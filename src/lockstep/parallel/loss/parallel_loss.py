@@ -141,7 +141,7 @@ class ParallelLoss:
     def __call__(
         self, hidden: Tensor | Balanced | Any, targets: Any, *, count: Count | None = None
     ) -> Summed:
-        """The loss of a batch.
+        """Compute the loss of a batch.
 
         Args:
             hidden: what the trunk gave, (batch, time, width), or (batch, width) which isn't cut in
@@ -178,7 +178,7 @@ class ParallelLoss:
         return Summed(total, found if count is None else count)
 
     def _steps(self, hidden: Balanced, sizes: list[int]) -> int | None:
-        """Time steps of a chunk, or None where nothing is cut in chunks."""
+        """Count the time steps of a chunk; None where nothing is cut in chunks."""
         if self.generator is None and self.chunk_size is None:
             return None
 
@@ -207,7 +207,7 @@ class ParallelLoss:
 
 
 def _check_targets(wanted: Any, batch: int, time: int | None) -> None:
-    """The targets have the batch of the hidden states, and their time where that is cut."""
+    """Refuse targets of another batch than the hidden states, or of other times where time is cut."""
     expected: tuple[int, ...] = (batch,)
     outputs = f"outputs of {batch} samples"
     if time is not None:
