@@ -47,6 +47,8 @@ GOOD = {
         ("metrics", [1], "dict"),
         ("metrics", {"m": 1}, "called"),
         ("on_event", 3, "list"),
+        ("on_event", "stop", "list"),
+        ("on_event", ["stop"], "called"),
         ("callbacks", 3, "list"),
     ],
 )

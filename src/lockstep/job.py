@@ -185,9 +185,9 @@ class Job(Recipe):
             )
         for name, kind, what in _CONTAINERS:
             value = getattr(self, name)
-            if not isinstance(value, kind):
+            if not isinstance(value, kind) or isinstance(value, str):
                 raise JobError(f"{name}: {what} is expected, not {type(value).__name__}")
-        refuse_uncallable(self, "metrics")
+        refuse_uncallable(self, "metrics", "on_event")
         best_of(self.best)
         if self.init is not None and not self.save_frozen:
             raise JobError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -121,14 +121,17 @@ def recipe_of(job: Recipe) -> Recipe:
 
 
 def refuse_uncallable(recipe: Recipe, *names: str) -> None:
-    """Refuse fields that are neither None nor a function, nor a dict of functions.
+    """Refuse fields that are neither None nor a function, nor a dict or list of functions.
 
     Raises:
         JobError: with the field.
     """
     for name in names:
-        value = getattr(recipe, name)
-        functions = value.values() if isinstance(value, Mapping) else [value]
+        functions = getattr(recipe, name)
+        if isinstance(functions, Mapping):
+            functions = functions.values()
+        elif isinstance(functions, str) or not isinstance(functions, Sequence):
+            functions = [functions]
         for function in functions:
             if function is not None and not callable(function):
                 raise JobError(f"{name}: {function!r} can't be called")

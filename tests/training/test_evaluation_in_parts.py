@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep import Job, Loss, evaluate, model_loss, predict, train
-from lockstep.errors import LossError, StrategyError
+from lockstep.errors import JobError, LossError, StrategyError
 
 from zoo import Slow, drawn, labels, plain_sgd, slow  # isort: skip
 
@@ -552,3 +552,13 @@ def test_a_mask_that_is_uneven_in_one_batch_of_an_evaluation_is_seen(
     )
     with pytest.raises(LossError, match="is not a mean over samples"):
         train(job.replace(batch_size=16), strategy=way, devices="2xcpu", quiet=True)
+
+
+@pytest.mark.parametrize("writes", ["outputs", "targets"])
+def test_a_metric_that_writes_to_what_it_is_given_is_refused(writes: str, tmp_path: Path) -> None:
+    def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        {"outputs": outputs, "targets": targets}[writes].zero_()
+        return (outputs.argmax(-1) == targets).sum(), len(targets)
+
+    with pytest.raises(JobError, match='metrics: "accuracy" writes to the outputs or targets'):
+        run_of(lambda: nn.Linear(6, 3), tmp_path, metrics={"accuracy": accuracy})

@@ -196,18 +196,12 @@ def test_job_is_for_a_resume(own: Path, capsys) -> None:
         assert "--job is another job file for --resume RUN" in refused(words, capsys)
 
 
-def test_folders_of_earlier_versions(own: Path, capsys) -> None:
-    """They have the first 16 letters of the hash, or nothing."""
-    config(own, sources={"own.py": hashlib.sha256(FILE.encode()).hexdigest()[:16]})
-    assert main(["evaluate", "run"]) == 0 and not capsys.readouterr().err
-    for sources in ({}, {"own.py": ""}, {"own.py": 3}):
+def test_a_folder_without_the_hash_of_its_job_file_is_refused(own: Path, capsys) -> None:
+    for sources, was in (({}, "unknown"), ({"own.py": ""}, ""), ({"own.py": 3}, "3")):
         config(own, sources=sources)
-        assert main(["evaluate", "run"]) == 0
-        said = (
-            f"note: run doesn't say what was in its job file {own / 'own.py'} when it was trained\n"
-        )
-        assert capsys.readouterr().err == said
-    config(own, sources={"own.py": 16 * "0"})
+        assert "isn't the one that was trained (SHA-256" in refused(["evaluate", "run"], capsys)
+        assert f"was {was})" in refused(["evaluate", "run"], capsys)
+    config(own, sources={"own.py": 64 * "0"})
     assert "was 00000000" in refused(["evaluate", "run"], capsys)
 
 

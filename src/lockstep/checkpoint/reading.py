@@ -6,11 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index, Split
-from lockstep.errors import FolderError, LockstepError, first_line
+from lockstep.errors import FolderError, LockstepError
 from lockstep.launch.world import World
 
 
@@ -51,20 +49,3 @@ def _is_there(path: Path, index: Index) -> bool:
         return Index.read(path).files == index.files
     except FolderError:
         return False
-
-
-def load_earlier(path: Path) -> dict[str, Any]:
-    """Read the state that earlier versions kept in one file, ``state.pt``; it executes nothing.
-
-    Raises:
-        FolderError: it can't be read.
-    """
-    try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise FolderError(
-            f"{path}: the file is damaged, or wasn't written by Lockstep ({first_line(error)}): "
-            "take another run, or "
-            "begin anew"
-        ) from error
-    return state

@@ -159,7 +159,7 @@ def _why_not_there(path: Path) -> str:
             "out"
         )
     what = "it finished no epoch"
-    if any(path.with_name(n).exists() for n in ("best.safetensors", "checkpoints", "state.pt")):
+    if any(path.with_name(name).exists() for name in ("best.safetensors", "checkpoints")):
         what = "--best takes the best so far, --resume resumes the run"
     return f"there are no such weights, the run did not reach its end: {what}"
 

@@ -57,7 +57,6 @@ class RunFolder:
         self.best = path / "best.safetensors"
         self.checkpoints = path / "checkpoints"
         self.audit = path / "audit"
-        self.earlier_state = path / "state.pt"  # of earlier versions
         self.summary = path / "summary.json"
         self.failure = path / "failure.json"
         self.profile = path / "profile"
@@ -69,7 +68,7 @@ class RunFolder:
     def is_resumable(self) -> bool:
         """Whether something was saved from which the run can go on."""
         names = [path.name for path in self.checkpoints.glob("*")]
-        return self.earlier_state.is_file() or any(map(_CHECKPOINT.fullmatch, names))
+        return any(map(_CHECKPOINT.fullmatch, names))
 
     def written_at(self, path: Path) -> int | None:
         """When one of the files was last written; None where it isn't there."""

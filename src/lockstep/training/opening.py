@@ -249,8 +249,7 @@ def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
             "begun"
         )
 
-    then = str(sums.get(now.name, ""))
-    if not hash_of(now).startswith(then):
+    if hash_of(now) != sums.get(now.name):
         return f"{now.name} has changed since the run was begun"
     return None
 

@@ -90,8 +90,6 @@ class TrainingProgress:
             if state.get(name) is not None:
                 setattr(self, name, Loss(*state[name]))
 
-        if state.get("stopped") is True:  # in earlier versions only on_event could stop a training
-            self.stopped = "on_event"
         if self.record is not None:  # the run may lack only its last files
             self.values = dict(self.record)
             del self.values["epoch"], self.values["step"]

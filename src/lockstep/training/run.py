@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -269,14 +268,8 @@ def _refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:
         )
 
     now = hash_of(file)
-    before = str(config["sources"].get(file.name, ""))
-    if len(before) < 16:  # earlier versions kept that much
-        if os.environ.get("RANK", "0") == "0":
-            print(
-                f"note: {run} doesn't say what was in its job file {file} when it was trained",
-                file=sys.stderr,
-            )
-    elif not now.startswith(before):
+    before = str(config["sources"].get(file.name, "unknown"))
+    if now != before:
         raise FolderError(
             f"{its} isn't the one that was trained (SHA-256 {now[:8]}, was {before[:8]}): {ways}"
         )

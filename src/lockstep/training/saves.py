@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.reading import load_earlier, load_newest
+from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.weights import load_weights, save_weights, weights_on_cpu
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
@@ -220,11 +220,8 @@ class Saves:
             InputError: it is of another model, or optimizer.
             JobError: it was made with another seed or batch size.
         """
-        folder = self._folder
-        if folder.earlier_state.is_file() and not folder.checkpoints.is_dir():
-            state = load_earlier(folder.earlier_state)
-        else:
-            state = load_newest(folder.checkpoints, self._world, self.notes.append, self._split)
+        checkpoints = self._folder.checkpoints
+        state = load_newest(checkpoints, self._world, self.notes.append, self._split)
 
         for name in ("seed", "batch_size"):
             now = getattr(self._job, name)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.reading import load_earlier, load_newest
+from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.weights import is_extra_state, save_weights, with_own
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import InputError, SaveError, counted
@@ -146,12 +145,9 @@ class SavedState:
     def load(self, folder: Path) -> None:
         """Take over the checkpoint in a folder; see `Step.load`."""
         step = self._step
-        if not CheckpointFolder(folder).steps() and (folder / "state.pt").is_file():
-            state = load_earlier(folder / "state.pt")
-        else:
-            state = load_newest(
-                folder, step.world, lambda note: step.tell_once([note]), step.layout.split
-            )
+        state = load_newest(
+            folder, step.world, lambda note: step.tell_once([note]), step.layout.split
+        )
         step.load_state_dict(state)
         step.world.step = state["step"]
 

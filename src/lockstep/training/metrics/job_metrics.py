@@ -16,6 +16,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.strategies.steps.update_result import Result, Sums, added
+from lockstep.tensors.pytree import versions
 from lockstep.training.metrics.torch_metrics import fresh, is_torchmetric, value_over
 
 
@@ -35,10 +36,17 @@ class JobMetrics:
         """Call, or update, each with a local batch of an evaluation batch.
 
         Raises:
-            JobError: one raises, or gives something else than a total and a count.
+            JobError: one raises, gives something else than a total and a count, or writes to what
+                it is given.
         """
         for name, function in self._functions.items():
+            before = versions((outputs, targets))
             value = _called(name, function, outputs, targets)
+            if versions((outputs, targets)) != before:
+                raise JobError(
+                    f'metrics: "{name}" writes to the outputs or targets that it is given, and '
+                    "others read them too: let it write to a clone"
+                )
             self._sums[name].add(Result(*value, batch.size))
 
         for name, metric in self._objects.items():
