@@ -168,11 +168,18 @@ def test_an_evaluation_waits_a_few_times_however_many_batches_there_are(
         strategy, place = WAYS[way]
         dataset = data(16 * batches)
         world = World(devices=devices.parse(place))
-        job = Job(model=net, loss=LOSSES[loss], optimizer=sgd, train_data=dataset, batch_size=16)
+        job = Job(
+            model=net,
+            loss=LOSSES[loss],
+            optimizer=sgd,
+            train_data=dataset,
+            batch_size=16,
+            metrics={"accuracy": accuracy},
+        )
         step = strategy.prepare(job, world)
         loader = eval_loaders(job, world, {"": dataset})[""]
         before = counts(*WAITING)
-        evaluate_sets(step, {"": loader}, {"accuracy": accuracy}, world, 0)
+        evaluate_sets(step, {"": loader}, job)
         after = counts(*WAITING)
         return sum(after[name] - before[name] for name in WAITING)
 

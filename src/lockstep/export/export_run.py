@@ -370,7 +370,7 @@ class _Export:
         job = self.job
         step.model = model
         loaders = eval_loaders(job, self.world, sets)
-        found = evaluate_sets(step, loaders, job.metrics, self.world, job.seed)
+        found = evaluate_sets(step, loaders, job)
         for loader in loaders.values():
             loader.close()
         return found

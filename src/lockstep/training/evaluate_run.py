@@ -107,8 +107,8 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     loaders = eval_loaders(job, world, sets)
     say_what_collates(job, step)
     if not any(map(is_stream, sets.values())):
-        try_out(step, loaders, job.metrics, world, job.seed)
-    values = evaluate_sets(step, loaders, job.metrics, world, job.seed, checks=True)
+        try_out(step, loaders, job)
+    values = evaluate_sets(step, loaders, job, checks=True)
     for loader in loaders.values():
         loader.close()
     return values

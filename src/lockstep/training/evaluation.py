@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from lockstep.data import AnyLoader, Batch
 from lockstep.errors import JobError
 from lockstep.job import Job
-from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.model.snapshot import Snapshot
 from lockstep.run.events import Caveat
@@ -38,13 +36,7 @@ def say_what_collates(job: Job, step: Step) -> None:
         step.tell_once([_COLLATES])
 
 
-def try_out(
-    step: Step,
-    loaders: Mapping[str, AnyLoader],
-    metrics: Mapping[str, Any],
-    world: World,
-    seed: int,
-) -> dict[str, float]:
+def try_out(step: Step, loaders: Mapping[str, AnyLoader], job: Job) -> dict[str, float]:
     """Evaluate the first batch of each set, so that an error in it isn't found an epoch later.
 
     What the model, the loss and the metrics count or keep is afterwards as it was. Returns the
@@ -57,7 +49,7 @@ def try_out(
     if not loaders:
         return {}
 
-    beside = [step.loss.loss, *functions_of(metrics).values()]
+    beside = [step.loss.loss, *functions_of(job.metrics).values()]
     size = sum(p.nbytes for p in step.model.parameters())
     # (Ranks that don't meet share their parameters, and another one may train by now.)
     keeps_parameters = size <= _LARGEST and step.together and not step.layout.keeps_shards
@@ -67,9 +59,7 @@ def try_out(
         snapshots.append(kept)
 
     try:
-        return evaluate_sets(
-            step, loaders, metrics, world, seed, checks=True, most=1, prefix="eval_"
-        )
+        return evaluate_sets(step, loaders, job, checks=True, most=1, prefix="eval_")
     finally:
         for snapshot in snapshots:
             snapshot.put_back()
@@ -78,9 +68,7 @@ def try_out(
 def evaluate_sets(
     step: Step,
     loaders: Mapping[str, AnyLoader],
-    metrics: Mapping[str, Any],
-    world: World,
-    seed: int,
+    job: Job,
     *,
     checks: bool = False,
     most: int | None = None,
@@ -95,11 +83,9 @@ def evaluate_sets(
     Args:
         step: the model under its strategy.
         loaders: this rank's shares of the evaluation sets, by name.
-        metrics: by name, functions ``(outputs, targets) -> (total, count)``, or torchmetrics
-            ``Metric`` objects, which are updated on each rank and merged on all.
-        world: the ranks that evaluate.
-        seed: gives each batch a random stream, the same in each evaluation, for models that draw in
-            evaluation too.
+        job: has the metrics. Those of torchmetrics are updated on each rank and merged on all. The
+            job's seed gives each batch a random stream, the same in each evaluation, for models
+            that draw in evaluation too.
         checks: whether to check in batches 1, 2, 4, ... that the loss and the metrics are the sums
             of those of their parts.
         most: batches, at most.
@@ -108,22 +94,25 @@ def evaluate_sets(
     Raises:
         JobError: a metric raises, or gives something else, or has the name of a part of the loss.
     """
+    world = step.world
     found: dict[str, float] = {}
     for name, loader in loaders.items():
-        its = JobMetrics(metrics, world.device.torch)
-        loss = _summed(step, loader, its, seed, checks=checks, most=most)
+        metrics = JobMetrics(job.metrics, world.device.torch)
+        loss = _summed(step, loader, metrics, job.seed, checks=checks, most=most)
         for part in loss.parts:
-            if part in metrics:
+            if part in job.metrics:
                 raise JobError(
                     f'metrics: "{part}" is the name of a part of the loss too: give one of them '
                     "another name"
                 )
         if not name:
-            return loss.means(prefix) | its.values(world)
-        values = loss.means("") | its.values(world)
+            return loss.means(prefix) | metrics.values(world)
+        values = loss.means("") | metrics.values(world)
         for metric, value in values.items():
             found[f"{name}/{metric}"] = value
 
+    if not found:
+        return {}
     return {f"{prefix}loss": next(iter(found.values())), **found}
 
 
@@ -158,45 +147,3 @@ def _summed(
     step.tell_of_loss()
 
     return added(world.gather_objects(sums.read()))
-
-
-class Evaluations:
-    """The evaluations of one training."""
-
-    def __init__(self, job: Job, step: Step, loaders: Mapping[str, AnyLoader]) -> None:
-        self._job = job
-        self._step = step
-        self._loaders = loaders
-        self._at: int | None = None
-        self._found: dict[str, float] = {}
-
-    @property
-    def is_done(self) -> bool:
-        """Return whether this step was evaluated."""
-        return self._at == self._step.world.step
-
-    def forget(self) -> None:
-        """Evaluate this step again when asked to: its weights may have changed."""
-        if self._at is not None:
-            self._at = -1
-
-    def make(self) -> dict[str, float]:
-        """Return the loss and the metrics of each set at this step, computed once.
-
-        They are empty where there are no sets.
-        """
-        if self._loaders and not self.is_done:
-            job = self._job
-            world = self._step.world
-            self._found = evaluate_sets(
-                self._step,
-                self._loaders,
-                job.metrics,
-                world,
-                job.seed,
-                checks=self._at is None,
-                prefix="eval_",
-            )
-            self._at = world.step
-
-        return self._found

@@ -38,7 +38,7 @@ from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.callbacks.event_reporter import EventReporter
 from lockstep.training.epoch_batches import EpochBatches
-from lockstep.training.evaluation import Evaluations, try_out
+from lockstep.training.evaluation import evaluate_sets, try_out
 from lockstep.training.opening import open_run
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.records.update_records import UpdateRecords
@@ -95,7 +95,7 @@ class _Training:
         self.progress = TrainingProgress(self.setup.epochs, job.steps)
         self.records = UpdateRecords(self.setup, self.progress)
 
-        self.evaluations = Evaluations(job, self.step, self.setup.eval_loaders)
+        self.has_evaluated = False
         self.reporter = EventReporter(world, job, folder)
         self.callbacks = Callbacks(job, self.step, folder.path, self.reporter)
         self.saves = Saves(self.setup, self.callbacks)
@@ -168,8 +168,7 @@ class _Training:
 
         has_streams = any(map(is_stream, setup.eval_data.values()))
         if not self.plan.resume and not has_streams:
-            job = self.job
-            values = try_out(self.step, setup.eval_loaders, job.metrics, self.world, job.seed)
+            values = try_out(self.step, setup.eval_loaders, self.job)
             self.saves.refuse_unknown(values)
 
     # ---- one epoch -------------------------------------------------------------------------------
@@ -237,8 +236,6 @@ class _Training:
         if has_ended:
             self._call("log", number)
             self._call("epoch", number)
-        if self.callbacks:  # they may have changed the weights that were evaluated
-            self.evaluations.forget()
 
         ends = progress.ends_with_epoch(finished=has_ended)
         is_due = self.triggers.evaluates_at_end(number, self.setup.eval_loaders)
@@ -258,7 +255,7 @@ class _Training:
             progress.end_epoch()
             self._move_scheduler_of_epochs()
 
-        if not self.evaluations.is_done:  # an evaluation does this itself
+        if not (evaluates and self.setup.eval_loaders):  # an evaluation does this itself
             self.step.after_events()
         record = progress.write_record(number)
         is_saved = ends or bool(progress.stopped) or self.triggers.at_end(SAVE, number)
@@ -373,8 +370,11 @@ class _Training:
 
     def _evaluate(self) -> dict[str, float]:
         """Evaluate this step, with the weights that callbacks put in place."""
+        loaders = self.setup.eval_loaders
+        checks = not self.has_evaluated
         with self.callbacks.evaluating():
-            values = self.evaluations.make()
+            values = evaluate_sets(self.step, loaders, self.job, checks=checks, prefix="eval_")
+        self.has_evaluated = True
         self.progress.end_evaluation(values)
         self.triggers.done(EVALUATE)
         return values

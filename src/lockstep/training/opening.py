@@ -240,16 +240,9 @@ def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
     """Say that the job file is another one, or that it was edited; None where neither holds."""
     now = Path(path).resolve()
     was = Path(before["file"] or now)
-    sums = before["sources"]
-
     if now != was:
-        then = str(sums.get(was.name, "unknown"))[:8]
-        return (
-            f"the job file is {now} ({hash_of(now)[:8]}), and was {was} ({then}) when the run was "
-            "begun"
-        )
-
-    if hash_of(now) != sums.get(now.name):
+        return f"the job file is {now}, and was {was} when the run was begun"
+    if hash_of(now) != before["sources"].get(now.name):
         return f"{now.name} has changed since the run was begun"
     return None
 

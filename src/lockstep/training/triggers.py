@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
@@ -11,21 +10,19 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.settings import Every
+from lockstep.training.shared_clock import SharedClock
 
 LOG = "log"
 EVALUATE = "eval"
 SAVE = "save"
 """Each of the three with ``_every`` is a setting's name."""
 
-_NOTHING: frozenset[str] = frozenset()
-
 
 class Triggers:
     """What is due after a step, alike on every rank.
 
-    Each rank counts steps and epochs; a part of an epoch is due at the step that completes it.
-    Rank 0 looks at the clock for all ranks, and sends what is due and at which step it looks again:
-    about when the next time is over, and at most after twice as many steps.
+    Each rank counts steps and epochs; a part of an epoch is due at the step that completes it. For
+    times all ranks go by rank 0's clock.
 
     Args:
         job: has the settings.
@@ -50,8 +47,8 @@ class Triggers:
         }
 
         self._steps: dict[str, int] = {}
-        self._seconds: dict[str, float] = {}
         self._epochs: dict[str, Fraction] = {}
+        seconds: dict[str, float] = {}
 
         for what, every in self._every.items():
             if not together and what != LOG:
@@ -59,7 +56,7 @@ class Triggers:
             if every.steps is not None:
                 self._steps[what] = every.steps
             elif every.seconds is not None:
-                self._seconds[what] = every.seconds
+                seconds[what] = every.seconds
             elif every.epochs is not None and every.is_within:
                 self._epochs[what] = every.epochs
 
@@ -71,12 +68,13 @@ class Triggers:
             )
 
         # Rank 0 logs by itself, unless functions see the log that may stop the training.
-        is_alone = not together or not (job.on_event or job.callbacks)
-        self._log_after = self._seconds.pop(LOG, None) if is_alone else None
-        self._first = world.step
-        self._began = time.monotonic()
-        self._last = dict.fromkeys(self._every, self._began)
-        self._next_look = world.step + 1
+        of_log: dict[str, float] = {}
+        if LOG in seconds and not (together and (job.on_event or job.callbacks)):
+            of_log[LOG] = seconds.pop(LOG)
+        self._clocks = [
+            SharedClock(world, seconds, together=True),
+            SharedClock(world, of_log, together=False),
+        ]
 
     def notes(self) -> Iterator[str]:
         """Yield what a person has to know of the settings, where ranks don't meet in each update."""
@@ -105,17 +103,14 @@ class Triggers:
             position: completed batches of the next one.
         """
         step = self._world.step
-        due = _NOTHING
-        if self._steps:
-            due |= {what for what, steps in self._steps.items() if step % steps == 0}
+        due: frozenset[str] = frozenset()
+        for what, steps in self._steps.items():
+            if step % steps == 0:
+                due |= {what}
         if self._epochs:
             due |= self._parts_of_epochs(epoch, position)
-        if self._seconds and step >= self._next_look:
-            due |= self._times_over()
-        if self._log_after is not None:
-            since_log = time.monotonic() - self._last[LOG]
-            if since_log >= self._log_after:
-                due |= {LOG}
+        for clock in self._clocks:
+            due |= clock.over()
         return due
 
     def _parts_of_epochs(self, epoch: int, position: int) -> set[str]:
@@ -129,26 +124,6 @@ class Triggers:
             if now // part > before // part:
                 due.add(what)
         return due
-
-    def _times_over(self) -> frozenset[str]:
-        """Return the times that are over, by rank 0's clock."""
-        now = time.monotonic()
-        steps = self._world.step - self._first
-        due = set()
-        soonest = float("inf")
-
-        for what, seconds in self._seconds.items():
-            left = seconds - (now - self._last[what])
-            if left <= 0:
-                due.add(what)
-                left = seconds
-            soonest = min(soonest, left)
-
-        until_then = int(soonest * steps / (now - self._began))
-        ahead = max(1, min(steps, until_then))
-        found = frozenset(due), self._world.step + ahead
-        due_by_rank_0, self._next_look = self._world.broadcast_object(found)
-        return due_by_rank_0
 
     def at_end(self, what: str, epoch: int) -> bool:
         """Return whether the end of an epoch (from 1) alone makes something due."""
@@ -166,4 +141,5 @@ class Triggers:
 
     def done(self, what: str) -> None:
         """Note that something was done, for this reason or another."""
-        self._last[what] = time.monotonic()
+        for clock in self._clocks:
+            clock.restart(what)

@@ -164,7 +164,7 @@ class Side(Observer):
         excerpts: Any = {}
         for name, loader in eval_loaders(job, self.world, sets).items():
             excerpts[name] = Excerpt(loader, evaluated_places(loader))
-        return evaluate_sets(self.step, excerpts, job.metrics, self.world, job.seed)
+        return evaluate_sets(self.step, excerpts, job)
 
     def changed_attributes(self) -> dict[str, Any]:
         """Return the plain attributes of modules that have other values than at the start."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from lockstep.errors import JobError, counted, nearest
 from lockstep.settings import Every
 from lockstep.training.callbacks.callback import Callback, TrainingContext
+from lockstep.training.shared_clock import SharedClock
 
 
 class OfMetric(Callback):
@@ -123,36 +123,22 @@ class TimeLimit(Callback):
             raise JobError(f"TimeLimit: {limit!r} is no time, as 10min")
         self._seconds = seconds
         self._limit = limit
-        self._began = 0.0
-        self._first = 0
-        self._next_look = 0
+        self._clock: SharedClock
 
     def on_start(self, training: TrainingContext) -> None:
         """Begin to count the time."""
-        self._began = time.monotonic()
-        self._first = training.step
-        self._next_look = training.step + 1
+        world = training.world
+        together = world.layout.together
+        self._clock = SharedClock(world, {self._limit: self._seconds}, together=together)
 
     def on_step(self, training: TrainingContext) -> None:
-        """Look at rank 0's clock, at steps that rank 0 chooses: the next in about half of the time
-        that is left.
-        """
-        if training.step < self._next_look:
-            return
-        passed = time.monotonic() - self._began
-        left = self._seconds - passed
-        steps = training.step - self._first
-        ahead = max(1, min(steps, int(left / 2 * steps / passed)))
-        found = left <= 0, training.step + ahead
-        if training.world.layout.together:  # else each rank goes by its own clock
-            found = training.world.broadcast_object(found)
-        is_over, self._next_look = found
-        if is_over:
+        """End the training if the time is over."""
+        if self._clock.over():
             self._stop(training)
 
     def on_saved(self, training: TrainingContext) -> None:
         """Look after an evaluation, which takes its time too."""
-        if training.world.is_first and time.monotonic() - self._began >= self._seconds:
+        if training.world.is_first and self._clock.left(self._limit) <= 0:
             self._stop(training)
 
     def _stop(self, training: TrainingContext) -> None:

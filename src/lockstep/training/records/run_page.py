@@ -18,7 +18,6 @@ from lockstep.report.table import Table
 from lockstep.report.timeline_charts import turns_of
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy, kind_of
-from lockstep.training.records.batch_shapes import written
 
 Record = Mapping[str, Any]
 """A line of ``metrics.jsonl``."""
@@ -140,9 +139,6 @@ def _sections(
     """Yield the parts of the page that this run has something for."""
     if history:
         yield Section("What was learned", list(_curves(history)))
-    epochs = [record for record in history if "train_loss" in record]
-    if epochs:
-        yield Section("How fast", [_rates(epochs)])
 
     profile = run.profile / "summary.json"
     timeline = run.profile / "timeline.json"
@@ -155,10 +151,6 @@ def _sections(
 
     if summary.get("peak_memory_bytes"):
         yield Section("Memory", [_memory(summary)])
-
-    devices = summary.get("shapes", {}).get("devices")
-    if devices:
-        yield Section("What each device sees", [_shapes(devices)])
 
     yield Section("Settings", [_settings(config["settings"])])
 
@@ -210,13 +202,6 @@ def _points(history: Sequence[Record], by: str, name: str) -> list[tuple[float, 
     return points
 
 
-def _rates(epochs: Sequence[Record]) -> Figure:
-    """Return how fast each epoch was trained."""
-    points = _points(epochs, "epoch", "samples_per_second")
-    chart = Lines("epoch", "samples per second", {"train": points})
-    return Figure("speed", "Samples per second", chart, "The first epoch warms up.")
-
-
 def _memory(summary: Mapping[str, Any]) -> Figure:
     """Return the largest memory of each process, or accelerator."""
     peaks = summary["peak_memory_bytes"]
@@ -244,15 +229,6 @@ def _time(profile: Mapping[str, Any]) -> Section:
     caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
     figure = Figure("time", "A step, in milliseconds", chart, caption)
     return Section("Where the time goes", [figure], profile["notes"])
-
-
-def _shapes(devices: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the sizes that each device has computed on."""
-    rows = []
-    for one in devices:
-        rows.append([one["device"], written(one["inputs"]), written(one["outputs"])])
-    heads = ["device", "inputs", "outputs"]
-    return Table("devices", "Sizes of the first micro-batch", heads, rows)
 
 
 def _settings(settings: Mapping[str, Any]) -> Table:
@@ -291,12 +267,10 @@ def _options(strategy: type[Strategy], settings: Mapping[str, Any]) -> dict[str,
     """Return the strategy's settings that aren't the usual ones, or were chosen for the machine."""
     options = {}
     usual = strategy.usual()
-
-    for name in sorted(strategy.settings(), key=(*_CHOSEN, *usual).index):
+    for name in strategy.settings():
         value = settings.get(name)
-        if value is None:
-            continue
-        if name in _CHOSEN or value != usual[name]:
+        is_given = name in _CHOSEN or value != usual[name]
+        if is_given and value is not None:
             options[name] = value
 
     device_map = settings.get("device_map")
