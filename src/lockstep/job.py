@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep.errors import JobError
 from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
 from lockstep.settings import Every, best_of, checked, plain_fields
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,9 @@ class Job(Recipe):
         train_data: a dataset of ``(inputs, targets)``, or a callable that gives one. Inputs that
             are a tuple are passed as ``model(*inputs)``, a dict as ``model(**inputs)``, anything
             else (a named tuple, say) as ``model(inputs)``. One that can only be gone through (an
-            ``IterableDataset``, a generator function) is a
-            stream: every rank reads all of it, in its own order, and keeps its share. A stream must
-            be the same on every rank, so don't cut it by rank. If the dataset has a
-            ``set_epoch(epoch)``, it is called before each epoch.
+            ``IterableDataset``, a generator function) is a stream: every rank reads all of it, in
+            its own order, and keeps its share. A stream must be the same on every rank, so don't
+            cut it by rank. If the dataset has a ``set_epoch(epoch)``, it is called each epoch.
         batch_size: samples of the *global* batch: one update, whatever the number of devices.
         eval_data: as ``train_data``; None trains without evaluation. A dict of sets by name has
             metrics ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that
@@ -96,7 +96,7 @@ class Job(Recipe):
         keep_memory: on CPU devices, what a step frees is kept for the next one instead of going
             back to the system: faster where activations are large, with a larger peak (see
             lockstep.tensors.allocator).
-        eval_batch_size: of evaluation; None is ``batch_size``.
+        eval_batch_size: samples of a batch of evaluation; None is ``batch_size``.
         log_every: within an epoch, write a record and a line of the steps since the last one: every
             so many steps (``100``) or after a time (``"10 min"``). Epochs have theirs anyway; of
             ``"10 epochs"``, each tenth.

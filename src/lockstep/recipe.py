@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 from lockstep.errors import JobError, nearest
 from lockstep.settings import checked, plain_fields
 
-NamedParameters = list[tuple[str, nn.Parameter]]
-MakesOptimizer = Callable[[NamedParameters], torch.optim.Optimizer]
+if TYPE_CHECKING:  # the help of the command has the settings, and needs no torch
+    import torch
+    from torch import nn
+
+NamedParameters: TypeAlias = "list[tuple[str, nn.Parameter]]"
+MakesOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 
 _REFUSED_WITH_STEP = {
     "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
@@ -69,12 +70,14 @@ class Recipe:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        import torch
+
         if isinstance(self.optimizer, torch.optim.Optimizer):
             raise JobError(
                 "optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, "
                 "lr=0.1)"
             )
-        if isinstance(self.model, nn.Module):
+        if isinstance(self.model, torch.nn.Module):
             raise JobError(
                 "model: give a function that builds it (lambda: Net()), it is built wherever it "
                 "is needed"

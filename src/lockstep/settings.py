@@ -5,6 +5,8 @@ one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import math
 import re
 import types
@@ -20,20 +22,37 @@ _POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_b
 """Settings that are above zero; other numbers may be zero."""
 
 
+_PLAIN = {"int", "float", "bool", "str", "None", "Literal"}
+"""The words of the types of settings that a command line can give."""
+
+
 def plain_fields(kind: type) -> dict[str, Any]:
-    """The fields of a class that are plain values, with their types."""
-    hints = typing.get_type_hints(kind)
-    return {name: hint for name, hint in hints.items() if all(map(_is_plain, _options(hint)))}
+    """Return the fields of a dataclass that are plain values, with their types.
+
+    The types of other fields are not evaluated: a job's name torch, which need not be imported.
+    """
+    found = {}
+    for field in dataclasses.fields(kind):
+        written = str(field.type)
+        words = re.findall(r"\w+", re.sub("'.*?'", "", written))
+        if set(words) <= _PLAIN:
+            found[field.name] = eval(written, {"Literal": Literal})
+    return found
+
+
+def described_fields(kind: type) -> dict[str, str]:
+    """Return what the docstrings of a class, and of those that it extends, say of each field."""
+    texts = [inspect.cleandoc(one.__doc__ or "") for one in reversed(kind.__mro__)]
+    found = {}
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", "\n".join(texts), re.MULTILINE):
+        found[name] = " ".join(text.replace("``", "").split())
+    return found
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
     """The members of a union; of anything else, itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
-
-
-def _is_plain(option: Any) -> bool:
-    return option in (int, float, bool, str, type(None)) or typing.get_origin(option) is Literal
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:

@@ -13,65 +13,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import FolderError, InputError
+from lockstep.job import SETTINGS, Job
 from lockstep.launch.processes import fork_server
+from lockstep.settings import described_fields
 from lockstep.tensors.allocator import prepare
 
 if TYPE_CHECKING:
     from lockstep.jobfile import JobFile
-
-SETTINGS = {
-    "batch-size": "samples of the global batch",
-    "epochs": "passes through the data (default: 1, where steps isn't given)",
-    "steps": "stop after that many updates",
-    "lr-scheduler-every": "epoch or step: when the scheduler moves on (default: epoch)",
-    "seed": "of weights, order, augmentation, dropout (default: 0)",
-    "shuffle": "a new order for each epoch (default: true)",
-    "accumulate": "micro-batches of each global batch (default: 1)",
-    "clip-norm": "largest norm of all gradients together (default: none)",
-    "nonfinite": "raise, or skip: what to do with a loss or gradients that are not finite "
-    "(default: raise)",
-    "nonfinite-limit": "updates in a row that may be skipped (default: 10)",
-    "accept-differences": "train also where results depend on where a batch is cut (default: "
-    "false)",
-    "check-every": "compare batches with parts of them in updates 1, 2, 4, ... and every so "
-    "many-th (default: 0)",
-    "init": "weights to begin with: a safetensors file, a run, a folder with model.safetensors "
-    "(default: none)",
-    "init-strict": "refuse weights that don't all fit; false takes those that do (default: true)",
-    "sync-batchnorm": "BatchNorm over all replicas (default: false)",
-    "channels-last": "images in that memory layout (default: false)",
-    "precision": "fp64, fp32, tf32, bf16, fp16, or none: as the model was built (default: none)",
-    "compile": "by torch.compile; a word is its mode (reduce-overhead, max-autotune, ...) or "
-    "backend (default: false)",
-    "activation-checkpointing": "auto, or names of blocks with commas between (default: none)",
-    "fused": "fused optimizer (default: where right)",
-    "keep-memory": "of a step for the next one, on CPU devices (default: false)",
-    "eval-batch-size": "samples of an evaluation batch (default: batch-size)",
-    "log-every": "steps, epochs (2epochs, 0.5epochs) or a time (10min) between records and lines "
-    "(default: each epoch)",
-    "eval-every": "likewise between evaluations (default: each epoch)",
-    "save-every": "likewise between checkpoints; by steps or a time, each epoch is saved too "
-    "(default: each epoch)",
-    "best": "a metric and max or min: the weights to keep as the best (default: eval_loss:min)",
-    "keep": "checkpoints, the newest (default: 2)",
-    "save-frozen": "in checkpoints and weights, what the model has frozen; false builds it anew "
-    "(default: true)",
-    "loader-workers": "processes that fetch, for each rank (default: by the cores and the dataset)",
-    "tensorboard": "also write events for TensorBoard (default: false)",
-}
-"""The settings of a Job, as options. A test holds this list against Job's own."""
-
-_SWITCHES = {
-    "shuffle",
-    "init-strict",
-    "sync-batchnorm",
-    "channels-last",
-    "fused",
-    "keep-memory",
-    "compile",
-    "save-frozen",
-    "tensorboard",
-}
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
@@ -117,13 +65,21 @@ def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()
         help="a parameter of the job function; may be repeated",
     )
     group = parser.add_argument_group("settings of the job (these win over the file)")
-    own = {name: what for name, what in SETTINGS.items() if name not in without}
-    parser.set_defaults(settings=tuple(name.replace("-", "_") for name in own))
-    for name, what in own.items():
-        if name in _SWITCHES:
-            group.add_argument(f"--{name}", nargs="?", const="true", metavar="BOOL", help=what)
+    names = []
+    for name, text in described_fields(Job).items():
+        if name not in SETTINGS or name in without:
+            continue
+        names.append(name)
+        sentence = text.split(". ")[0].rstrip(".")
+        default = getattr(Job, name, None)
+        if default is not None:
+            sentence += f" (default: {str(default).lower()})"
+        option = f"--{name.replace('_', '-')}"
+        if "bool" in str(SETTINGS[name]):
+            group.add_argument(option, nargs="?", const="true", metavar="BOOL", help=sentence)
         else:
-            group.add_argument(f"--{name}", metavar="VALUE", help=what)
+            group.add_argument(option, metavar="VALUE", help=sentence)
+    parser.set_defaults(settings=tuple(names))
 
 
 def settings_in(options: argparse.Namespace) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
 from lockstep.model.modes import draws_dropout
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
+from lockstep.settings import described_fields
 from lockstep.strategies.steps.step import Step
 
 DRAWS = Caveat("dropout", "dropout masks differ from single-device training; they are reproducible")
@@ -63,15 +63,13 @@ class Strategy(ABC):
     @classmethod
     def settings(cls) -> dict[str, str]:
         """The settings that a command line has, with what the class's docstring says of each."""
-        texts = "\n".join(inspect.cleandoc(kind.__doc__ or "") for kind in reversed(cls.__mro__))
-        entries = dict(re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", texts, re.MULTILINE))
+        texts = described_fields(cls)
         choices = cls.choices()
         found = {}
         for field in fields(cls):
             is_word = not re.search("Mapping|tuple", str(field.type))
             if is_word and field.name in choices:
-                text = entries.get(field.name, "").replace("``", "")
-                found[field.name] = " ".join(text.split())
+                found[field.name] = texts.get(field.name, "")
         return found
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lockstep.errors import JobError, counted, nearest
 from lockstep.settings import Every
 from lockstep.training.callbacks.callback import Callback, TrainingContext
-from lockstep.training.shared_clock import SharedClock
+from lockstep.training.triggers import SharedClock
 
 
 class OfMetric(Callback):
