@@ -189,8 +189,8 @@ def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> 
         "parity",
         "devices",
     }
-    assert len(page.pictures) == len(drawn_ones) and all(len(alt) > 40 for alt in page.pictures)
-    assert "ddp 1,900" in page.pictures[0]
+    assert len(page.pictures) == len(drawn_ones)
+    assert page.pictures[0] == "A chart of Samples per second. Its numbers are in the table below."
     for path in figures.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
     rows = list(csv.reader((figures / "speed.csv").read_text().splitlines()))
@@ -214,11 +214,8 @@ def test_a_sweep_is_drawn_with_its_spreads_and_what_it_is_held_against(tmp_path:
         )
         rows[-1] = replace(rows[-1], settings={"microbatches": count})
     page = Read(write_page(replace(found, rows=(*found.rows[:2], found["ddp"], *rows))).read_text())
-    assert any(
-        "Lines of times one CPU device over micro-batches: pp from 0.9 to 1.6; " in alt
-        for alt in page.pictures
-    )
     assert "Speed-up over one CPU device, by micro-batches" in page.words
+    assert any("Speed-up over one CPU device, by micro-batches" in alt for alt in page.pictures)
     table = list(
         csv.reader((tmp_path / "figures" / "sweep-microbatches.csv").read_text().splitlines())
     )

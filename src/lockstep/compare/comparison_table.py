@@ -23,6 +23,11 @@ _SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=Tr
 
 _TIME = (*_SHARES, "moved", "start", "parity")
 
+_OF_CORES = (
+    "; memory: of a process. CPU devices are cores of one machine, not GPUs: what gains here may "
+    "gain more or less there"
+)
+
 _NOT_REACHED = {
     "epoch",
     "step",
@@ -42,13 +47,10 @@ def one_device(found: Comparison) -> str:
 
 
 def explained(found: Comparison) -> str:
-    """Return what should be known to read the columns of speed and memory."""
+    """Return what the ratios are."""
     text = f"x one: times {one_device(found)}"
     if found.on_slots:
-        text += (
-            f"; x cores: times {all_cores(found)} without a strategy; memory: of a process. CPU "
-            "devices are cores of one machine, not GPUs: what gains here may gain more or less there"
-        )
+        text += f"; x cores: times {all_cores(found)} without a strategy"
     return text
 
 
@@ -169,7 +171,10 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
             lines.append(row.name)
             lines += _wrapped([row.reason], width, "    ")
     if cells:
-        lines += _wrapped([explained(found)], width)
+        below = explained(found)
+        if found.on_slots:
+            below += _OF_CORES
+        lines += _wrapped([below], width)
         lines += ["", *table("", "", cells, _TIME).lines(width)]
         moved = "moved: what a device gives to the others in a step, where that is known"
         lines += _wrapped([moved], width)

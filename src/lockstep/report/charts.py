@@ -1,4 +1,4 @@
-"""Charts as data: what a chart shows, its ``numbers`` as a table, a text in its place, its drawing.
+"""Charts as data: what a chart shows, its ``numbers`` as a table, and its drawing.
 
 A chart is drawn once, at a width that can be read on a telephone; an SVG scales to a desk. Bars lie,
 with their names to the left, because names are long.
@@ -7,9 +7,10 @@ with their names to the left, because names are long.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.report.canvas import (
     COLOURS,
@@ -25,7 +26,6 @@ from lockstep.report.canvas import (
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.container import BarContainer
     from matplotlib.figure import Figure
 
 Cell = str | float | int | None
@@ -33,13 +33,17 @@ Cell = str | float | int | None
 Numbers = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 """What a chart shows, as a table: a head, and rows."""
 
-_SPREAD: dict[str, Any] = {"ecolor": INK, "elinewidth": 1.2, "capsize": 3, "zorder": 3}
-
 _LINE = 0.36
 """Inches of height for each bar."""
 
+_THICK = 0.68
+"""Height of a bar, as a part of that."""
+
+_FINE = 1.2
+"""Points of a line from the lowest to the highest value."""
+
 _NAME = 22
-"""Letters of a name in one line; a longer one takes two."""
+"""Letters of a name in one line; a longer one takes several."""
 
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
 
@@ -78,41 +82,23 @@ class Bars:
         rows = list(zip(*columns, strict=True))
         return head, rows
 
-    def told(self) -> str:
-        """Return ``Bars, samples per second: single 4,000; ddp 7,400.``"""
-        shown = []
-        for name, value in zip(self.names, self.values, strict=True):
-            shown.append(f"{name} {short(value)}")
-        return f"Bars, {self.unit}: {'; '.join(shown)}."
-
     def draw(self) -> Figure:
         """Draw lying bars."""
-        figure = new_figure(WIDTH, 0.8 + _LINE * len(self.names), self.unit)
-        axes = plain_axes(figure)
+        figure, axes = _lying(self.names, self.unit)
+        places = range(len(self.names))
         kinds = self.kinds or [""] * len(self.names)
         order = list(dict.fromkeys(kinds))
         colours = [_colour(order.index(kind)) for kind in kinds]
-        longest = max(self.values, default=0.0)
-        errors = None
+        axes.barh(places, self.values, height=_THICK, color=colours)
+        ends = self.values
         if self.spreads is not None:
-            errors = _errors(self.values, self.spreads)
-            longest = max(longest, *(highest for _, highest in self.spreads))
-        bars = axes.barh(
-            range(len(self.names)),
-            self.values,
-            height=0.68,
-            color=colours,
-            xerr=errors,
-            error_kw=_SPREAD,
-        )
+            lowest, ends = zip(*self.spreads, strict=True)
+            axes.hlines(places, lowest, ends, color=INK, linewidth=_FINE)
 
         marks = [short(value) for value in self.values]
-        room = 1.25
         if self.notes is not None:
             marks = [f"{mark}  {note}" for mark, note in zip(marks, self.notes, strict=True)]
-            room = 1.5
-        _mark(axes, bars, marks)
-        _finish(axes, self.names, self.unit, longest * room)
+        _mark(axes, ends, marks)
         return figure
 
 
@@ -136,34 +122,22 @@ class Stacks:
         rows = list(zip(self.names, *self.parts.values(), strict=True))
         return ["", *head], rows
 
-    def told(self) -> str:
-        """Return each bar with its parts."""
-        bars = []
-        for i, name in enumerate(self.names):
-            inside = [f"{part} {short(values[i])}" for part, values in self.parts.items()]
-            bars.append(f"{name}: {', '.join(inside)}")
-        return f"Bars made of parts, {self.unit}. {'; '.join(bars)}."
-
     def draw(self) -> Figure:
         """Draw lying bars, their parts in a row."""
-        figure = new_figure(WIDTH, 1.2 + _LINE * len(self.names), self.unit)
-        axes = plain_axes(figure)
-        begins = [0.0] * len(self.names)
+        figure, axes = _lying(self.names, self.unit)
+        ends = [0.0] * len(self.names)
         for number, (part, values) in enumerate(self.parts.items()):
             lengths = [max(0.0, value) for value in values]
-            bars = axes.barh(
+            axes.barh(
                 range(len(self.names)),
                 lengths,
-                left=begins,
-                height=0.68,
+                left=ends,
+                height=_THICK,
                 color=_colour(number),
                 label=words(part),
-                edgecolor="white",
-                linewidth=0.5,
             )
-            begins = [begin + length for begin, length in zip(begins, lengths, strict=True)]
-        _mark(axes, bars, [short(whole) for whole in begins])
-        _finish(axes, self.names, self.unit, max(begins, default=0.0) * 1.2)
+            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+        _mark(axes, ends, [short(end) for end in ends])
         _legend(figure, len(self.parts))
         return figure
 
@@ -211,14 +185,6 @@ class Lines:
             rows.append([x, *row])
         return [self.x, *columns], rows
 
-    def told(self) -> str:
-        """Return where each line begins and ends."""
-        ends = []
-        for name, points in self.series.items():
-            if points:
-                ends.append(f"{name} from {short(points[0][1])} to {short(points[-1][1])}")
-        return f"Lines of {self.y} over {self.x}: {'; '.join(ends)}."
-
     def draw(self) -> Figure:
         """Draw lines with marks; those that lie on one another show through by their dashes."""
         rows = math.ceil(len(self.series) / 2)
@@ -239,8 +205,8 @@ class Lines:
                 markersize=3.5,
             )
             if name in self.spreads:
-                errors = _errors(ys, self.spreads[name])
-                axes.errorbar(xs, ys, yerr=errors, fmt="none", **_SPREAD)
+                lowest, highest = zip(*self.spreads[name], strict=True)
+                axes.vlines(xs, lowest, highest, color=INK, linewidth=_FINE)
 
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=LETTERS, color=FAINT)
@@ -276,18 +242,6 @@ def _colour(number: int) -> str:
     return COLOURS[number % len(COLOURS)]
 
 
-def _errors(
-    values: Sequence[float], spreads: Sequence[tuple[float, float]]
-) -> tuple[list[float], list[float]]:
-    """Return how far each spread goes below its value, and how far above."""
-    below = []
-    above = []
-    for value, (lowest, highest) in zip(values, spreads, strict=True):
-        below.append(max(0.0, value - lowest))
-        above.append(max(0.0, highest - value))
-    return below, above
-
-
 def _legend(figure: Figure, columns: int) -> None:
     """Name the colours above the chart."""
     figure.legend(
@@ -299,31 +253,26 @@ def _legend(figure: Figure, columns: int) -> None:
     )
 
 
-def _mark(axes: Axes, bars: BarContainer, texts: Sequence[str]) -> None:
-    """Write a text behind the end of each bar."""
-    axes.bar_label(bars, [words(text) for text in texts], padding=5, fontsize=LETTERS)
-
-
-def _finish(axes: Axes, names: Sequence[str], unit: str, end: float) -> None:
-    """Write names to the left of lying bars, and the axis of their values."""
-    labels = [words(_folded(name)) for name in names]
+def _lying(names: Sequence[str], unit: str) -> tuple[Figure, Axes]:
+    """Return a figure for lying bars, with their names to the left."""
+    figure = new_figure(WIDTH, 1.0 + _LINE * len(names), unit)
+    axes = plain_axes(figure)
+    labels = [words("\n".join(textwrap.wrap(name, _NAME))) for name in names]
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.set_xlim(0, end or 1.0)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
     axes.set_xlabel(words(unit), fontsize=LETTERS, color=FAINT)
+    return figure, axes
+
+
+def _mark(axes: Axes, ends: Sequence[float], marks: Sequence[str]) -> None:
+    """Write a text behind the end of each bar."""
+    longest = max(ends, default=0.0) or 1.0
+    letters = max(map(len, marks), default=0)
+    axes.set_xlim(0, longest * (1 + 0.035 * letters))
     axes.locator_params(axis="x", nbins=5)
-
-
-def _folded(name: str) -> str:
-    """Return a long name in two lines."""
-    if len(name) <= _NAME:
-        return name
-    spaces = [i for i, letter in enumerate(name) if letter == " "]
-    if not spaces:
-        return name
-    middle = min(spaces, key=lambda i: abs(i - len(name) // 2))
-    return f"{name[:middle]}\n{name[middle + 1 :]}"
+    for place, (end, mark) in enumerate(zip(ends, marks, strict=True)):
+        axes.text(end + 0.015 * longest, place, words(mark), va="center", fontsize=LETTERS)
 
 
 def short(value: float) -> str:

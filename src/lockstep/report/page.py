@@ -139,7 +139,6 @@ def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
     if isinstance(part, Figure):
         figure = part.chart.draw()
         write_over(folder / f"{part.name}.png", image(figure, "png"))
-        shown["told"] = part.chart.told()
         shown["picture"] = _data("image/svg+xml", image(figure, "svg"))
     return shown
 

@@ -9,18 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import counted
 from lockstep.report.canvas import LETTERS, WIDTH, new_figure
 from lockstep.report.charts import Cell, Numbers
-from lockstep.report.timeline import Span, Timeline
+from lockstep.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WAITING = "#eeeeee"
-
-_KINDS = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +42,6 @@ class Timelines:
                     rows.append([title, device, *what, start, end])
         return ["", "device", "stage", "kind", "micro-batch", "start", "end"], rows
 
-    def told(self) -> str:
-        """Return how long each takes, on how many devices."""
-        ends = []
-        for title, timeline in self.timelines.items():
-            devices = counted(len(timeline.devices), "device")
-            ends.append(f"{title}: {devices}, {timeline.makespan:.4g} {self.unit}".strip())
-        return f"What each device of a pipeline does over time. {'; '.join(ends)}."
-
     def draw(self, width: float = WIDTH) -> Figure:
         """Draw a row for each device: blue forwards, orange backwards, with the number of the
         micro-batch.
@@ -63,7 +52,7 @@ class Timelines:
         figure = new_figure(width, height, "a timeline")
         ratios = {"height_ratios": heights}
         axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw=ratios)
-        longest = max((timeline.makespan for timeline in timelines), default=0.0)
+        longest = max(timeline.makespan for timeline in timelines)
 
         for (title, timeline), axis in zip(self.timelines.items(), axes[:, 0], strict=True):
             axis.set_title(title, fontsize=LETTERS, loc="left", wrap=True)
@@ -71,7 +60,7 @@ class Timelines:
             _draw_one(axis, timeline, longest)
 
         axis.set_xlabel(f"time, {self.unit}" if self.unit else "time")
-        _explain(figure, max(map(_chunks, timelines)))
+        _explain(figure)
         return figure
 
 
@@ -96,38 +85,45 @@ def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
     return Timelines(timelines, "ms"), caption
 
 
-def _explain(figure: Figure, chunks: int) -> None:
+def _explain(figure: Figure) -> None:
     """Draw a legend: what each colour is, and that a number is a micro-batch."""
     from matplotlib.patches import Patch
 
-    handles = []
-    for chunk in range(chunks):
-        which = f", stage {chunk + 1} of a device" if chunks > 1 else ""
-        for kind, word in _KINDS.items():
-            handles.append(Patch(color=_colour(kind, chunk, chunks), label=f"{word}{which}"))
-    handles.append(Patch(color=_WAITING, label="waiting; a number is a micro-batch"))
+    handles = [
+        Patch(color=_colour("F", 0.0), label="forward"),
+        Patch(color=_colour("B", 0.0), label="backward"),
+        Patch(color=_WAITING, label="waiting; a number is a micro-batch"),
+    ]
     figure.legend(
-        handles=handles,
-        loc="outside lower left",
-        ncols=1 if chunks > 1 else 2,
-        frameon=False,
-        fontsize=LETTERS,
+        handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=LETTERS
     )
 
 
 def _draw_one(axis: Axes, timeline: Timeline, longest: float) -> None:
     """Draw the rows of one timeline."""
-    chunks = _chunks(timeline)
     count = len(timeline.devices)
+    stages = 1 + max(span.action.stage for spans in timeline.devices for span in spans)
     for device, spans in enumerate(timeline.devices):
-        for span in spans:
-            colour = _colour(span.action.kind, span.action.stage // count, chunks)
-            _draw_span(axis, device, span, timeline.start, colour)
-            if span.end - span.start > longest / 60:
-                middle = (span.start + span.end) / 2 - timeline.start
-                number = str(span.action.microbatch)
+        for action, start, end in spans:
+            axis.barh(
+                device,
+                end - start,
+                left=start - timeline.start,
+                height=0.86,
+                color=_colour(action.kind, action.stage // count * count / stages),
+                edgecolor="white",
+                linewidth=0.6,
+            )
+            if end - start > longest / 60:
+                middle = (start + end) / 2 - timeline.start
                 axis.text(
-                    middle, device, number, ha="center", va="center", fontsize=7, color="white"
+                    middle,
+                    device,
+                    str(action.microbatch),
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    color="white",
                 )
 
     axis.set_yticks(range(count), [f"device {device}" for device in range(count)])
@@ -137,30 +133,12 @@ def _draw_one(axis: Axes, timeline: Timeline, longest: float) -> None:
         axis.spines[side].set_visible(False)
 
 
-def _draw_span(
-    axis: Axes, device: int, span: Span, start: float, colour: tuple[float, float, float]
-) -> None:
-    """Draw an action of a device as a bar; ``start`` is the left end of the axis."""
-    axis.barh(
-        device,
-        span.end - span.start,
-        left=span.start - start,
-        height=0.86,
-        color=colour,
-        edgecolor="white",
-        linewidth=0.6,
-    )
+def _colour(kind: str, depth: float) -> tuple[float, float, float]:
+    """Return blue for a forward, orange for a backward.
 
-
-def _chunks(timeline: Timeline) -> int:
-    """Return the number of stages on each device."""
-    stages = [span.action.stage for spans in timeline.devices for span in spans]
-    count = 1 + max(stages, default=0)
-    return max(1, count // len(timeline.devices))
-
-
-def _colour(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Return blue for a forward, orange for a backward; a device's later stages are darker."""
+    Args:
+        kind: of an action.
+        depth: from 0 to 1: a device's later stages are darker.
+    """
     hue, light = (0.58, 0.52) if kind == "F" else (0.07, 0.48)
-    darker = 0.22 * chunk / chunks
-    return colorsys.hls_to_rgb(hue, light - darker, 0.62)
+    return colorsys.hls_to_rgb(hue, light - 0.22 * depth, 0.62)
