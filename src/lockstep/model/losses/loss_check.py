@@ -150,11 +150,15 @@ class LossCheck:
             if _add_up(_numbers(whole, *parts), tolerance):
                 self._has_passed = True
                 return None
-            if drawn or self._is_doubtful(nest, whole, samples):
+            found = None
+            if not drawn and not self._may_count_all(nest, samples):
+                found = self._repeated(nest, whole, parts, samples)
+            if found is None:
                 # The sum check decides: its parts are collated, and draw what the whole does.
                 self._checks = False
                 return None
-            if self._is_rounding(nest, samples):
+            whole, parts = found
+            if _add_up(_numbers(whole, *parts), tolerance) or self._is_rounding(nest, samples):
                 return None
         error = not_additive(self._loss, whole, parts, samples, step)
         if not self._accepts:
@@ -202,13 +206,32 @@ class LossCheck:
                 raise
             return None
 
-    def _is_doubtful(self, nest: Nest, whole: Loss, samples: int) -> bool:
-        """Whether parts that don't add up may not be the loss's doing."""
-        if not self._has_passed and _holds_numbers_of_all(nest, samples):
-            return True
-        # One that draws, or remembers something, is not the same again.
-        again = self._loss.copied()(*copied_nest(nest), samples)
-        return not _add_up(_numbers(whole, again), _tolerance(nest, whole.total))
+    def _may_count_all(self, nest: Nest, samples: int) -> bool:
+        """Whether the loss may read a number of the whole batch, which its parts have too."""
+        return not self._has_passed and _holds_numbers_of_all(nest, samples)
+
+    def _repeated(
+        self, nest: Nest, whole: Loss, parts: list[Loss] | None, samples: int
+    ) -> tuple[Loss, list[Loss]] | None:
+        """Give whole and parts of a loss that is the same again.
+
+        A loss without state is tried twice: another thread may meanwhile change a global that it
+        reads.
+
+        Returns:
+            None for a loss that draws or remembers something.
+        """
+        tolerance = _tolerance(nest, whole.total)
+        has_state = self._loss.copied() is not self._loss
+        for _ in range(1 if has_state else 2):
+            again = self._loss.copied()(*copied_nest(nest), samples)
+            if parts is None:
+                return None
+            if _add_up(_numbers(whole, again), tolerance):
+                return whole, parts
+            whole = again
+            parts = self._parts(nest, samples)
+        return None
 
     def _is_rounding(self, nest: Nest, samples: int) -> bool:
         """Whether the parts add up in float64."""
