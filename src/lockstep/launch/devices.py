@@ -78,12 +78,12 @@ def slots(count: int, cores: Sequence[int] | None = None) -> tuple[Device, ...]:
     share one.
     """
     mine = tuple(usable_cores() if cores is None else cores)
-    if count >= len(mine):
-        return tuple(Device("cpu", i, (mine[i * len(mine) // count],)) for i in range(count))
-    return tuple(
-        Device("cpu", i, mine[i * len(mine) // count : (i + 1) * len(mine) // count])
-        for i in range(count)
-    )
+    found = []
+    for number in range(count):
+        first = number * len(mine) // count
+        last = (number + 1) * len(mine) // count
+        found.append(Device("cpu", number, mine[first : max(last, first + 1)]))
+    return tuple(found)
 
 
 def accelerators() -> tuple[Device, ...]:
@@ -165,10 +165,8 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
     if here:
         if count > len(here):
             are = "is" if len(here) == 1 else "are"
-            raise DeviceError(
-                f"{count} devices, but there {are} {len(here)} ({here[0].type}): ask for "
-                f"{len(here)}"
-            )
+            there = f"there {are} {len(here)} ({here[0].type})"
+            raise DeviceError(f"{count} devices, but {there}: ask for {len(here)}")
         return here[:count]
     cores = len(usable_cores())
     if count > cores:
@@ -182,29 +180,25 @@ def _first(count: int, here: tuple[Device, ...]) -> tuple[Device, ...]:
 def _of_type(kind: str, indices: str | None, here: tuple[Device, ...]) -> tuple[Device, ...]:
     known = sorted({"cpu", "cuda", "mps", "xpu"} | {d.type for d in here})
     if kind not in known:
-        raise DeviceError(
-            f'there is no device type "{kind}": {nearest("cuda" if kind == "gpu" else kind, known)}'
-        )
+        meant = nearest("cuda" if kind == "gpu" else kind, known)
+        raise DeviceError(f'there is no device type "{kind}": {meant}')
     if kind == "cpu":
         raise DeviceError(
             f'CPU devices have no fixed numbers ("cpu:{indices}"): write 2xcpu for two of them'
         )
     mine = tuple(d for d in here if d.type == kind)
     if not mine:
-        others = (
-            f"{len(here)} {here[0].type}"
-            if here
-            else f"{counted(len(usable_cores()), 'core')} and no accelerator"
-        )
+        others = f"{counted(len(usable_cores()), 'core')} and no accelerator"
+        if here:
+            others = f"{len(here)} {here[0].type}"
         raise DeviceError(f"no {kind} device here, only {others}: use auto")
     if indices is None:
         return mine
     numbers = [int(i) for i in indices.split(",") if i]
     missing = [i for i in numbers if i >= len(mine)]
     if missing or not numbers:
-        raise DeviceError(
-            f"{kind}:{missing[0] if missing else ''} doesn't exist: there are {len(mine)}, from 0"
-        )
+        first = missing[0] if missing else ""
+        raise DeviceError(f"{kind}:{first} doesn't exist: there are {len(mine)}, from 0")
     if len(set(numbers)) < len(numbers):
         raise DeviceError(f'"{kind}:{indices}" names a device twice')
     return tuple(mine[i] for i in numbers)
@@ -227,9 +221,7 @@ def settle(device: Device) -> None:
     current one.
     """
     limit_threads(device)
-    if (
-        device.type == "cuda"
-    ):  # with a context, which a new thread hasn't got where its device is the first one anyway
+    if device.type == "cuda":  # makes a context, too, which a new thread hasn't got
         torch.cuda.set_device(device.index)
     elif not device.is_slot:
         torch.accelerator.set_device_index(device.index)
@@ -246,21 +238,15 @@ def _own_limit() -> int | None:
 
 def note_on_threads(device: Device) -> str | None:
     """What the person has to know of ``OMP_NUM_THREADS``."""
+    if not device.is_slot or device.threads == 1:
+        return None
+    cores = f"{device.threads} cores"
     own = _own_limit()
-    if device.is_slot and own is not None and own < device.threads:
+    if own is not None and own < device.threads:
+        return f"each device has {cores}, and computes with {own}, as OMP_NUM_THREADS says"
+    if own is None and os.environ.get("OMP_NUM_THREADS") == "1":
         return (
-            f"each device has {device.threads} cores, and computes with {own}, as "
-            "OMP_NUM_THREADS says"
-        )
-    if (
-        device.is_slot
-        and own is None
-        and device.threads > 1
-        and os.environ.get("OMP_NUM_THREADS") == "1"
-    ):
-        return (
-            f"each rank computes with its {device.threads} cores: OMP_NUM_THREADS=1 may be "
-            "torchrun's own default"
+            f"each rank computes with its {cores}: OMP_NUM_THREADS=1 may be torchrun's own default"
         )
     return None
 
@@ -297,11 +283,11 @@ def near(device: Device) -> tuple[int, ...]:
     try:
         facts = torch.get_device_module(device.torch).get_device_properties(device.index)
         address = f"{facts.pci_domain_id:04x}:{facts.pci_bus_id:02x}:{facts.pci_device_id:02x}.0"
-        listed = (
-            _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
-        ).read_text()  # as 0-7,32-39
-        ends = [part.split("-") for part in listed.strip().split(",")]
-        its = {core for end in ends for core in range(int(end[0]), int(end[-1]) + 1)}
+        path = _SYSTEM / "bus/pci/devices" / address / "local_cpulist"
+        its: set[int] = set()
+        for part in path.read_text().strip().split(","):  # 0-7,32-39
+            ends = part.split("-")
+            its.update(range(int(ends[0]), int(ends[-1]) + 1))
     except (AttributeError, RuntimeError, OSError, ValueError):
         return mine
     return tuple(core for core in mine if core in its) or mine
@@ -323,9 +309,8 @@ def bind(devices: Sequence[Device], ranks: int) -> None:
         return
     cores = usable_cores()
     is_bound = bound_by_launcher(cores)
-    torch.set_num_threads(
-        max(1, min(torch.get_num_threads(), len(cores) // (1 if is_bound else ranks)))
-    )
+    mine = len(cores) if is_bound else len(cores) // ranks
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), mine)))
     if not is_bound and hasattr(os, "sched_setaffinity"):
         with contextlib.suppress(OSError):
             os.sched_setaffinity(0, {core for device in devices for core in near(device)})

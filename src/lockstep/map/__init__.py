@@ -192,11 +192,13 @@ def _reduced(results: Iterator[Any], reduce: Any) -> Any:
 
 
 def _a(value: object) -> str:
+    """Name the type of a value: ``a list``, ``an int``."""
     name = type(value).__qualname__
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _bar() -> Progress:
+    """Make a bar that counts items, for a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -83,6 +83,7 @@ class Call:
             seed_all(key)
         if self.batch is None:
             return [self.fn(items[0])]
+
         given = self.fn(items)
         try:
             results = list(given)

@@ -65,7 +65,7 @@ def mapped(
             row for each item.
         ItemFailed: the module raised.
     """
-    # Its own may write the weights, which replicas may share.
+    # A `train` of its own may write the weights, which replicas may share.
     if any(has_own_train(part) for part in module.modules()):
         module = copy.deepcopy(module).eval()
     replicas = replicate(module, list(devices), detach=True)
@@ -138,12 +138,14 @@ def _outputs(replica: nn.Module, inputs: Any, device: Device, seed: int | None, 
 
 
 def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, first: int) -> Any:
+    """Make one input of the items of a batch."""
     try:
         return (collate or default_collate)(batch)
     except Exception as error:
         advice = "" if collate else "; give a collate that can"
         where = named(first, len(batch))
-        raise InputError(f"{where} can't be put together: {told(error)}{advice}") from error
+        text = f"{where} can't be put together: {told(error)}{advice}"
+        raise InputError(text) from error
 
 
 def _rows(outputs: Any, size: int, name: str) -> list[Any]:
@@ -159,13 +161,13 @@ def _rows(outputs: Any, size: int, name: str) -> list[Any]:
             f"{described(outputs)}: leave batch_size out, and give it batches"
         )
 
-    inside = parts(outputs)
-    if inside is None:  # None, a word, a number: the same for each
+    if parts(outputs) is None:  # None, a word, a number: the same for each
         return [outputs] * size
     if type(outputs) is list and holds_samples(outputs, size):
         return outputs
 
     columns = []
     for key, part in named_parts(outputs):
-        columns.append(_rows(part, size, f"{name}.{key}".lstrip(".")))
+        path = f"{name}.{key}".lstrip(".")
+        columns.append(_rows(part, size, path))
     return [rebuilt(outputs, list(row)) for row in zip(*columns, strict=True)]

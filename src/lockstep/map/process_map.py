@@ -77,12 +77,16 @@ class _Chunk:
     worker: int
     block: int
     bytes: int
-    results: list[Any] | None = None
+    results: Any = None
     failure: Record | None = None
 
 
 class _Pace:
-    """How many items make a chunk."""
+    """How many items make a chunk.
+
+    Attributes:
+        size: of the next one; it grows eightfold at most.
+    """
 
     def __init__(self) -> None:
         self.size = 1
@@ -91,10 +95,13 @@ class _Pace:
     def learn(self, count: int, seconds: float, size: int) -> None:
         """Take note of a chunk: its items, the seconds of the worker, and the bytes one way."""
         each = seconds / count
-        self._seconds = (self._seconds + each) / 2 if self._seconds else each
-        by_time = _SECONDS / max(self._seconds, 1e-7)
+        if self._seconds:
+            each = (each + self._seconds) / 2
+        self._seconds = each
+        by_time = _SECONDS / max(each, 1e-7)
         by_size = _BYTES * count / max(size, 1)
-        self.size = max(1, int(min(by_time, by_size, 8 * self.size)))
+        size = int(min(by_time, by_size, 8 * self.size))
+        self.size = max(1, size)
 
 
 def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[Any]:
@@ -107,6 +114,7 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
         group = list(drawn) if call.size == 1 else [own_copy(item) for item in drawn]
         if not group:
             return
+
         keeping = contextlib.nullcontext() if call.seed is None else kept_states()
         try:
             with occupied(device), keeping:
@@ -114,6 +122,7 @@ def in_this_one(call: Call, items: Iterator[Any], device: Device) -> Iterator[An
         except Exception as error:
             message = f"item {index} failed on {device}: {reason(error)}"
             raise ItemFailed(message, index, own_traceback(error)) from error
+
         if not device.is_slot:
             results = each(torch.Tensor.cpu, results)
         yield from results
@@ -166,15 +175,15 @@ class ProcessMap:
         with contextlib.ExitStack() as stack:
             blocks = [[new_block(stack), new_block(stack)] for _ in self._devices]
             self._blocks = [itertools.cycle(pair) for pair in blocks]
-            self._workers = workers = stack.enter_context(
-                Supervisor(
-                    Setup(self._devices, Modes.here(self._devices)),
-                    self._body,
-                    blocks_of=lambda worker: blocks[worker],
-                    on_event=self._hear,
-                    on_output=self._on_output,
-                )
+            started = Supervisor(
+                Setup(self._devices, Modes.here(self._devices)),
+                self._body,
+                blocks_of=lambda worker: blocks[worker],
+                on_event=self._hear,
+                on_output=self._on_output,
             )
+            self._workers = stack.enter_context(started)
+
             while True:
                 if self._waiting and self._waiting[0].results is not None:
                     yield from self._given(self._waiting.popleft())
@@ -185,15 +194,15 @@ class ProcessMap:
                     self._turn(None)
                 else:
                     break
+
             if self._ending is not None:
                 raise self._ending
             for worker in range(len(self._devices)):
-                workers.send(worker, b"")
-            workers.watch()
+                self._workers.send(worker, b"")
+            self._workers.watch()
 
     def _given(self, chunk: _Chunk) -> Iterator[Any]:
         """Yield the results of a chunk, then draw another one."""
-        assert chunk.results is not None
         yield from chunk.results
         self._held -= chunk.bytes
         if chunk.failure is not None:
@@ -208,16 +217,17 @@ class ProcessMap:
         """Whether a chunk may be drawn: there are items, a worker has a free block, and few wait."""
         if self._is_drawn or min(map(len, self._at)) == 2:
             return False
-        if len(self._waiting) < 2 * len(self._devices):
-            return True
-        return len(self._waiting) < _AHEAD * len(self._devices) and self._held < _HELD
+        each = _AHEAD if self._held < _HELD else 2
+        return len(self._waiting) < each * len(self._devices)
 
     def _send(self) -> None:
         """Draw a chunk, and give it to the worker that has least to do."""
-        worker = min(range(len(self._at)), key=lambda number: len(self._at[number]))
+        under_way = [len(chunks) for chunks in self._at]
+        worker = under_way.index(min(under_way))
         block = next(self._blocks[worker])
         packed = pack(self._drawn(), block)
         count = packed.length
+
         if packed.error is not None:
             self._is_drawn = True
             self._ending = InputError(
@@ -226,12 +236,15 @@ class ProcessMap:
             )
         if self._ending is not None:  # what is left of a batch is not given
             count -= count % self._batch
-        if count:
-            chunk = _Chunk(self._sent, count, worker, block, packed.bytes)
-            self._waiting.append(chunk)
-            self._at[worker].append(chunk)
-            self._workers.send(worker, pickle.dumps(Task(self._sent, count)))
-            self._sent += count
+        if not count:
+            return
+
+        chunk = _Chunk(self._sent, count, worker, block, packed.bytes)
+        self._waiting.append(chunk)
+        self._at[worker].append(chunk)
+        task = Task(self._sent, count)
+        self._workers.send(worker, pickle.dumps(task))
+        self._sent += count
 
     def _drawn(self) -> Iterator[Any]:
         """Yield the items of the next chunk: fewer where they are slow to come, or end."""
@@ -252,6 +265,7 @@ class ProcessMap:
     # ---- hearing ---------------------------------------------------------------------------------
 
     def _turn(self, seconds: float | None) -> None:
+        """Hear the workers, and raise where one of them is gone."""
         self._workers.turn(seconds)
         if self._workers.failed_at is None:
             return
@@ -260,14 +274,15 @@ class ProcessMap:
             raise self._death(min(failures, key=lambda failure: failure.time))
 
     def _hear(self, worker: int, reply: Reply) -> None:
+        """Take the results of a worker's oldest chunk."""
         chunk = self._at[worker].popleft()
         try:
             chunk.results = unpack(chunk.block, reply.length)
         except Exception as error:
             items = named(chunk.first, chunk.count)
-            raise ItemFailed(
-                f"{items}: the results can't be read here: {error}", chunk.first
-            ) from error
+            text = f"{items}: the results can't be read here: {error}"
+            raise ItemFailed(text, chunk.first) from error
+
         self._pace.learn(chunk.count, reply.seconds, max(chunk.bytes, reply.bytes))
         chunk.bytes = reply.bytes
         chunk.failure = reply.failure
@@ -281,9 +296,11 @@ class ProcessMap:
         if isinstance(failure, Record):
             why = f"a process of the map ({device}) could not begin: {failure.reason}"
             return caused(RunError(why), failure)
-        if not self._at[failure.rank]:
-            how = ending(failure.code, "between two items")
-            return ItemFailed(f"a process of the map ({device}) {how}")
-        chunk = self._at[failure.rank][0]
-        how = ending(failure.code, f"at {named(chunk.first, chunk.count)}")
-        return ItemFailed(f"the process of the map on {device} {how}", chunk.first)
+        where = "between two items"
+        first = None
+        if self._at[failure.rank]:
+            chunk = self._at[failure.rank][0]
+            where = f"at {named(chunk.first, chunk.count)}"
+            first = chunk.first
+        how = ending(failure.code, where)
+        return ItemFailed(f"the process of the map on {device} {how}", first)

@@ -81,6 +81,7 @@ def pack(values: Iterable[Any], block: int) -> Packed:
     body = io.BytesIO()
     pickler = _Pickler(body)
     sizes: list[int] = []
+
     with open(block, "r+b", closefd=False) as target:
         target.seek(_HEAD)
         for value in values:
@@ -93,12 +94,14 @@ def pack(values: Iterable[Any], block: int) -> Packed:
             target.writelines(pickler.pieces)
             pickler.forget()
             count += 1
+
         begin = target.tell()
         pickle.dump([*sizes, body.tell()], target)
         target.write(body.getbuffer())
         size = target.tell()
         target.seek(0)
         target.write(begin.to_bytes(_HEAD))
+
     if os.fstat(block).st_size > max(_KEPT, 4 * size):
         os.ftruncate(block, size)
     return Packed(count, size, error, kind)
@@ -186,7 +189,9 @@ def _rebuilt(
     if 0 in shape:
         made = torch.empty_strided(shape, stride, dtype=dtype)
     else:
-        made = torch.frombuffer(data, dtype=torch.uint8).view(dtype).as_strided(shape, stride)
+        numbers = torch.frombuffer(data, dtype=torch.uint8)
+        made = numbers.view(dtype).as_strided(shape, stride)
+
     if kind is nn.Parameter:
         return nn.Parameter(made, learns)
     return made.requires_grad_(learns)

@@ -16,14 +16,13 @@ import contextlib
 import multiprocessing
 import os
 import pickle
-import selectors
 import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import IO, Any, Self
 
 from lockstep.errors import RankFailed, RunError
@@ -138,13 +137,13 @@ class Supervisor:
         self._killed_at: float | None = None
         self._on_event = on_event
         self._on_output = on_output or to_own_streams
-        self._streams: dict[IO[bytes], Lines] = {}
+        self._lines: dict[IO[bytes], Lines] = {}
+        self._hears: dict[Any, Callable[[], Any]] = {}  # by what has come, what takes it
         self._pid = os.getpid()
         with contextlib.ExitStack() as stack:
             self._stack = stack
             file = stack.enter_context(call.write(setup, body))
             self.board = stack.enter_context(call.Call(file.fileno()).board)
-            self._selector = stack.enter_context(selectors.DefaultSelector())
             try:
                 for number, devices in enumerate(setup.groups):
                     self._start(number, devices, file.fileno(), log_of(number), blocks_of(number))
@@ -181,8 +180,8 @@ class Supervisor:
                 out = err = log.fileno()
             life = fork_server.start_rank(number, [file, its.fileno(), out, err, *blocks])
         rank = Rank(number, devices, ours, self._stack.enter_context(life), log, before)
-        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, rank))
-        self._selector.register(life, selectors.EVENT_READ, partial(self._hear_end, rank))
+        self._hears[ours] = partial(self._hear, rank)
+        self._hears[life] = partial(self._hear_end, rank)
         self.ranks.append(rank)
 
     def _relayed(self, stream: str, theirs: contextlib.ExitStack) -> int:
@@ -191,8 +190,8 @@ class Supervisor:
         theirs.callback(os.close, writing)
         pipe = self._stack.enter_context(open(reading, "rb", buffering=0))  # noqa: SIM115
         os.set_blocking(reading, False)
-        self._streams[pipe] = Lines(lambda text: self._on_output(text, stream))
-        self._selector.register(pipe, selectors.EVENT_READ, partial(self._relay, pipe))
+        self._lines[pipe] = Lines(lambda text: self._on_output(text, stream))
+        self._hears[pipe] = partial(self._relay, pipe)
         return writing
 
     # ---- from outside ----------------------------------------------------------------------------
@@ -228,13 +227,26 @@ class Supervisor:
         Raises:
             RunError: a rank could not be started, or the process that forks them has died.
         """
-        for key, _ in self._selector.select(seconds):
-            key.data()
+        for source in wait(list(self._hears), seconds):
+            if source in self._hears:  # else another one has ended it meanwhile
+                self._hears[source]()
 
     def failures(self) -> list[Record | Death]:
         """Return the failures of the ranks that have failed so far."""
-        found = [self._failure(rank) for rank in self.ranks]
-        return [failure for failure in found if failure is not None]
+        found: list[Record | Death] = []
+        for rank in self.ranks:
+            if rank.record is not None:
+                found.append(rank.record)
+            elif rank.ended is not None and not rank.has_result and not self._is_killed(rank.ended):
+                step = self.board[rank.number]
+                end = rank.ended
+                found.append(Death(rank.number, end.time, step, end.code, rank.last_words()))
+        return found
+
+    def _is_killed(self, end: Report) -> bool:
+        """Whether a rank was killed here, for another's failure."""
+        was_before = self._killed_at is None or end.time < self._killed_at
+        return not was_before and end.code == -signal.SIGKILL
 
     # ---- hearing ---------------------------------------------------------------------------------
 
@@ -243,7 +255,7 @@ class Supervisor:
         data = b""
         with contextlib.suppress(ConnectionError):
             data = rank.life.recv(REPORT.size)
-        self._selector.unregister(rank.life)
+        del self._hears[rank.life]
         if data:
             rank.ended = Report(*REPORT.unpack(data))
         elif self._killed_at is None:
@@ -269,7 +281,7 @@ class Supervisor:
         try:
             body = rank.channel.recv_bytes()
         except (EOFError, OSError):
-            self._forget(rank.channel)
+            self._hears.pop(rank.channel, None)
             return False
         try:
             kind, value = pickle.loads(body)
@@ -289,25 +301,19 @@ class Supervisor:
             self._on_event(rank.number, value)
         return True
 
-    def _forget(self, ended: Any) -> None:
-        """Hear no more of a connection or a pipe that has ended."""
-        with contextlib.suppress(KeyError):
-            self._selector.unregister(ended)
-
     def _relay(self, pipe: IO[bytes]) -> bool:
         """Pass on what was printed; False where there is no more just now."""
         data = pipe.read(1 << 16)
         if data:
-            self._streams[pipe].feed(data)
-            return True
-        if data is not None:
-            self._forget(pipe)
-        return False
+            self._lines[pipe].feed(data)
+        elif data is not None:  # the end, not only a pause
+            self._hears.pop(pipe, None)
+        return bool(data)
 
     def _drain(self) -> None:
         """Pass on what is left of the output, without waiting for who may still hold the pipe."""
         limit = time.monotonic() + 1.0
-        for pipe, lines in self._streams.items():
+        for pipe, lines in self._lines.items():
             while time.monotonic() < limit and self._relay(pipe):
                 """There may be more."""
             lines.end()
@@ -334,18 +340,6 @@ class Supervisor:
                 # The forking process closes the connection when the rank has gone.
                 while rank.life.recv(REPORT.size):
                     """Its report."""
-
-    def _failure(self, rank: Rank) -> Record | Death | None:
-        ended = rank.ended
-        if rank.record is not None:
-            return rank.record
-        if rank.has_result or ended is None:
-            return None
-        is_killed = self._killed_at is not None and ended.time >= self._killed_at
-        if is_killed and ended.code == -signal.SIGKILL:
-            return None  # for another's failure
-        step = self.board[rank.number]
-        return Death(rank.number, ended.time, step, ended.code, rank.last_words())
 
     def _raise(self, failures: list[Record | Death]) -> None:
         """Raise the failure that came first."""
