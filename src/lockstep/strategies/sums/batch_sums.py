@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
-from lockstep.errors import LockstepError, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
@@ -58,14 +59,17 @@ class BatchSums:
         """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
         ``check_every``-th; the next one where a batch has too few samples.
         """
-        step = self._step
-        if self._every == 0 or not step.cuts_batch or update > self.last:
-            return False
-        if not step.together:  # other ranks write the weights that a check would put back
+        if not self._is_possible() or not self._step.cuts_batch or update > self.last:
             return False
         if is_power_of_two(update) or self._is_owed:
             return True
         return self._every is not None and update % self._every == 0
+
+    def _is_possible(self) -> bool:
+        """Whether batches may be checked: where ranks don't meet in updates, others write the
+        weights that a check would put back.
+        """
+        return self._every != 0 and self._step.together
 
     def check(self, batch: Batch, summed: Summed | None = None) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.
@@ -100,9 +104,7 @@ class BatchSums:
         """
         step = self._step
         number = batch.index + 1
-        if self._every == 0 or step.replicas == 1 or not step.together:
-            return
-        if not is_power_of_two(number):
+        if not self._is_possible() or step.replicas == 1 or not is_power_of_two(number):
             return
         summed = SummedLoss(step.model, step.loss, metrics=metrics, trains=False)
         summed.holds = [*summed.holds, *holds]
@@ -125,13 +127,16 @@ class BatchSums:
         available = self._available(batch)
         if available < 2:
             return None
+        sizes = [self._sizes(batch, available, is_first=is_first)]
+        if batch.collate is not None:
+            fewer = max(2, self._samples_of_a_part(batch))
+            sizes.append(coprime_sizes(min(available, fewer)))
         with step.layout.read():
-            pieces = self._pieces(batch, self._sizes(batch, available, is_first=is_first))
-            verdict = _checked(check, pieces)
-            if verdict is None and batch.collate is not None:
-                fewer = min(available, max(2, self._samples_of_a_part(batch)))
-                pieces = self._pieces(batch, coprime_sizes(fewer))
+            for each in sizes:
+                pieces = self._pieces(batch, *each)
                 verdict = _checked(check, pieces)
+                if verdict is not None:
+                    break
         if verdict is None:
             return Verdict(unchecked="out of memory")
         self._refuse_written(verdict)
@@ -168,28 +173,27 @@ class BatchSums:
         with whole micro-batches, if these are small.
         """
         each = self._samples_of_a_part(batch)
-        wanted = min(available, max(each, _FIRST) if is_first else _LATER)
+        wanted = max(each, _FIRST) if is_first else _LATER
+        wanted = min(available, wanted)
         if self._step.replicas == 1:
             if not is_first and 2 * each <= min(available, _FIRST):
                 return each, each
             return coprime_sizes(wanted)
-        for samples in (*range(wanted, available + 1), *range(wanted, 2, -1)):
+        for samples in itertools.chain(range(wanted, available + 1), range(wanted, 2, -1)):
             sizes = coprime_sizes(samples)
-            is_even = 3 * min(sizes) >= max(sizes)
-            if is_even and each not in (samples, *sizes):
+            if each not in (samples, *sizes):
                 return sizes
         return coprime_sizes(wanted)
 
-    def _pieces(self, batch: Batch, sizes: tuple[int, int]) -> list[Piece]:
+    def _pieces(self, batch: Batch, first: int, second: int) -> list[Piece]:
         """The whole, and two parts of these sizes, each collated by itself, or cut."""
-        part = self._largest_part(batch)
-        first, second = sizes
         samples = first + second
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:
             indices = batch.samples[:samples].tolist()
             pairs = batch.collate([indices[start : start + size] for start, size in spans])
         else:
+            part = self._largest_part(batch)
             nest = part.inputs, part.targets
             pairs = [cut(nest, start, size, part.size) for start, size in spans]
         pieces = []
@@ -208,19 +212,14 @@ class BatchSums:
 
     def _refuse(self, verdict: Verdict, pieces: list[Piece], when: str) -> None:
         step = self._step
-        error: LockstepError
-        if verdict.error is not None:
-            error = verdict.error
-        else:
-            whole, *parts = pieces
-            cut_in = " and ".join(str(part.size) for part in parts)
-            keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
-            error = StrategyError(
-                f"results depend on where a batch is cut: {when}, of {whole.size} samples as one "
-                f"and in parts of {cut_in}, {verdict.difference}; {verdict.where}",
-                kind="mixing",
-                fix=f"{keeps} the results, or accept_differences=True trains with this one",
-            )
+        whole, first, second = pieces
+        keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
+        error = verdict.error or StrategyError(
+            f"results depend on where a batch is cut: {when}, of {whole.size} samples as one and "
+            f"in parts of {first.size} and {second.size}, {verdict.difference}; {verdict.where}",
+            kind="mixing",
+            fix=f"{keeps} the results, or accept_differences=True trains with this one",
+        )
         if not self._accepts:
             raise error
         if step.world.is_first and not self._is_told:
@@ -230,8 +229,9 @@ class BatchSums:
     def _refuse_written(self, verdict: Verdict) -> None:
         """Refuse a forward that writes parameters, where parts would not write the same."""
         step = self._step
-        is_shared = len(step.world.devices) > 1  # by replicas on threads, or by micro-batches
-        names = verdict.written if is_shared else verdict.drifts
+        names = verdict.drifts
+        if len(step.world.devices) > 1:  # replicas on threads, or micro-batches, share it
+            names = verdict.written
         if names:
             raise StrategyError(
                 f'the model writes its parameter "{names[0]}" in forward: each replica or '

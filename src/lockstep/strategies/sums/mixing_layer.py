@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +16,17 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far rows may lie apart, as a part of the largest number."""
 
 
-@dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """A call of a module in forward."""
 
-    name: str
+    module: nn.Module
     given: list[Tensor]
     gave: list[Tensor]
 
 
 def first_that_mixes(
     model: nn.Module,
-    pieces: list[Piece],
+    pieces: Sequence[Piece],
     compute_outputs: Callable[[Piece], Any],
     snapshot: Snapshot,
 ) -> str:
@@ -46,28 +43,26 @@ def first_that_mixes(
     calls = []
     for piece in (whole, last):
         snapshot.put_back()
-        calls.append(_calls(model, functools.partial(compute_outputs, piece)))
+        calls.append(_calls(model, compute_outputs, piece))
     for one, other in zip(*calls, strict=False):
         gave_other_rows = _differ(one.gave, other.gave, whole, last)
         if gave_other_rows and not _differ(one.given, other.given, whole, last):
-            return f"samples act on one another in {one.name}"
+            name = next(name for name, module in model.named_modules() if module is one.module)
+            named = f'"{name}"' if name else "the model"
+            return f"samples act on one another in {named} ({type(one.module).__name__})"
     return ""
 
 
-def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[_Call]:
+def _calls(model: nn.Module, compute_outputs: Callable[[Piece], Any], piece: Piece) -> list[_Call]:
     """List the calls of modules in forward, in the order in which they end."""
     calls: list[_Call] = []
-    names = {}
-    for name, module in model.named_modules():
-        kind = type(module).__name__
-        names[module] = f'"{name}" ({kind})' if name else f"the model ({kind})"
 
     def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        calls.append(_Call(names[module], _floats((args, kwargs)), _floats(outputs)))
+        calls.append(_Call(module, _floats((args, kwargs)), _floats(outputs)))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in names]
+    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
     try:
-        forward()
+        compute_outputs(piece)
     finally:
         for hook in hooks:
             hook.remove()
@@ -81,11 +76,12 @@ def _floats(nest: Any) -> list[Tensor]:
 def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
     """Whether the rows of a part are other ones where they are computed with the whole."""
     for one, other in zip(of_whole, of_part, strict=False):
-        has_rows = other.shape[:1] == (part.size,) and other.numel() > 0
-        if not has_rows or one.shape != (whole.size, *other.shape[1:]):
+        if other.shape[:1] != (part.size,) or one.shape != (whole.size, *other.shape[1:]):
             continue
-        rows = one[part.start : part.start + part.size]
-        bound = _TOLERANCE.get(other.dtype, 5e-2) * float(other.abs().max())
-        if not float((rows - other).abs().max()) <= bound:
+        if not other.numel():
+            continue
+        apart = (one.narrow(0, part.start, part.size) - other).abs().max()
+        bound = _TOLERANCE.get(other.dtype, 5e-2) * other.abs().max()
+        if not apart <= bound:
             return True
     return False

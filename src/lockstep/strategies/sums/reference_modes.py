@@ -31,38 +31,29 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     Batch norms take their running statistics; those that have none take a mean of 0 and a variance
     of 1. Dropout leaves nothing out, also where a module has its rate, as attention and RNNs do.
     """
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, _KNOWN):
-                stack.enter_context(_with_attribute(module, "training", value=False))
-                if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
-                    stack.enter_context(_with_statistics(module, model))
-            elif draws_dropout(module) and "dropout" in vars(module):
-                stack.enter_context(_with_attribute(module, "dropout", value=0.0))
-        yield
-
-
-@contextlib.contextmanager
-def _with_attribute(module: nn.Module, name: str, *, value: Any) -> Iterator[None]:
-    """Give an attribute of a module another value for a while."""
-    before = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)
-
-
-@contextlib.contextmanager
-def _with_statistics(norm: Any, model: nn.Module) -> Iterator[None]:
-    """Give a batch norm running statistics for a while: a mean of 0 and a variance of 1."""
     like = next(model.parameters(), torch.zeros(()))
-    norm.running_mean = torch.zeros(norm.num_features, dtype=like.dtype, device=like.device)
-    norm.running_var = torch.ones_like(norm.running_mean)
+    before = []
     try:
+        for module in model.modules():
+            for name, value in _in_evaluation(module, like).items():
+                before.append((module, name, getattr(module, name)))
+                setattr(module, name, value)
         yield
     finally:
-        norm.running_mean = norm.running_var = None
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
+    """Give the attributes that a module has in evaluation, as far as they are other ones."""
+    if not isinstance(module, _KNOWN):
+        has_rate = draws_dropout(module) and "dropout" in vars(module)
+        return {"dropout": 0.0} if has_rate else {}
+    found: dict[str, Any] = {"training": False}
+    if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
+        found["running_mean"] = like.new_zeros(module.num_features)
+        found["running_var"] = like.new_ones(module.num_features)
+    return found
 
 
 @contextlib.contextmanager
@@ -79,19 +70,20 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 def in_float64(model: nn.Module) -> Iterator[None]:
     """The model itself in float64 for a while: parameters, buffers, and tensors in attributes."""
     parameters = [(p, p.data) for p in model.parameters()]
-    owners = []
+    held = []
     for module in model.modules():
         for owner in (module._buffers, vars(module)):
-            held = {key: value for key, value in owner.items() if isinstance(value, Tensor)}
-            owners.append((owner, held))
+            for key, value in owner.items():
+                if isinstance(value, Tensor):
+                    held.append((owner, key, value))
     try:
         for p, data in parameters:
             p.data = doubled(data)
-        for owner, held in owners:
-            owner.update(doubled(held))
+        for owner, key, value in held:
+            owner[key] = doubled(value)
         yield
     finally:
         for p, data in parameters:
             p.data = data
-        for owner, held in owners:
-            owner.update(held)
+        for owner, key, value in held:
+            owner[key] = value

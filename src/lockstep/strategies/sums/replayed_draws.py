@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +42,8 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._in_forward = 0  # how many of them forward has drawn
         self._records = True
         self._at = 0
-        self._start, self._size = 0, samples
-        self._kinds: dict[int, _Kind] = {}  # by the id of an operator
+        self._start = 0
+        self._size = samples
         self.watches = watches
         self.is_lost = False
         self.communicates = False
@@ -55,7 +56,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @property
     def coarsest(self) -> torch.dtype:
         """The coarsest format of floating numbers that was computed in."""
-        real = {dtype.to_real() for dtype in self._formats if dtype.is_complex} | self._formats
+        real = {dtype.to_real() for dtype in self._formats}
         found = [dtype for dtype in _COARSER if dtype in real]
         return found[-1] if found else torch.float64
 
@@ -63,7 +64,8 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def forward(self, piece: Piece) -> Iterator[None]:
         """Compute forward of a piece; the first one is the whole, which is recorded."""
         self._records = not self._drawn and piece.size == self._samples
-        self._start, self._size = piece.start, piece.size
+        self._start = piece.start
+        self._size = piece.size
         self._at = 0
         with self if self.watches else contextlib.nullcontext():
             yield
@@ -90,17 +92,15 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Call an operator, and replace what it draws."""
         del types
-        kind = self._kinds.get(id(func))
-        if kind is None:
-            kind = self._kinds[id(func)] = _Kind(func)
-            self.communicates |= kind.communicates
+        kind = _kind_of(func)
+        self.communicates |= kind.communicates
         if kind.dropout_at is not None and kind.dropout_at < len(args):
-            args = (*args[: kind.dropout_at], 0.0, *args[kind.dropout_at + 1 :])
+            given = list(args)
+            given[kind.dropout_at] = 0.0
+            args = tuple(given)
         made = func(*args, **(kwargs or {}))
-        if type(made) is Tensor:
-            self._formats.add(made.dtype)
-        else:
-            self._formats.update(tensor.dtype for tensor in tensors(made))
+        for tensor in tensors(made):
+            self._formats.add(tensor.dtype)
         if not kind.draws:
             return made
         if kind.name == "native_dropout":
@@ -138,7 +138,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return kept
 
 
-class _Kind:
+class _Kind(NamedTuple):
     """What is known of an operator.
 
     Attributes:
@@ -148,9 +148,18 @@ class _Kind:
         dropout_at: the place of an argument ``dropout_p``, of attention that draws in its kernel.
     """
 
-    def __init__(self, func: Any) -> None:
-        self.name = func.overloadpacket.__name__
-        self.draws = torch.Tag.nondeterministic_seeded in func.tags
-        self.communicates = communicates(func)
-        names = [argument.name for argument in func._schema.arguments]
-        self.dropout_at = names.index("dropout_p") if "dropout_p" in names else None
+    name: str
+    draws: bool
+    communicates: bool
+    dropout_at: int | None
+
+
+@functools.cache
+def _kind_of(func: Any) -> _Kind:
+    names = [argument.name for argument in func._schema.arguments]
+    return _Kind(
+        name=func.overloadpacket.__name__,
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        communicates=communicates(func),
+        dropout_at=names.index("dropout_p") if "dropout_p" in names else None,
+    )

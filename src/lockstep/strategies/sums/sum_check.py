@@ -117,84 +117,56 @@ class SumCheck:
         self._watches = watches
         self._accelerators = accelerators
 
-    def __call__(self, whole: Piece, *parts: Piece) -> Verdict:
-        """Compare a batch with its parts, and leave everything as it was."""
+    def __call__(self, *pieces: Piece) -> Verdict:
+        """Compare a batch, the first piece, with its parts, and leave everything as it was."""
         gradients = {p: p.grad for p in self._model.parameters()}
         try:
-            return self._judged([whole, *parts])
+            return self._judged(pieces)
         finally:
             for p, gradient in gradients.items():
                 p.grad = gradient
 
-    def _judged(self, pieces: list[Piece]) -> Verdict:
+    def _judged(self, pieces: Sequence[Piece]) -> Verdict:
         """Compare as the model trains; float64 decides whether a difference is rounding."""
-        verdict = self._compared(self._summed, pieces, self._draws(pieces, watches=self._watches))
+        verdict = self._compared(self._summed, pieces, watches=self._watches)
         if not verdict.difference:
             return verdict
         with in_float64(self._model):
-            again = self._in_float64(pieces)
+            doubled = [piece.doubled() for piece in pieces]
+            again = self._compared(self._summed.doubled(), doubled, explains=True)
         if again.communicates or not again.unchecked:
             return again
-        if verdict.apart <= max(_UNDECIDED, TOLERANCE[again.precision]):
-            verdict.difference = ""
-            verdict.unchecked = f"float64 can't decide ({again.unchecked})"
-        else:
-            self._explain(verdict, self._summed, pieces, self._draws(pieces, watches=True))
+        if verdict.apart > max(_UNDECIDED, TOLERANCE[again.precision]):
+            return self._compared(self._summed, pieces, explains=True)
+        verdict.difference = ""
+        verdict.unchecked = f"float64 can't decide ({again.unchecked})"
         return verdict
 
-    def _in_float64(self, pieces: list[Piece]) -> Verdict:
-        """Compare with a model that is in float64."""
-        summed = self._summed.doubled()
-        doubled = [piece.doubled() for piece in pieces]
-        draws = self._draws(pieces, watches=True)
-        verdict = self._compared(summed, doubled, draws)
-        if verdict.difference:
-            self._explain(verdict, summed, doubled, draws)
-        return verdict
+    def _compared(
+        self,
+        summed: Summed,
+        pieces: Sequence[Piece],
+        *,
+        watches: bool = True,
+        explains: bool = False,
+    ) -> Verdict:
+        """Compute the whole and its parts, and judge what they came to.
 
-    def _draws(self, pieces: list[Piece], *, watches: bool) -> ReplayedDraws:
+        Args:
+            summed: computes the sums.
+            pieces: the whole, and its parts.
+            watches: whether to look at all operators.
+            explains: whether to find where a difference comes from.
+        """
         formats = {p.dtype for p in self._model.parameters()}
-        return ReplayedDraws(pieces[0].size, formats, watches=watches)
-
-    def _compared(self, summed: Summed, pieces: list[Piece], draws: ReplayedDraws) -> Verdict:
-        """Compute the whole and its parts, and judge what they came to."""
-        with self._unchanged(summed) as snapshot:
-            comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
-            try:
-                comparison.run(*pieces)
-                verdict = comparison.verdict()
-                if verdict.kept:
-                    verdict.kept = comparison.repeatable(verdict.kept, pieces[0])
-                return verdict
-            except Exception as error:  # a part has too few samples for the model, say
-                if is_out_of_memory(error):
-                    raise
-                what = f"{type(error).__name__}: {first_line(error)}"
-                return comparison.unjudged(f"a part of a batch can't be computed: {what}")
-
-    def _explain(
-        self, verdict: Verdict, summed: Summed, pieces: list[Piece], draws: ReplayedDraws
-    ) -> None:
-        """Find where a difference comes from."""
-
-        def outputs(piece: Piece) -> Any:
-            with _as_compared(summed), draws.forward(piece):
-                return summed.outputs(piece)
-
-        with self._unchanged(summed) as snapshot:
-            verdict.where = first_that_mixes(self._model, pieces, outputs, snapshot)
-            if not verdict.where:
-                snapshot.put_back()
-                with _as_compared(summed):
-                    verdict.error = summed.explained(pieces[0])
-                verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
-
-    @contextlib.contextmanager
-    def _unchanged(self, summed: Summed) -> Iterator[Snapshot]:
-        """Put back what is changed in this context, and take gradients away."""
+        draws = ReplayedDraws(pieces[0].size, formats, watches=watches)
         snapshot = Snapshot(self._model, summed.holds, self._accelerators)
+        comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
         try:
-            yield snapshot
+            verdict = comparison(pieces)
+            if verdict.difference and explains:
+                comparison.explain(verdict, pieces)
+            return verdict
         finally:
             snapshot.put_back()
             for p in self._model.parameters():
@@ -237,9 +209,32 @@ class _Comparison:
         self._norms: list[list[float]] = []  # of the gradients, after each piece
         self._draws_elsewhere = False
 
+    def __call__(self, pieces: Sequence[Piece]) -> Verdict:
+        """Compute and judge; nothing is known where a part has too few samples for the model."""
+        why = ""
+        try:
+            self._compute_all(*pieces)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            why = (
+                f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
+            )
+        verdict = Verdict(
+            unchecked=why,
+            communicates=self._draws.communicates,
+            draws=self._draws.has_drawn or self._draws_elsewhere,
+            draws_elsewhere=self._draws_elsewhere,
+            precision=self._draws.coarsest,
+        )
+        if not why and not verdict.communicates:
+            self._note_writes(verdict)
+            self._judge(verdict)
+        return verdict
+
     # ---- computing -------------------------------------------------------------------------------
 
-    def run(self, whole: Piece, *parts: Piece) -> None:
+    def _compute_all(self, whole: Piece, *parts: Piece) -> None:
         """Compute all pieces. Gradients end as those of the parts, less that of the whole."""
         of_whole = self._compute_whole(whole)
         if not self._draws.watches and self._snapshot.drew():
@@ -272,10 +267,9 @@ class _Comparison:
                 sums = self._summed(piece)
             count = float(sums.count)
             by = divisor or count
-            total = sums.with_gradient
-            if total is not None and by:
+            if sums.total is not None and by:
                 with self._draws.backward():
-                    torch.autograd.backward(total / by)
+                    torch.autograd.backward(sums.total / by)
         self._draws_elsewhere |= self._snapshot.drew_elsewhere()
         return _Computed(count, sums.numbers(), self._snapshot.changed())
 
@@ -284,36 +278,13 @@ class _Comparison:
 
     # ---- judging ---------------------------------------------------------------------------------
 
-    def unjudged(self, why: str) -> Verdict:
-        """Give the verdict of a batch that could not be compared."""
-        return Verdict(
-            unchecked=why,
-            communicates=self._draws.communicates,
-            draws=self._draws.has_drawn or self._draws_elsewhere,
-            draws_elsewhere=self._draws_elsewhere,
-            precision=self._draws.coarsest,
-        )
-
-    def verdict(self) -> Verdict:
-        """Judge what the pieces came to."""
-        verdict = self.unjudged("")
-        if verdict.communicates:
-            return verdict
-        self._note_writes(verdict)
-        whole = self._computed[0]
-        if not all(map(math.isfinite, [*whole.numbers.values(), *self._norms[0]])):
-            verdict.unchecked = "the loss, or a gradient, is not finite"
-        elif any(one.count for one in self._computed):  # an update that counts no item is skipped
-            verdict.apart, verdict.difference = self._worst(verdict.precision)
-        if verdict.difference and (self._draws.is_lost or self._draws_elsewhere):
-            verdict.difference = ""
-            verdict.unchecked = "a part of a batch draws other random numbers than the whole"
-        return verdict
-
     def _note_writes(self, verdict: Verdict) -> None:
+        """Note what forward writes, and what ends otherwise where the batch is cut."""
         whole, *parts = self._computed
+        if self._in_turn:
+            parts = parts[-1:]
         differing: set[str] = set()
-        for part in parts[-1:] if self._in_turn else parts:
+        for part in parts:
             for name in {**whole.written, **part.written}:
                 if not same(whole.written.get(name), part.written.get(name)):
                     differing.add(name)
@@ -322,34 +293,35 @@ class _Comparison:
         verdict.drifts = [name for name in verdict.written if name in differing]
         verdict.kept = sorted(differing - parameters)
 
-    def repeatable(self, names: list[str], whole: Piece) -> list[str]:
-        """Leave out values that end otherwise for the same samples, too: a time, say."""
-        self._snapshot.put_back()
-        again = self._compute_whole(whole).written
-        before = self._computed[0].written
-        return [name for name in names if same(before.get(name), again.get(name))]
+    def _judge(self, verdict: Verdict) -> None:
+        """Find the worst difference: rather one of totals than one of gradients."""
+        whole = self._computed[0]
+        if not all(map(math.isfinite, [*whole.numbers.values(), *self._norms[0]])):
+            verdict.unchecked = "the loss, or a gradient, is not finite"
+            return
+        if not any(one.count for one in self._computed):
+            return  # an update that counts no item is skipped
+        for sums in (self._sums(), self._gradients(_FLOOR[verdict.precision])):
+            verdict.apart, text = max(sums, default=(0.0, ""))
+            if verdict.apart > TOLERANCE[verdict.precision]:
+                verdict.difference = text
+                break
+        if verdict.difference and (self._draws.is_lost or self._draws_elsewhere):
+            verdict.difference = ""
+            verdict.unchecked = "a part of a batch draws other random numbers than the whole"
 
-    def _worst(self, precision: torch.dtype) -> tuple[float, str]:
-        """How far the worst sum is off, and what to say where that is too far: rather of totals
-        than of gradients.
-        """
-        apart, text = max(self._of_numbers(), default=(0.0, ""))
-        if apart <= TOLERANCE[precision]:
-            apart, text = max(self._of_gradients(_FLOOR[precision]), default=(0.0, ""))
-        return apart, text if apart > TOLERANCE[precision] else ""
-
-    def _of_numbers(self) -> Iterator[tuple[float, str]]:
+    def _sums(self) -> Iterator[tuple[float, str]]:
         """Yield how far each total and each count is off, and what to say."""
         whole, *parts = self._computed
         for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
-            largest = max(abs(number) for number in (value, *of_parts))
+            largest = max(map(abs, [value, *of_parts]))
             added = " + ".join(f"{number:.6g}" for number in of_parts)
             text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
             yield _finite(abs(value - sum(of_parts)) / max(1e-300, largest)), text
 
-    def _of_gradients(self, floor: float) -> Iterator[tuple[float, str]]:
+    def _gradients(self, floor: float) -> Iterator[tuple[float, str]]:
         """Yield how far each gradient is off, and what to say."""
         whole = self._computed[0]
         mean = abs(whole.numbers.get("the total of the loss", 0.0)) / max(whole.count, 1.0)
@@ -361,6 +333,20 @@ class _Comparison:
             apart = _finite(norm / (size + smallest))
             what = f'the gradient of "{name}" for the whole batch is not the sum for its parts'
             yield apart, f"{what} ({apart:.1e})"
+
+    def explain(self, verdict: Verdict, pieces: Sequence[Piece]) -> None:
+        """Find where a difference comes from."""
+
+        def outputs(piece: Piece) -> Any:
+            with _as_compared(self._summed), self._draws.forward(piece):
+                return self._summed.outputs(piece)
+
+        verdict.where = first_that_mixes(self._summed.model, pieces, outputs, self._snapshot)
+        if not verdict.where:
+            self._snapshot.put_back()
+            with _as_compared(self._summed):
+                verdict.error = self._summed.explained(pieces[0])
+            verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
 
 
 def _finite(number: float) -> float:

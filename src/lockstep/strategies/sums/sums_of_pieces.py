@@ -41,7 +41,7 @@ class PieceSums:
     """What a model, or its loss, came to for some samples.
 
     Attributes:
-        total: what backward runs on; None where gradients aren't compared.
+        total: what backward runs on; None where there are no gradients to compare.
         count: the number of items of that total.
         named: totals and counts, by what they are of.
     """
@@ -49,12 +49,6 @@ class PieceSums:
     total: Tensor | None
     count: Number
     named: Mapping[str, tuple[Number, Number]]
-
-    @property
-    def with_gradient(self) -> Tensor | None:
-        """The total, where backward runs on it."""
-        total = self.total
-        return None if total is None or not total.requires_grad else total
 
     def numbers(self) -> dict[str, float]:
         """Totals and counts by name."""
@@ -131,7 +125,8 @@ class SummedLoss(Summed):
         if self._metrics is not None:
             for name, pair in self._metrics(outputs, piece.targets).items():
                 named[f'metric "{name}"'] = pair
-        return PieceSums(loss.total if self.trains else None, loss.count, named)
+        has_gradient = self.trains and loss.total.requires_grad
+        return PieceSums(loss.total if has_gradient else None, loss.count, named)
 
     def outputs(self, piece: Piece) -> Any:
         """Call the model."""
@@ -147,22 +142,21 @@ class SummedLoss(Summed):
         outputs = self.outputs(piece)
         try:
             with torch.no_grad():
-                self._refuse(outputs, piece)
+                return self._refused(outputs, piece)
         except LossError as error:
             return error
         except RuntimeError:  # a loss may need gradients
-            pass
-        return None
+            return None
 
-    def _refuse(self, outputs: Any, piece: Piece) -> None:
-        """Refuse a loss that is no sum over samples of these outputs."""
+    def _refused(self, outputs: Any, piece: Piece) -> LossError | None:
         whole = self._loss(outputs, piece.targets, piece.size)
         mean = mean_of(outputs)
         if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
-            raise LossError(
-                f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of "
-                "a batch have more labels or fewer",
+            return LossError(
+                f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of a "
+                "batch have more labels or fewer",
                 fix="take loss=lockstep.model_loss, which weights it by their number",
             )
         check = LossCheck(self._loss, cuts=True)
         check(outputs, piece.targets, whole, piece.size, step=0, waits=True)
+        return None
