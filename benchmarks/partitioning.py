@@ -17,8 +17,7 @@ from typing import Any
 
 import lockstep
 from benchmarks.pipelining import JOBS
-from benchmarks.timing import HERE, machine
-from lockstep.compare.timing import in_turns
+from benchmarks.timing import HERE, in_turns, machine
 from lockstep.data import Batch
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone

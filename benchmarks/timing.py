@@ -16,12 +16,40 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.compare.timing import Timing, in_turns
+from lockstep.compare.timing import Timing
 from lockstep.launch.device_table import machine
 from lockstep.strategies import Strategy
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+
+
+def in_turns(
+    alternatives: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int = 5,
+    warm_up: int = 1,
+    told: Callable[[str], None] | None = None,
+) -> dict[str, Timing]:
+    """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate
+    (more is faster).
+
+    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is
+    called with a line.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in alternatives}
+    for turn in range(-warm_up, rounds):
+        taken = {name: alternative() for name, alternative in alternatives.items()}
+        if turn < 0:
+            continue
+        for name, rate in taken.items():
+            rates[name].append(rate)
+        if told is not None:
+            told(
+                f"round {turn + 1}/{rounds}: "
+                + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items())
+            )
+    return {name: Timing(values) for name, values in rates.items()}
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def observed(setup: Setup, step: float) -> ObservedUpdates:
         DeviceBatch(f"cpu:{i}", [4 * i, 4 * i + 1], {"": [4, 6]}, {"": [4, 3]})
         for i in range(1 + two)
     ]
-    return ObservedUpdates(seen, {"": [8, 6]}, {"": [8, 3]}, times, False, 605_224 if two else None)
+    return ObservedUpdates(seen, times, False, 605_224 if two else None)
 
 
 @pytest.fixture
@@ -661,9 +661,7 @@ def test_what_each_device_has_of_a_batch_is_observed() -> None:
     tried = attempt(job(), Setup("ddp", "2xcpu"), seconds=0.01, looks=True)
     seen = tried.observed
     assert seen is not None and len(tried.peaks) == 2 and tried.started > 0
-    assert (
-        seen.inputs == {"": [8, 6]} and [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
-    )
+    assert [one.inputs for one in seen.devices] == [{"": [4, 6]}] * 2
     assert [one.outputs for one in seen.devices] == [{"": [4, 3]}] * 2
     ids = [i for one in seen.devices for i in one.samples or ()]
     assert (

@@ -261,6 +261,7 @@ def test_the_line_to_paste_has_the_jobs_own_words(
         "strategy": "single",
         "devices": "1xcpu",
         "settings": {"channels_last": True},
+        "options": {},
     }
 
 

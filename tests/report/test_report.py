@@ -72,9 +72,7 @@ def planted(folder: Path, **settings: Any) -> Comparison:
             "agreement": Agreement(True, 3e-16, "fp64"),
             "peaks": (400_000_000,) * (2 if strategy == "ddp" else 1),
             "rates": (speed, speed * 1.02, speed * 0.97),
-            "observed": ObservedUpdates(
-                seen, {"": [16, 6]}, {"": [16, 3]}, times, strategy == "ddp", 1234
-            ),
+            "observed": ObservedUpdates(seen, times, strategy == "ddp", 1234),
             "history": history,
             "started": 1.5,
             **more,

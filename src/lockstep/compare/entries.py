@@ -176,17 +176,24 @@ def line_up(
             swept = dict(settings)
             if "devices" in sweep:
                 swept["devices"] = count
-            one, *cores = _references(chosen, settings)
-            references += [one, *cores]
+            alone = _references(chosen, settings)
+            references += alone
             for name, options in wanted:
                 if name == "single":
                     continue
                 own = {key: values for key, values in others.items() if _takes(name, key)}
                 for more in _products(own):
                     setup = Setup(name, where, settings, {**options, **more})
-                    row = _named(name, {**setup.options, **swept})
-                    entries.append(Entry(row, "strategy", setup, chosen, one.name, one.cores))
-    return list({entry.name: entry for entry in [*references, *entries]}.values())
+                    entry = replace(
+                        alone[0],
+                        name=_named(name, {**setup.options, **swept}),
+                        role="strategy",
+                        setup=setup,
+                        devices=chosen,
+                    )
+                    entries.append(entry)
+    by_name = {entry.name: entry for entry in (*references, *entries)}
+    return list(by_name.values())
 
 
 def _as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
@@ -207,9 +214,9 @@ def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[En
         name = _named("single", settings)
         setup = Setup("single", first_of(chosen, 1), settings)
         return [Entry(name, "one device", setup, (first,), name, None)]
+    name = _named(f"single, {counted(first.threads, 'core')}", settings)
     every = _devices.slots(1)
     on_all = Setup("single", "1xcpu", settings)
-    name = _named(f"single, {counted(first.threads, 'core')}", settings)
     if first.cores == every[0].cores:  # one CPU device has them all
         return [Entry(name, "one device", on_all, every, name, name)]
     whole = _named(f"single, {len(every[0].cores)} cores", settings)
@@ -248,18 +255,23 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
     """Return the same with the values in their own types."""
     found: dict[str, list[Any]] = {}
     for key, values in sweep.items():
-        having = [name for name in strategies if _takes(name, key)]
-        if not having and key not in SETTINGS and key != "devices":
-            raise _unknown(key, strategies)
         if not values:
             raise InputError(f"sweep: {key} has no values; write {key}=1,2,4")
-        if key in SETTINGS:
+        having = [name for name in strategies if _takes(name, key)]
+        if key == "devices":
+            found[key] = list(values)
+        elif key in SETTINGS:
             found[key] = [checked_setting(key, value) for value in values]
         elif having:
-            found[key] = [getattr(named(having[0], **{key: value}), key) for value in values]
+            found[key] = [_checked_option(having[0], key, value) for value in values]
         else:
-            found[key] = list(values)
+            raise _unknown(key, strategies)
     return found
+
+
+def _checked_option(strategy: str, key: str, value: Any) -> Any:
+    """Return the value of a setting of a strategy in its own type."""
+    return getattr(named(strategy, **{key: value}), key)
 
 
 def _unknown(key: str, strategies: Sequence[str]) -> InputError:

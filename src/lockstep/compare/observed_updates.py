@@ -47,8 +47,6 @@ class ObservedUpdates:
     Attributes:
         devices: what each device has; devices without a sample are left out. Where devices hold
             layers there is one entry, named after all of them: a micro-batch goes through them all.
-        inputs: the shape of each tensor of the global batch.
-        outputs: likewise of the outputs.
         times: the mean update of each rank or replica; empty where that isn't known.
         overlaps: whether gradients were summed while backward ran: only the rest of it counts as
             communicating.
@@ -57,8 +55,6 @@ class ObservedUpdates:
     """
 
     devices: Sequence[DeviceBatch]
-    inputs: dict[str, Any]
-    outputs: dict[str, Any]
     times: Sequence[TimesOf]
     overlaps: bool
     moved: int | None
@@ -105,8 +101,6 @@ class UpdateObserver:
             times += times_of(tracks, one_clock=world.nodes == 1)
         return ObservedUpdates(
             devices=devices,
-            inputs=shapes["inputs"],
-            outputs=shapes["outputs"],
             times=times,
             overlaps=clock.overlaps,
             moved=step.bytes_communicated(),

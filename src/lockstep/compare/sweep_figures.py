@@ -30,34 +30,31 @@ def sweeps_of(found: Comparison) -> Iterator[Figure]:
 
     A line is named by its rows without that setting. A row without it is a level line.
     """
-    ratios = {}
-    numbers = {}
+    rows = []
+    keys: dict[str, None] = {}
     for row in found.measured:
         ratio = found.speed_up(row)
         if row.role != "one device" and ratio is not None:
-            ratios[row.name] = ratio
-            numbers[row.name] = _numbers_of(row)
+            rows.append((row, _numbers_of(row), ratio))
+            keys |= dict.fromkeys(_numbers_of(row))
 
-    for key in dict.fromkeys(key for settings in numbers.values() for key in settings):
-        lines: dict[str, list[tuple[float, Timing]]] = {}
-        for name, ratio in ratios.items():
-            if key in numbers[name]:
-                words = [word for word in name.split(" ") if not word.startswith(f"{key}=")]
-                points = lines.setdefault(" ".join(words), [])
-                points.append((numbers[name][key], ratio))
-        if any(len(points) > 1 for points in lines.values()):
-            levels = {
-                name: ratio.median
-                for name, ratio in ratios.items()
-                if key not in numbers[name] and key not in found[name].settings
-            }
+    for key in keys:
+        lines: dict[str, dict[float, Timing]] = {}
+        levels = {}
+        for row, numbers, ratio in rows:
+            if key in numbers:
+                words = [word for word in row.name.split(" ") if not word.startswith(f"{key}=")]
+                lines.setdefault(" ".join(words), {})[numbers[key]] = ratio
+            elif key not in row.settings:
+                levels[row.name] = ratio.median
+        if any(len(line) > 1 for line in lines.values()):
             yield _sweep(found, key, lines, levels)
 
 
 def _sweep(
     found: Comparison,
     key: str,
-    lines: dict[str, list[tuple[float, Timing]]],
+    lines: dict[str, dict[float, Timing]],
     levels: dict[str, float],
 ) -> Figure:
     """Return the figure of one setting.
@@ -65,26 +62,27 @@ def _sweep(
     Args:
         found: the comparison.
         key: the setting.
-        lines: by name, its values with the speed-ups.
+        lines: by name, the speed-ups by value.
         levels: by name, the speed-up of a row without that setting.
     """
     series = {}
     spreads = {}
-    values = set()
-    for name, points in lines.items():
-        points.sort(key=lambda point: point[0])
-        series[name] = [(value, ratio.median) for value, ratio in points]
-        spreads[name] = [ratio.spread for _, ratio in points]
-        values |= {value for value, _ in points}
+    values: set[float] = set()
+    for name, line in lines.items():
+        places = sorted(line)
+        series[name] = [(value, line[value].median) for value in places]
+        spreads[name] = [line[value].spread for value in places]
+        values.update(places)
     for name, level in levels.items():
         series[name] = [(value, level) for value in sorted(values)]
 
+    to = one_device(found)
     axis = _AXES.get(key, key.replace("_", " "))
-    chart = Lines(axis, f"times {one_device(found)}", series, spreads, chosen=True)
     caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
     if levels:
         caption += " Lines that are level all the way are of rows without that setting."
-    return Figure(f"sweep-{key}", f"Speed-up over {one_device(found)}, by {axis}", chart, caption)
+    chart = Lines(axis, f"times {to}", series, spreads, chosen=True)
+    return Figure(f"sweep-{key}", f"Speed-up over {to}, by {axis}", chart, caption)
 
 
 def _numbers_of(row: Row) -> dict[str, float]:

@@ -1,15 +1,9 @@
-"""Alternatives timed in turns, so that a noisy machine is noisy for all of them.
-
-::
-
-    warm-up   A B C
-    rounds    A B C   A B C   A B C   ...      one rate each; ratios are taken within a round
-"""
+"""The rates of one alternative, turn by turn, and the rate of one turn."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,31 +41,3 @@ def rate_of(timed: Callable[[int], tuple[float, int]], seconds: float) -> float:
         count *= 2
         elapsed, samples = timed(count)
     return samples / elapsed
-
-
-def in_turns(
-    alternatives: Mapping[str, Callable[[], float]],
-    *,
-    rounds: int = 5,
-    warm_up: int = 1,
-    told: Callable[[str], None] | None = None,
-) -> dict[str, Timing]:
-    """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate
-    (more is faster).
-
-    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is
-    called with a line.
-    """
-    rates: dict[str, list[float]] = {name: [] for name in alternatives}
-    for turn in range(-warm_up, rounds):
-        taken = {name: alternative() for name, alternative in alternatives.items()}
-        if turn < 0:
-            continue
-        for name, rate in taken.items():
-            rates[name].append(rate)
-        if told is not None:
-            told(
-                f"round {turn + 1}/{rounds}: "
-                + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items())
-            )
-    return {name: Timing(values) for name, values in rates.items()}

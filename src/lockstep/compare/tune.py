@@ -25,7 +25,7 @@ import torch
 
 from lockstep.compare.entries import Setup, first_of
 from lockstep.compare.timed_run import TrialResult, attempt
-from lockstep.compare.timing import Timing, in_turns
+from lockstep.compare.timing import Timing
 from lockstep.errors import DeviceError, LockstepError, counted, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
@@ -98,27 +98,7 @@ class Tuning:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain values, for a file."""
-        rows = []
-        for row in self.rows:
-            rows.append({**asdict(row), "gain": _plain_gain(row.gain)})
-        return {
-            "start": _plain_setup(self.start),
-            "kept": _plain_setup(self.kept),
-            "changed": _plain_setup(self.changed),
-            "gain_kept": _plain_gain(self.gain_kept),
-            "gain_changed": _plain_gain(self.gain_changed),
-            "rows": rows,
-        }
-
-
-def _plain_setup(setup: Setup) -> dict[str, Any]:
-    return {"strategy": setup.strategy, "devices": setup.devices, "settings": setup.settings}
-
-
-def _plain_gain(gain: Timing | None) -> dict[str, Any] | None:
-    if gain is None:
-        return None
-    return {"median": gain.median, "rounds": list(gain.rates)}
+        return asdict(self)
 
 
 def tune(
@@ -156,11 +136,8 @@ def tune(
     source = with_settings(as_job(job), settings)
     devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices)
-    words = first_of(chosen, len(chosen))
-    if isinstance(devices, str | int) and devices != "auto":
-        words = str(devices)
-    start = Setup(choose(strategy, chosen).name, words)
     count = len(chosen)
+    start = Setup(choose(strategy, chosen).name, first_of(chosen, count))
     if devices in ("auto", None) and chosen[0].is_slot:
         count = len(_devices.usable_cores())
     placements = _placements(strategy, chosen, count, the_job(source).batch_size)
@@ -205,25 +182,33 @@ class _Turns:
         return max(gains, key=gains.__getitem__, default=None)
 
 
+@dataclass
 class _Search:
-    """The best setup so far, and what was tried."""
+    """The best setup so far, and what was tried.
 
-    def __init__(
-        self,
-        job: Job | JobFile,
-        start: Setup,
-        rounds: int,
-        seconds: float,
-        told: Callable[[str], None],
-    ) -> None:
-        self.job = job
-        self.settings = the_job(job)
-        self.start = self.setup = start
-        self.rounds = rounds
-        self.seconds = seconds
-        self.told = told
-        self.effect: Effect = "numbers kept"
-        self.rows: list[Row] = []
+    Attributes:
+        job: whose settings are searched for.
+        start: the job as it is.
+        rounds: turns of each setting.
+        seconds: of the timed updates of a turn.
+        told: called with each line of the report.
+        effect: whether what is tried now keeps the numbers.
+        rows: every setting that was tried.
+        setup: the best so far.
+        best: what a trial of that found.
+    """
+
+    job: Job | JobFile
+    start: Setup
+    rounds: int
+    seconds: float
+    told: Callable[[str], None]
+    effect: Effect = "numbers kept"
+    rows: list[Row] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.setup = self.start
+        self.settings = the_job(self.job)
 
     def through(self, placements: Mapping[str, Setup], device: Device) -> Tuning:
         """Try all stages, one after the other, on devices like this one."""
@@ -391,8 +376,7 @@ class _Search:
 
         kept, gain_kept = self.start, None
         changed, gain_changed = self.start, None
-        gains = self.confirming(setups)
-        for what, gain in gains.items():
+        for what, gain in self.gains(setups).items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
             if gain.median < _TAKEN:
                 self.told("  these settings are not recommended")
@@ -408,19 +392,17 @@ class _Search:
             self.told("\nnothing was changed: the line is yours to paste")
         return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)
 
-    def confirming(self, setups: Mapping[str, Setup]) -> dict[str, Timing]:
-        """Return the gain of each setup over the job as it is, by turns."""
+    def gains(self, setups: Mapping[str, Setup]) -> dict[str, Timing]:
+        """Return how many times as fast as the job as it is each setup is, by turns."""
         if not setups:
             return {}
-
-        def rate_of(setup: Setup) -> Callable[[], float]:
-            return lambda: self.attempt(setup).rate
-
-        turns = {"": rate_of(self.start)}
-        for what, setup in setups.items():
-            turns[what] = rate_of(setup)
-        timings = in_turns(turns, rounds=self.rounds, warm_up=0)
-        return {what: timings[what].over(timings[""]) for what in setups}
+        rates: dict[str, list[float]] = {what: [] for what in ("", *setups)}
+        for _ in range(self.rounds):
+            rates[""].append(self.attempt(self.start).rate)
+            for what, setup in setups.items():
+                rates[what].append(self.attempt(setup).rate)
+        start = Timing(rates.pop(""))
+        return {what: Timing(mine).over(start) for what, mine in rates.items()}
 
 
 def formats(kind: str, held: torch.dtype) -> list[str]:
@@ -454,16 +436,12 @@ def _placements(
     setups = []
     if strategy in (None, "single"):
         setups.append(Setup("single", first_of(chosen, 1)))
-    counts = [n for n in _POWERS if n < count] + [count]
-    for n in counts:
-        if not 1 < n <= batch_size:
-            continue
-        for name in _replicating(strategy):
-            setups.append(Setup(name, first_of(chosen, n)))
+    counts = [2**power for power in range(1, count.bit_length())]
+    for n in dict.fromkeys([*counts, count]):
+        if 1 < n <= batch_size:
+            for name in _replicating(strategy):
+                setups.append(Setup(name, first_of(chosen, n)))
     return {f"{setup.strategy} on {setup.devices}": setup for setup in setups}
-
-
-_POWERS = [2**k for k in range(1, 16)]
 
 
 def _replicating(strategy: str | None) -> list[str]:

@@ -46,39 +46,47 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
     except Exception as error:
         raise FolderError(f"{weights}: not a safetensors file ({told(error)})") from error
     with opened as file:
-
-        def converted(name: str) -> torch.Tensor:
-            tensor: torch.Tensor = file.get_tensor(name)
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
         metadata = file.metadata() or {}
-        if (tree := metadata.get(TREE, "{}")) != "{}":
-            name = next(iter(json.loads(tree)))
+        beside = json.loads(metadata.get(TREE, "{}"))
+        if beside:
+            name = next(iter(beside))
             raise InputError(f'{weights} also holds "{name}", which is no tensor of this format')
-        kept = {name: _without_values(file, name, None) for name in file.keys()}  # noqa: SIM118 — it isn't a dict
+        kept = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 — it isn't a dict
         refuse_damaged(weights, metadata, kept, file.get_tensor)
-        shapes = {name: _without_values(file, name, dtype) for name in kept}
+        shapes = {name: _converted(tensor, dtype) for name, tensor in kept.items()}
         parts = divided({name: tensor.nbytes for name, tensor in shapes.items()}, most)
         places: dict[str, str] = {}
-        for number, names in enumerate(parts, start=1):
+        for number, inside in enumerate(parts, start=1):
             part = path.with_name(f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors")
-            write_tensors(part, {name: shapes[name] for name in names}, {"format": "pt"}, converted)
-            with safe_open(part, framework="pt") as written:
-                for name in names:
-                    if not torch.equal(written.get_tensor(name), converted(name)):
-                        raise NotEqual(f'{part}: "{name}" is not as it was written')
-            places |= dict.fromkeys(names, part.name)
-    index = path.with_name(f"{path.name}.index.json")
+            _write_part(part, file, {name: shapes[name] for name in inside}, dtype)
+            places |= dict.fromkeys(inside, part.name)
+
     total = sum(tensor.nbytes for tensor in shapes.values())
-    index.write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
-    )
+    index = path.with_name(f"{path.name}.index.json")
+    content = {"metadata": {"total_size": total}, "weight_map": places}
+    index.write_text(json.dumps(content, indent=2) + "\n")
     return index
 
 
+def _write_part(
+    part: Path, file: Any, shapes: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+) -> None:
+    """Write some tensors of a file to another one, and compare them."""
+
+    def converted(name: str) -> torch.Tensor:
+        return _converted(file.get_tensor(name), dtype)
+
+    write_tensors(part, shapes, {"format": "pt"}, converted)
+    with safe_open(part, framework="pt") as written:
+        for name in shapes:
+            if not torch.equal(written.get_tensor(name), converted(name)):
+                raise NotEqual(f'{part}: "{name}" is not as it was written')
+
+
 def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Names in groups of at most so many bytes together, in their order; what is larger has a
-    group to itself.
+    """Divide names in groups of at most so many bytes together, in their order.
+
+    What is larger has a group to itself.
     """
     groups: list[list[str]] = [[]]
     held = 0
@@ -91,8 +99,5 @@ def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
     return groups
 
 
-def _without_values(file: Any, name: str, dtype: torch.dtype | None) -> torch.Tensor:
-    found = file.get_slice(name)
-    row = found[:0] if found.get_shape() else file.get_tensor(name)
-    to = dtype if dtype is not None and row.is_floating_point() else row.dtype
-    return torch.empty(found.get_shape(), dtype=to, device="meta")
+def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -129,7 +129,12 @@ def predict(
         RunError: it failed on the way; nothing is left behind.
     """
     its, file = trained_of(
-        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+        run,
+        best=best,
+        weights=weights,
+        job_parameters=job_parameters,
+        job=job,
+        trust=trust_job,
     )
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
@@ -148,7 +153,14 @@ def predict(
 
     # Under torchrun rank 0 makes it, since all processes must know the one name.
     folder = None if spread else folder_beside(target)
-    plan = _Plan(its, choose(strategy, chosen), file.absolute(), data, target, folder)
+    plan = _Plan(
+        job=its,
+        strategy=choose(strategy, chosen),
+        weights=file.absolute(),
+        data=data,
+        target=target,
+        folder=folder,
+    )
 
     try:
         with Display(quiet=quiet) as display:
@@ -253,15 +265,7 @@ class _Prediction:
         """Write all outputs; gives the file's path, or form and arrays of what is in memory."""
         try:
             with self.step.evaluating():
-                without_rows = self._names_without_rows()
-                # Under the seed, for models that draw random numbers in evaluation too.
-                batches = self.step.evaluator.over(
-                    self.loader.epoch(0), self._outputs, self.job.seed
-                )
-                for batch, shares in batches:
-                    if batch.index == 0:
-                        self._begin(shares, without_rows)
-                    self._write(batch, shares)
+                self._write_all()
         finally:
             self.loader.close()
 
@@ -272,6 +276,17 @@ class _Prediction:
         # Under torchrun the others would begin to remove the folder.
         moved = str(self._moved()) if self.world.is_first else ""
         return self.world.broadcast_object(moved)
+
+    def _write_all(self) -> None:
+        """Write the outputs of all batches."""
+        without_rows = self._names_without_rows()
+        batches = self.loader.epoch(0)
+        # Under the seed, for models that draw random numbers in evaluation too.
+        found = self.step.evaluator.over(batches, self._outputs, self.job.seed)
+        for batch, shares in found:
+            if batch.index == 0:
+                self._begin(shares, without_rows)
+            self._write(batch, shares)
 
     def _names_without_rows(self) -> set[str]:
         """Return the names of outputs without a row for each sample.
@@ -289,9 +304,8 @@ class _Prediction:
 
         with contextlib.suppress(Exception):  # the model can't take them
             loader = job_loader(job, self.world, few, evaluation=True, name=self.name)
-            batches = self.step.evaluator.over(
-                loader.epoch(0), self.step.evaluator.predictions, job.seed
-            )
+            evaluator = self.step.evaluator
+            batches = evaluator.over(loader.epoch(0), evaluator.predictions, job.seed)
             for _, shares in batches:
                 for size, outputs in shares:
                     form = form_of(outputs, size)
@@ -364,12 +378,9 @@ class _Prediction:
                 ) from error
             if batch.index:
                 raise
-            parts = batch.parts
-            if batch.shares is not None:
-                parts = [share[0] for share in batch.shares]
-            inputs = next(part.inputs for part in parts if part.size)
+            inputs = described(_some_inputs(batch))
             raise InputError(
-                f"{self.name}: the model can't take {described(inputs)}: {told(error)}"
+                f"{self.name}: the model can't take {inputs}: {told(error)}"
             ) from error
 
     def _begin(self, shares: list[tuple[int, Any]], without_rows: set[str]) -> None:
@@ -475,3 +486,11 @@ class _Prediction:
         with writing(whole, size):
             write_tensors(whole, mapped(self.folder, arrays), {"format": "pt"})
         return whole
+
+
+def _some_inputs(batch: Batch) -> Any:
+    """Return the inputs of the first part of a batch that has samples here."""
+    parts = batch.parts
+    if batch.shares is not None:
+        parts = [share[0] for share in batch.shares]
+    return next(part.inputs for part in parts if part.size)

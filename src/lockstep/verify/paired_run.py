@@ -133,18 +133,7 @@ class _PairedRun:
                 with self._alone():
                     theirs.update(*next(its_batches))
             ours.update(batch, is_last)
-
-            # Nobody writes while rank 0 looks. (Under hogwild ranks don't meet otherwise.)
-            self.world.barrier()
-            rows_of_ranks = self.world.gather_objects(ours.rows)
-            if number == 1:
-                self._compare_replicas()
-            values = ours.step.layout.parameters()
-            if theirs is not None:
-                rows = list(chain.from_iterable(rows_of_ranks))
-                self._compare(theirs, rows, values)
-            self.world.barrier()
-
+            self._look(number)
             if number == self.experiment.updates:
                 break
 
@@ -164,6 +153,19 @@ class _PairedRun:
         self.found.start = _unequal(its, [_digests(mine)])
 
     # ---- after an update -------------------------------------------------------------------------
+
+    def _look(self, number: int) -> None:
+        """Compare what both sides have after an update. Every rank calls this."""
+        # Nobody writes while rank 0 looks. (Under hogwild ranks don't meet otherwise.)
+        self.world.barrier()
+        rows_of_ranks = self.world.gather_objects(self.ours.rows)
+        if number == 1:
+            self._compare_replicas()
+        values = self.ours.step.layout.parameters()
+        if self.theirs is not None:
+            rows = list(chain.from_iterable(rows_of_ranks))
+            self._compare(self.theirs, rows, values)
+        self.world.barrier()
 
     def _compare(self, theirs: Side, rows: list[bytes], values: Tensors) -> None:
         """Note how far the sides lie apart after an update."""
@@ -216,12 +218,15 @@ class _PairedRun:
         """Compare the samples that the forwards of both sides were given."""
         if not theirs.rows:
             return 0
-        if theirs.job.collate is not None:
-            is_single = isinstance(self.experiment.strategy, Single)
-            is_cut_alike = is_single and self.experiment.cut in (None, self.experiment.parts)
-            if not is_cut_alike:  # what is padded with others is another row
-                return 0
+        if theirs.job.collate is not None and not self._is_cut_alike():
+            return 0  # what is padded with others is another row
         return samples_apart(rows, theirs.rows)
+
+    def _is_cut_alike(self) -> bool:
+        """Return whether both sides are one device, with as many micro-batches."""
+        experiment = self.experiment
+        is_single = isinstance(experiment.strategy, Single)
+        return is_single and experiment.cut in (None, experiment.parts)
 
     def _compare_replicas(self) -> None:
         """Find buffers that each replica has its own values of after the first update."""

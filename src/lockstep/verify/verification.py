@@ -7,6 +7,7 @@ import textwrap
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.report.table import Table
 from lockstep.run.events import Caveat
 from lockstep.verify.cause_texts import named
 from lockstep.verify.comparison import Comparison, Difference, Update
@@ -15,15 +16,12 @@ from lockstep.verify.measures import relative
 _SHOWN = 4
 """Names of a list that are shown."""
 
-_WIDE = 90
-"""Columns of a terminal that the table needs; with fewer, less lies between its columns."""
-
 _NARROW = 80
 """With fewer columns the table leaves out what is inessential."""
 
 _INESSENTIAL = {"epoch", "batch", "loss of single"}
 _KINDS = ("gradients", "parameters", "buffers")
-_HEADS = ("update", "epoch", "batch", "samples", "loss of single", "   loss", *_KINDS)
+_HEADS = ("update", "epoch", "batch", "samples", "loss of single", "loss", *_KINDS)
 
 
 @dataclass(frozen=True)
@@ -158,33 +156,24 @@ class Verification:
 
 def _table(comparison: Comparison, width: int) -> list[str]:
     """Return a line for each update, below the heads."""
-    rows: list[tuple[object, ...]] = [_HEADS]
-
+    head = list(_HEADS)
+    if width < _NARROW:
+        head = [name for name in head if name not in _INESSENTIAL]
+    rows = []
     for update in comparison.updates:
-        rows.append(
-            (
-                update.number,
-                update.epoch,
-                update.batch,
-                update.samples,
-                f"{update.reference:.6g}",
-                _size(update.losses_apart),
-                _largest(update.gradients),
-                _largest(update.parameters),
-                _largest(update.buffers),
-            )
-        )
-
-    between = "  " if width >= _WIDE else " "
-    lines = []
-    for row in rows:
-        cells = []
-        for head, cell in zip(_HEADS, row, strict=True):
-            if width >= _NARROW or head not in _INESSENTIAL:
-                cells.append(str(cell).rjust(len(head)))
-        lines.append(between.join(cells))
-
-    return lines
+        cells = {
+            "update": f"{update.number:>6}",
+            "epoch": str(update.epoch),
+            "batch": str(update.batch),
+            "samples": str(update.samples),
+            "loss of single": f"{update.reference:.6g}",
+            "loss": _size(update.losses_apart),
+            "gradients": _largest(update.gradients),
+            "parameters": _largest(update.parameters),
+            "buffers": _largest(update.buffers),
+        }
+        rows.append([cells[name] for name in head])
+    return Table("updates", "Updates", head, rows).lines(width)
 
 
 def _evaluation(comparison: Comparison) -> list[str]:
