@@ -74,14 +74,11 @@ class Snapshot:
         self._model = model
         self._beside = beside
         self._accelerators = accelerators
-        self._kept: list[tuple[Any, Any, Restore]] = []
-        self._copies: dict[int, Any] = {}
+        self._kept: dict[int, _Kept] = {}
         variables = [cell for one in beside for cell in cells_of(one)]
         for one in _reachable([*model.modules(), *beside, *variables]):
             if parameters or not isinstance(one, nn.Parameter):
-                copied, restore = _copied(one)
-                self._kept.append((one, copied, restore))
-                self._copies[id(one)] = copied
+                self._kept[id(one)] = _Kept(one)
         self._before = dict(self._named())
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._random: States = states(accelerators)
@@ -90,8 +87,8 @@ class Snapshot:
     def put_back(self) -> None:
         """Put all of it back."""
         with torch.no_grad():
-            for one, copied, restore in self._kept:
-                restore(one, copied)
+            for kept in self._kept.values():
+                kept.restore(kept.held, kept.copied)
         for p, is_trained in self._trained:
             if p.requires_grad is not is_trained:
                 p.requires_grad_(is_trained)
@@ -104,8 +101,10 @@ class Snapshot:
         for device, before in zip(self._accelerators, self._random.accelerators, strict=True):
             if not torch.equal(before, state_on(device)):
                 return True
-        for one, before, _ in self._kept:
-            if type(one) is torch.Generator and not torch.equal(before, one.get_state()):
+        for kept in self._kept.values():
+            if type(kept.held) is not torch.Generator:
+                continue
+            if not torch.equal(kept.copied, kept.held.get_state()):
                 return True
         return False
 
@@ -122,7 +121,10 @@ class Snapshot:
         found = {}
         for name, value in self._named():
             before = self._before.get(name)
-            if not same(value, self._copies.get(id(before), before)):
+            kept = self._kept.get(id(before))
+            if kept is not None:
+                before = kept.copied
+            if not same(value, before):
                 found[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return found
 
@@ -153,9 +155,7 @@ def same(one: Any, other: Any) -> bool:
         other = other.to_dense()
     if torch.equal(one, other):
         return True
-    if not one.is_floating_point():
-        return False
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _reachable(roots: list[Any]) -> Iterator[Any]:
@@ -202,12 +202,19 @@ def _is_opaque(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] in _LIBRARIES
 
 
-def _copied(one: Any) -> tuple[Any, Restore]:
-    """Copy what an object holds itself; give the function that puts it back, too."""
-    for kind, copied, restore in _KINDS:
-        if isinstance(one, kind):
-            return copied(one), restore
-    raise TypeError(type(one))
+class _Kept:
+    """An object, and a copy of what it holds itself.
+
+    Attributes:
+        held: the object.
+        copied: the copy.
+        restore: puts the copy back.
+    """
+
+    def __init__(self, held: Any) -> None:
+        copy, self.restore = next((c, r) for kind, c, r in _KINDS if isinstance(held, kind))
+        self.held = held
+        self.copied = copy(held)
 
 
 def _restore_tensor(one: Tensor, copied: Tensor) -> None:
@@ -221,18 +228,15 @@ def _restore_tensor(one: Tensor, copied: Tensor) -> None:
 
 def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
     if list(one) != list(copied) or [*map(id, one.values())] != [*map(id, copied.values())]:
-        one.clear()
+        _refill(one, copied)
+
+
+def _refill(one: Any, copied: Any) -> None:
+    one.clear()
+    if isinstance(one, dict | set):
         one.update(copied)
-
-
-def _restore_set(one: set[Any], copied: set[Any]) -> None:
-    one.clear()
-    one.update(copied)
-
-
-def _restore_sequence(one: Any, copied: Any) -> None:
-    one.clear()
-    one.extend(copied)
+    else:
+        one.extend(copied)
 
 
 def _restore_array(one: Any, copied: Any) -> None:
@@ -251,9 +255,9 @@ def _restore_content(cell: types.CellType, content: Any) -> None:
 _KINDS: list[tuple[Any, Callable[[Any], Any], Restore]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
     (dict, dict.copy, _restore_dict),
-    (list, list.copy, _restore_sequence),
-    (set, set.copy, _restore_set),
-    (collections.deque, collections.deque.copy, _restore_sequence),
+    (list, list.copy, _refill),
+    (set, set.copy, _refill),
+    (collections.deque, collections.deque.copy, _refill),
     (numpy.ndarray, numpy.copy, _restore_array),
     (types.CellType, _content, _restore_content),
     *GENERATORS,
