@@ -30,7 +30,6 @@ from lockstep.data import (
     default_workers,
     loader_workers,
     mixed,
-    note_on_workers,
     permutation,
     resolve,
 )
@@ -552,10 +551,8 @@ def test_workers_are_shared_out_among_the_ranks_of_a_machine_but_not_where_the_l
     assert workers_here(listed, None, readers=4, on_accelerator=True) == 3, (
         "one process reads for four cards"
     )
-    assert note_on_workers(12, 4) is not None
     monkeypatch.setattr(loader_workers, "bound_by_launcher", lambda cores: True)
     assert workers_here(listed, four, on_accelerator=True) == 8, "the 16 are this rank's"
-    assert note_on_workers(12, 4) is None
 
 
 def test_workers_are_kept_over_epochs_and_end_when_closed() -> None:

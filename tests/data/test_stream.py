@@ -288,7 +288,7 @@ def test_what_a_stream_cant_have_is_refused(settings: Any, said: str) -> None:
         (
             lambda: broken,
             SampleError,
-            r"^train_data: sample 2 of the stream raised ValueError: torn \(test_data_str",
+            r"^train_data: sample 2 of the stream raised ValueError: torn \(test_str",
         ),
         (lambda: Unready(), JobError, "train_data: going through it raised OSError: no such file"),
     ],

@@ -19,7 +19,7 @@
 from lockstep.data.fingerprint import change_of, fingerprint
 from lockstep.data.job_loaders import batches, eval_loaders, job_loader
 from lockstep.data.loader import AnyLoader, Loader
-from lockstep.data.loader_workers import default_workers, note_on_workers
+from lockstep.data.loader_workers import default_workers
 from lockstep.data.order import permutation
 from lockstep.data.shares import Batch, Part, mixed
 from lockstep.data.source import is_stream, resolve, resolve_sets
@@ -39,7 +39,6 @@ __all__ = [
     "is_stream",
     "job_loader",
     "mixed",
-    "note_on_workers",
     "permutation",
     "resolve",
     "resolve_sets",

@@ -34,22 +34,21 @@ Pair = tuple[Any, Any]
 """Inputs and targets."""
 
 
-class Fetcher:
-    """Gives ``(inputs, targets)`` for indices of a map-style dataset.
+class SampleMaker:
+    """Makes samples of a dataset under random numbers that belong to them, and puts them together.
 
     ``draws_random = False`` on the dataset says that it draws no random numbers, which saves
     seeding.
 
     Args:
-        dataset: map-style, or a ``Subset`` of one.
+        dataset: of samples.
         seed: of the run.
         evaluation: whether random numbers are of the evaluation's stream.
         collate: as in ``AnyLoader``.
         name: the job's field, for messages.
 
     Attributes:
-        dataset: what it fetches from, the one under any ``Subset``.
-        tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
+        dataset: what the samples come from.
     """
 
     def __init__(
@@ -61,19 +60,41 @@ class Fetcher:
         collate: Collate | None = None,
         name: str = "train_data",
     ) -> None:
-        self.dataset = base_of(dataset)
-        self.tensors: tuple[Tensor, Tensor] | None = None
-        self._lookup = lookup_of(dataset)
+        self.dataset = dataset
         self._collate = collate
         self._name = name
         self._stream = absorbed(0, seed, EVALUATION if evaluation else TRAINING)
+        self._draws = getattr(dataset, "draws_random", True)
+
+    def _together(self, samples: list[Any], epoch: int, first: int) -> Pair:
+        """Put samples together; what draws in it is seeded by the number of the first."""
+        if self._collate is not None and self._draws:
+            seed_all(absorbed(self._stream, epoch, first, COLLATE) >> 1)
+        return together(samples, self._collate, self._name)
+
+
+class Fetcher(SampleMaker):
+    """Gives ``(inputs, targets)`` for indices of a map-style dataset.
+
+    Args:
+        given: a dataset, or a ``Subset`` of one, which is looked up.
+        settings: of ``SampleMaker``.
+
+    Attributes:
+        tensors: inputs and targets of a tensor dataset, to be indexed directly; None otherwise.
+    """
+
+    def __init__(self, given: Any, **settings: Any) -> None:
+        super().__init__(base_of(given), **settings)
+        self.tensors: tuple[Tensor, Tensor] | None = None
+        self._lookup = lookup_of(given)
         self._whole = callable(getattr(self.dataset, "__getitems__", None))
-        self._draws = getattr(dataset, "draws_random", getattr(self.dataset, "draws_random", True))
+        self._draws = getattr(given, "draws_random", self._draws)
 
         # Tensors draw nothing, but what puts samples together may.
-        if type(self.dataset) is TensorDataset and collate is None:
+        if type(self.dataset) is TensorDataset and self._collate is None:
             self._draws = False
-            self.tensors = _pair_of_tensors(self.dataset, name)
+            self.tensors = _pair_of_tensors(self.dataset, self._name)
 
     def __call__(self, epoch: int, shares: Sequence[Sequence[int]]) -> list[Pair]:
         """Return inputs and targets of each share.
@@ -136,12 +157,6 @@ class Fetcher:
             return share
         found: list[int] = self._lookup[torch.as_tensor(share)].tolist()
         return found
-
-    def _together(self, samples: list[Any], epoch: int, first: int) -> Pair:
-        """Put samples together; what draws in it is seeded by the index of the first."""
-        if self._collate is not None and self._draws:
-            seed_all(absorbed(self._stream, epoch, first, COLLATE) >> 1)
-        return together(samples, self._collate, self._name)
 
     @property
     def held_on(self) -> torch.device | None:

@@ -95,8 +95,13 @@ class AnyLoader(ABC):
         self._seed = seed
         self._shuffle = shuffle
         self._by_person = order
-        self._collate = collate
         self._evaluation = evaluation
+        self._making = {
+            "seed": seed,
+            "evaluation": evaluation,
+            "collate": collate,
+            "name": self._name,
+        }
 
         places = [device] if isinstance(device, torch.device) else list(device or ())
         self._places = [] if any(place.type == "cpu" for place in places) else places
@@ -229,13 +234,7 @@ class Loader(AnyLoader):
 
         self._held: tuple[int, Order] | None = None  # the last epoch asked for
         self.samples: int = len(self.orders(0))
-        return Fetcher(
-            self._dataset,
-            seed=self._seed,
-            evaluation=self._evaluation,
-            collate=self._collate,
-            name=self._name,
-        )
+        return Fetcher(self._dataset, **self._making)
 
     @property
     def _held_on(self) -> torch.device | None:

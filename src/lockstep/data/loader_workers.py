@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import base_of
-from lockstep.errors import JobError, LockstepError, Lost, counted
+from lockstep.errors import JobError, LockstepError, Lost
 from lockstep.launch.devices import bound_by_launcher, usable_cores
 from lockstep.launch.world import World
 from lockstep.run.stop_request import GRACE
@@ -76,23 +76,6 @@ def workers_here(
     if on_accelerator:
         ranks *= readers
     return default_workers(len(cores), ranks, dataset, on_accelerator=on_accelerator)
-
-
-def note_on_workers(workers: int | None, ranks_on_node: int) -> str | None:
-    """Return a note on a number of loader workers that a person chose, where it is larger than
-    what helps on this machine.
-    """
-    free = free_cores()
-    cores = len(free)
-    if bound_by_launcher(free):
-        ranks_on_node = 1
-    if workers is None or workers * ranks_on_node <= max(4, 2 * cores):
-        return None
-    of = f" for each of {ranks_on_node} ranks" if ranks_on_node > 1 else ""
-    return (
-        f"{workers} loader workers{of}, on {counted(cores, 'core')}: each is a process with a "
-        "copy of the dataset; leave loader_workers out, or take about as many as there are cores"
-    )
 
 
 def free_cores() -> tuple[int, ...]:

@@ -24,19 +24,10 @@ from typing import Any
 import torch
 
 from lockstep.data.dataset_state import load_state, state_of
-from lockstep.data.fetch import Collate, Pair, number_of, together
+from lockstep.data.fetch import Pair, SampleMaker, number_of
 from lockstep.data.loader import AnyLoader
 from lockstep.data.loader_workers import without_worker_info
-from lockstep.data.shares import (
-    COLLATE,
-    EVALUATION,
-    ORDER,
-    TRAINING,
-    Batch,
-    Cutting,
-    absorbed,
-    over_ranks,
-)
+from lockstep.data.shares import ORDER, Batch, Cutting, absorbed, over_ranks
 from lockstep.errors import JobError, RunError, SampleError, told
 from lockstep.tensors.seeding import kept_states, seed_all
 
@@ -95,9 +86,7 @@ class StreamLoader(AnyLoader):
             )
 
         self.samples: int | None = None
-        return Reader(
-            self._dataset, self._cutting, self._seed, self._evaluation, self._collate, self._name
-        )
+        return Reader(self._dataset, self._cutting, **self._making)
 
     def _count_of_workers(self, wanted: int | None) -> int:
         # For an evaluation, the number was meant for train_data.
@@ -160,33 +149,26 @@ class StreamLoader(AnyLoader):
             )
 
 
-class Reader:
+class Reader(SampleMaker):
     """Reads a stream batch by batch, and puts together the shares of some ranks.
 
     Random numbers that the stream draws are seeded by (seed, epoch, place) before each sample, so
     every rank reads the same, and a skipped sample leaves the stream in the state that a used one
     would.
 
+    Args:
+        dataset: the stream.
+        cutting: how its batches are cut.
+        settings: of ``SampleMaker``.
+
     Attributes:
         sends_state: whether to give the stream's state after each batch.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        cutting: Cutting,
-        seed: int,
-        evaluation: bool,
-        collate: Collate | None,
-        name: str,
-    ) -> None:
+    def __init__(self, dataset: Any, cutting: Cutting, **settings: Any) -> None:
+        super().__init__(dataset, **settings)
         self.sends_state = False
-        self._dataset = dataset
         self._cutting = cutting
-        self._collate = collate
-        self._name = name
-        self._stream = absorbed(0, seed, EVALUATION if evaluation else TRAINING)
-        self._draws = getattr(dataset, "draws_random", True)
         self._compared = cutting.world_size > 1 and cutting.rank is not None
         self._samples: Iterator[Any] | None = None
         self._place = 0  # samples that were read in this epoch
@@ -207,23 +189,20 @@ class Reader:
             samples = self._next(state)
             if begins and index == 0 and not samples:
                 if kept is not None:  # the state was at the end of an epoch
-                    self._samples = iter(self._dataset)
+                    self._samples = iter(self.dataset)
                     samples = self._next(state)
                 if not samples:
                     self._refuse_empty()
             pairs = []
             for start, end, _ in self._cutting.spans(len(samples)):
-                if end == start:
-                    continue
-                if self._collate is not None and self._draws:
-                    seed_all(absorbed(state, first + start, COLLATE) >> 1)
-                pairs.append(together(samples[start:end], self._collate, self._name))
+                if end > start:
+                    pairs.append(self._together(samples[start:end], epoch, first + start))
 
         number = 0
         # At batches 0, 1, 2, 4, 8, ...: enough to see streams that were cut by rank.
         if self._compared and samples and index & (index - 1) == 0:
             number = number_of([samples[0], samples[-1]]) >> 1
-        after = state_of(self._dataset, self._place) if self.sends_state else None
+        after = state_of(self.dataset, self._place) if self.sends_state else None
         return len(samples), number, pairs, after
 
     def _next(self, state: int) -> list[Any]:
@@ -246,11 +225,11 @@ class Reader:
         if self._draws:
             seed_all(absorbed(state, ORDER) >> 1)
         if kept is not None:
-            load_state(self._dataset, kept, self._name)
+            load_state(self.dataset, kept, self._name)
         try:
-            if callable(getattr(self._dataset, "set_epoch", None)):
-                self._dataset.set_epoch(epoch)
-            self._samples = iter(self._dataset)
+            if callable(getattr(self.dataset, "set_epoch", None)):
+                self.dataset.set_epoch(epoch)
+            self._samples = iter(self.dataset)
         except Exception as error:
             raise JobError(f"{self._name}: going through it raised {told(error)}") from error
 

@@ -17,7 +17,6 @@ from lockstep.tensors.seeding import (
     States,
     other_states,
     put_states,
-    same_others,
     state_on,
     states,
 )
@@ -110,7 +109,7 @@ class Snapshot:
 
     def drew_elsewhere(self) -> bool:
         """Whether random numbers of Python or numpy, which can't be replayed, were drawn."""
-        return not same_others(self._random.others, other_states())
+        return self._random.others != other_states()
 
     def changed(self) -> dict[str, Any]:
         """Copy the values that have changed, by name.
@@ -212,9 +211,12 @@ class _Kept:
     """
 
     def __init__(self, held: Any) -> None:
-        copy, self.restore = next((c, r) for kind, c, r in _KINDS if isinstance(held, kind))
         self.held = held
-        self.copied = copy(held)
+        for kind, copy, restore in _KINDS:
+            if isinstance(held, kind):
+                self.copied = copy(held)
+                self.restore: Restore = restore
+                return
 
 
 def _restore_tensor(one: Tensor, copied: Tensor) -> None:

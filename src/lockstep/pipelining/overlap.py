@@ -30,7 +30,7 @@ from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.schedule import Route, has_way, whole
 from lockstep.pipelining.state_changes import StateChanges
 from lockstep.run.events import Line
-from lockstep.tensors.seeding import other_states, same, same_others, states
+from lockstep.tensors.seeding import other_states, same, states
 from lockstep.threads import recompute
 
 _SHARED = "generator, which all micro-batches share"
@@ -104,7 +104,7 @@ class Overlap:
             self._compute_in_turn(f'forward changes "{changed}", which other micro-batches share')
         elif not self.accelerators and not torch.equal(torch.get_rng_state(), in_forward):
             self._compute_in_turn(f"backward draws from PyTorch's {_SHARED}")
-        elif not self.accelerators and not same_others(other_states(), self._before.others):
+        elif not self.accelerators and other_states() != self._before.others:
             self._compute_in_turn(f"forward draws from Python's or NumPy's {_SHARED}")
         self._is_observed = 0 < microbatch.number == count - 1
 

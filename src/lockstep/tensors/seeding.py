@@ -119,33 +119,27 @@ def kept_state_on(device: torch.device) -> Iterator[None]:
 
 
 def other_states() -> tuple[Any, Any]:
-    """Return the states of ``random`` and numpy, which PyTorch's checkpoints don't keep."""
-    return random.getstate(), numpy.random.get_state()
+    """Return the states of ``random`` and numpy, which PyTorch's checkpoints don't keep.
+
+    They are equal where nothing was drawn in between.
+    """
+    kept: Any = numpy.random.get_state()
+    name, numbers, *place = kept
+    return random.getstate(), (name, numbers.tobytes(), *place)
 
 
 def set_other_states(wanted: tuple[Any, Any]) -> None:
     """Give ``random`` and numpy the states that ``other_states`` gave."""
     random.setstate(wanted[0])
-    numpy.random.set_state(wanted[1])
+    name, numbers, *place = wanted[1]
+    numpy.random.set_state((name, numpy.frombuffer(numbers, numpy.uint32), *place))
 
 
 def same(a: States, b: States) -> bool:
     """Whether nothing was drawn between the two."""
-    if not same_others(a.others, b.others):
+    if a.others != b.others or not torch.equal(a.torch, b.torch):
         return False
-
-    before = (a.torch, *a.accelerators)
-    after = (b.torch, *b.accelerators)
-    return all(map(torch.equal, before, after))
-
-
-def same_others(a: tuple[Any, Any], b: tuple[Any, Any]) -> bool:
-    """Whether nothing was drawn from ``random`` and numpy between the two."""
-    (python, (_, numbers, *place)) = a
-    (python_now, (_, numbers_now, *place_now)) = b
-    if python != python_now or place != place_now:
-        return False
-    return bool((numbers == numbers_now).all())
+    return all(map(torch.equal, a.accelerators, b.accelerators))
 
 
 # ---- generators that an object holds -------------------------------------------------------------

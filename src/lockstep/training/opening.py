@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import change_of, is_stream, note_on_workers, stream_notes
+from lockstep.data import change_of, is_stream, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
@@ -145,7 +145,6 @@ def _notes(setup: Setup) -> Iterator[str | None]:
         over = counted(empty, _over(setup))
         yield f"{over} of {len(shares)} get no sample: increase batch_size"
 
-    yield note_on_workers(job.loader_workers, world.local_size)
     if job.metrics and not setup.eval_data:
         yield "metrics are computed on eval_data, and the job has none"
     if is_stream(setup.train_data):
