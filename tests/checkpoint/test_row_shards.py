@@ -41,6 +41,5 @@ def test_each_rank_writes_its_rows_and_other_ranks_read_theirs_only(tmp_path) ->
 
     with Reader(Index.read(path), path, split) as reader:
         found = {name: reader[f"model/{name}"] for name in WHOLE}
-        assert reader.bytes_read == sum(its[5:].nbytes for its in WHOLE.values())
     for name, expected in WHOLE.items():
         assert torch.equal(found[name].local, expected[5:]) and found[name].shape == expected.shape

@@ -101,7 +101,7 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--out x", "there is no option --out here: predict, export and schedule have one"),
+        ("--out x", "there is no option --out here; there is one for predict, export, schedule"),
         (
             "--lr 0.2",
             "there is no option --lr here: for a parameter of the job's function write --set "

@@ -22,20 +22,24 @@ class CheckpointFolder:
         self.path = Path(path)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, newest first; damaged ones too."""
+        """Return the steps that have a checkpoint, newest first; damaged ones too."""
         try:
             names = os.listdir(self.path)
         except OSError:
             return []
-        found = filter(None, map(_STEP.fullmatch, names))
-        return sorted((int(match[1]) for match in found), reverse=True)
+        steps = []
+        for name in names:
+            found = _STEP.fullmatch(name)
+            if found:
+                steps.append(int(found[1]))
+        return sorted(steps, reverse=True)
 
     def of_step(self, step: int) -> Path:
-        """Where the checkpoint of a step is."""
+        """Return where the checkpoint of a step is."""
         return self.path / f"step-{step}"
 
     def whole(self, set_aside: Callable[[str], None]) -> Iterator[tuple[Path, Index]]:
-        """The checkpoints that are as they were written, newest first.
+        """Yield the checkpoints that are as they were written, newest first.
 
         A damaged one is renamed, so that it is not read again, and ``set_aside`` is called with
         what is wrong.
@@ -57,7 +61,7 @@ class CheckpointFolder:
             yield path, index
 
     def newest(self, set_aside: Callable[[str], None]) -> tuple[Path, Index]:
-        """The newest whole checkpoint, with its index.
+        """Return the newest whole checkpoint, with the checkpoint's index.
 
         Args:
             set_aside: called with a line for each damaged one.
@@ -87,7 +91,7 @@ class CheckpointFolder:
         )
 
     def _why_there_is_none(self) -> str:
-        """What was found in place of a checkpoint."""
+        """Describe what was found in place of a checkpoint."""
         aside = sorted(path.name for path in self.path.glob("step-*.damaged*"))
         if aside:
             return f"{', '.join(aside)} were found damaged"
@@ -124,7 +128,7 @@ class CheckpointFolder:
 
 
 def free_name(path: Path) -> Path:
-    """This name, or with a number after it where it is taken."""
+    """Return this name, or with a number after it where it is taken."""
     number = 1
     free = path
     while free.exists():

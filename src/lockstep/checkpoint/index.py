@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,8 +65,12 @@ def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> di
     """
     if parts == 1:
         return {name: [Rows(0)] for name in tensors}
-    whole = [tensor.nbytes for tensor in tensors.values() if isinstance(tensor, torch.Tensor)]
-    large = sum(whole) / (8 * parts)
+    nbytes = 0
+    for tensor in tensors.values():
+        if isinstance(tensor, torch.Tensor):
+            nbytes += tensor.nbytes
+
+    large = nbytes / (8 * parts)
     loads = [0] * parts
     found: dict[str, list[Rows]] = {}
     for name, tensor in tensors.items():
@@ -85,28 +88,34 @@ def shared_out(tensors: Mapping[str, torch.Tensor | RowShard], parts: int) -> di
 
 
 def _in_turn(sizes: Sequence[int]) -> list[Rows]:
-    """Rows for each file, one file after the other; none where a size is 0."""
-    ends = list(itertools.accumulate(sizes))
-    return [Rows(part, ends[part] - size, ends[part]) for part, size in enumerate(sizes) if size]
+    """Return rows for each file, one file after the other; none where a size is 0."""
+    found = []
+    end = 0
+    for part, size in enumerate(sizes):
+        start = end
+        end += size
+        if size:
+            found.append(Rows(part, start, end))
+    return found
 
 
 def part_name(part: int, parts: int) -> str:
-    """The name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{part}-of-{parts}.safetensors"
 
 
 def table_of(
     tensors: Mapping[str, torch.Tensor | RowShard], rows: Mapping[str, list[Rows]]
 ) -> dict[str, Any]:
-    """Type, global shape and rows of each tensor, by name."""
-    return {
-        name: {
+    """Return type, global shape and rows of each tensor, by name."""
+    table = {}
+    for name, tensor in tensors.items():
+        table[name] = {
             "dtype": SAFETENSORS_TYPES[tensor.dtype],
             "shape": list(tensor.shape),
             "rows": [asdict(one) for one in rows[name]],
         }
-        for name, tensor in tensors.items()
-    }
+    return table
 
 
 @dataclass
@@ -137,7 +146,7 @@ class Index:
 
     @classmethod
     def read(cls, folder: Path) -> Index:
-        """The index in a folder.
+        """Read the index in a folder.
 
         Raises:
             FolderError: it can't be read, or isn't as it was written.
@@ -148,9 +157,10 @@ class Index:
             body = whole["index"]
             if whole["sha256"] != _sum_of(json.dumps(body)):
                 raise FolderError(f"{path}: it isn't as it was written")
-            if body["format"] != _FORMAT:
-                raise FolderError(f"{path}: written by a newer Lockstep (format {body['format']})")
-            return cls(**{field.name: body[field.name] for field in fields(cls)})
+            written_format = body.pop("format")
+            if written_format != _FORMAT:
+                raise FolderError(f"{path}: written by a newer Lockstep (format {written_format})")
+            return cls(**body)
         except FileNotFoundError:
             raise FolderError(f"{path}: it isn't there") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -166,8 +176,9 @@ class Index:
         Raises:
             FolderError: one is missing, cut or changed.
         """
-        with ThreadPoolExecutor(min(4, len(self.files))) as pool:
-            list(pool.map(lambda name: self._check_file(folder / name), self.files))
+        paths = [folder / name for name in self.files]
+        with ThreadPoolExecutor(min(4, len(paths))) as pool:
+            list(pool.map(self._check_file, paths))
 
     def _check_file(self, path: Path) -> None:
         """Compare size and hash of a file with what was written.
@@ -205,18 +216,13 @@ has all of them.
 
 
 class Reader(dict[str, Any]):
-    """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``.
-
-    Attributes:
-        bytes_read: of all tensors that were read.
-    """
+    """The tensors of a checkpoint by name, each read when it is asked for, while in a ``with``."""
 
     def __init__(self, index: Index, folder: Path, split: Split | None = None) -> None:
         super().__init__()
         self._index = index
         self._folder = folder
         self._split = split
-        self.bytes_read = 0
         self._stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
 
@@ -237,19 +243,13 @@ class Reader(dict[str, Any]):
         return RowShard(self.rows(name, start, start + sizes[rank]), sizes, rank)
 
     def rows(self, name: str, start: int = 0, end: int | None = None) -> torch.Tensor:
-        """A copy of some rows of a tensor; nothing else is read.
+        """Join some rows of a tensor, from whichever files have them; nothing else is read.
 
         Args:
             name: of the tensor.
             start: the first row.
             end: the row after the last one; None is the end.
         """
-        found = self._rows(name, start, end)
-        self.bytes_read += found.nbytes
-        return found
-
-    def _rows(self, name: str, start: int, end: int | None) -> torch.Tensor:
-        """Join the rows that are asked for, from whichever files have them."""
         about = self._index.tensors[name]
         found = []
         for one in about["rows"]:
@@ -269,7 +269,7 @@ class Reader(dict[str, Any]):
         return torch.cat(found)
 
     def _file(self, part: int) -> Any:
-        """A file that is opened once."""
+        """Return a file, which is opened once."""
         if part not in self._files:
             path = self._folder / part_name(part, len(self._index.files))
             self._files[part] = self._stack.enter_context(safe_open(path, framework="pt"))
@@ -277,5 +277,5 @@ class Reader(dict[str, Any]):
 
 
 def _sum_of(text: str) -> str:
-    """The SHA-256 of a text."""
+    """Return the SHA-256 of a text."""
     return hashlib.sha256(text.encode()).hexdigest()

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lockstep.checkpoint.weights import load_weights, misfits, with_own
-from lockstep.errors import FolderError, JobError, LockstepError, told
+from lockstep.errors import FolderError, JobError, told
 
 _INDEX = "model.safetensors.index.json"
 
@@ -65,19 +65,22 @@ def _read(path: Path) -> dict[str, Any]:
     Raises:
         JobError: that can't be done.
     """
+    file = path / "model.safetensors" if path.is_dir() else path
     try:
-        if path.is_dir() and (path / _INDEX).is_file():
+        if (path / _INDEX).is_file():
             return dict(_shards(path))
-        return load_weights(path / "model.safetensors" if path.is_dir() else path)
+        return load_weights(file)
+    except JobError:
+        raise
+    except FolderError as error:
+        raise JobError(f"init: {_why_not_there(path) or error}") from error
     except Exception as error:
-        if isinstance(error, LockstepError) and not isinstance(error, FolderError):
-            raise
-        why = str(error) if isinstance(error, FolderError) else f"{path}: {told(error)}"
-        raise JobError(f"init: {_why_not_there(path) or why}") from error
+        why = _why_not_there(path) or f"{path}: {told(error)}"
+        raise JobError(f"init: {why}") from error
 
 
 def _why_not_there(path: Path) -> str | None:
-    """Why there are no weights; None where a file is there."""
+    """Explain why there are no weights; None where a file is there."""
     if path.is_file():
         return None
     if not path.is_dir():

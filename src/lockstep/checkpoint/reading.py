@@ -44,7 +44,7 @@ def load_newest(
 
 
 def _is_there(path: Path, index: Index) -> bool:
-    """Whether this host sees that very checkpoint."""
+    """Return whether this host sees that very checkpoint."""
     try:
         return Index.read(path).files == index.files
     except FolderError:

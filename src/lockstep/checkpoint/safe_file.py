@@ -26,7 +26,7 @@ _SPAN = 1 << 22
 
 
 def in_file_order(tensors: Mapping[str, torch.Tensor | RowShard]) -> list[str]:
-    """The names of tensors in the order in which a file has them, so that each is aligned."""
+    """Return the names of tensors in the order of a file, in which each tensor is aligned."""
     return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
 
 
@@ -74,7 +74,7 @@ def write_tensors(
 
 
 def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a contiguous CPU tensor, some at a time."""
+    """Yield the bytes of a contiguous CPU tensor, some at a time."""
     if tensor.numel():
         flat = memoryview(bits_of(tensor).numpy().data)
         for start in range(0, len(flat), _SPAN):
@@ -82,7 +82,7 @@ def bytes_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def sha256_of(path: Path) -> str:
-    """The SHA-256 of a file.
+    """Return the SHA-256 of a file.
 
     Raises:
         OSError: it can't be read.
@@ -92,7 +92,7 @@ def sha256_of(path: Path) -> str:
 
 
 def could_not_write(path: Path, error: Exception, kept: str, *, resumable: bool) -> SaveError:
-    """The error of one line for a file that could not be written.
+    """Return the error of one line for a file that could not be written.
 
     Args:
         path: of the file or folder.
@@ -104,10 +104,12 @@ def could_not_write(path: Path, error: Exception, kept: str, *, resumable: bool)
     advice = ""
     if number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
         what = "the disk is full"
-        advice = f"; free some space, then {'--resume the run' if resumable else 'begin anew'}"
+        then = "--resume the run" if resumable else "begin anew"
+        advice = f"; free some space, then {then}"
     elif isinstance(error, OSError) and error.strerror:
         what = error.strerror
     else:
         what = f"{type(error).__name__}: {first_line(error)}"
-    kept = f"; {kept} is kept" if kept else ""
-    return SaveError(f"{path}: could not be written: {what}{kept}{advice}")
+    if kept:
+        what += f"; {kept} is kept"
+    return SaveError(f"{path}: could not be written: {what}{advice}")

@@ -38,12 +38,12 @@ _SHOWN = 5
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name of a state dict is that of a module's extra state."""
+    """Return whether a name of a state dict is that of a module's extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def weights_on_cpu(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a state dict that later updates leave alone."""
+    """Return a copy of a state dict that later updates leave alone."""
     copied = dict(weights)
     for name, value in weights.items():
         if isinstance(value, torch.Tensor):
@@ -75,16 +75,28 @@ def save_weights(
         SaveError: it can't be written; the one before is still there.
         InputError: an extra state can't be written.
     """
-    plain = {name: value for name, value in weights.items() if _is_plain(value)}
-    tree, others = encoded({name: value for name, value in weights.items() if name not in plain})
-    plain |= others
-    shards = {name: value for name, value in plain.items() if isinstance(value, RowShard)}
+    plain: dict[str, torch.Tensor | RowShard] = {}
+    others: dict[str, Any] = {}
+    for name, value in weights.items():
+        if _is_plain(value):
+            plain[name] = value
+        else:
+            others[name] = value
+    tree, in_tree = encoded(others)
+    plain |= in_tree
+
+    own = {}
+    shards = {}
+    for name, tensor in plain.items():
+        if isinstance(tensor, RowShard):
+            shards[name] = tensor
+        elif writes:
+            own[name] = _for_a_file(tensor)
     if not writes:  # for the hash, then for the file
         for name in [*sorted(shards), *in_file_order(shards)]:
             assert joined is not None
             joined(name, shards[name].local)
         return
-    own = {name: _for_a_file(value) for name, value in plain.items() if name not in shards}
     tensors = own | shards
 
     def whole(name: str) -> torch.Tensor:
@@ -107,14 +119,14 @@ def save_weights(
 
 
 def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a file has it: contiguous, on the CPU."""
+    """Return the tensor as a file has it: contiguous, on the CPU."""
     return tensor.detach().to("cpu").contiguous()
 
 
 def _sum_of(
     tensors: Mapping[str, torch.Tensor | RowShard], tree: str, whole: Callable[[str], torch.Tensor]
 ) -> str:
-    """The SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
+    """Return the SHA-256 of names, types, shapes and numbers, in whichever order a file has them."""
     summed = hashlib.sha256(tree.encode())
     for name, tensor in sorted(tensors.items()):
         summed.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -124,9 +136,10 @@ def _sum_of(
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether safetensors has a place for a value."""
-    is_dense = isinstance(value, torch.Tensor) and value.layout == torch.strided
-    return (is_dense or isinstance(value, RowShard)) and value.dtype in SAFETENSORS_TYPES
+    """Return whether safetensors has a place for a value."""
+    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
+        return False
+    return isinstance(value, torch.Tensor | RowShard) and value.dtype in SAFETENSORS_TYPES
 
 
 def load_weights(path: Path) -> dict[str, Any]:
@@ -152,7 +165,7 @@ def load_weights(path: Path) -> dict[str, Any]:
 
 
 def _why_not_there(path: Path) -> str:
-    """Why a run has no such weights, and what to do."""
+    """Explain why a run has no such weights, and what to do."""
     if path.name == "best.safetensors" and path.with_name("model.safetensors").is_file():
         return (
             "there are no best weights (the run had no evaluation set, or lost them): leave best "
@@ -193,8 +206,8 @@ def refuse_damaged(
 
 
 def sum_in_place_of(weight: torch.Tensor) -> str:
-    """The SHA-256 that stands for a weight in a state dict, where the job builds the weight itself
-    (``save_frozen=False``).
+    """Return the SHA-256 that stands for a weight in a state dict, where the job builds the weight
+    itself (``save_frozen=False``).
 
     It is that of the values, which a job's ``precision`` may hold in a wider format.
     """
@@ -283,31 +296,41 @@ def misfits(
         else:
             others.append(f"{name} {_shape(value)}, not {shape}")
     tied = {_place(own[name]) for name in fitting} - {None}
-    missing = [
-        name
-        for name, value in own.items()
-        if name not in weights and _place(value) not in tied and not is_extra_state(name)
-    ]  # (each replica had an extra state of its own)
+    missing = []
+    for name, value in own.items():
+        is_tied = _place(value) in tied
+        if name not in weights and not is_tied and not is_extra_state(name):
+            missing.append(name)  # (each replica had an extra state of its own)
+
     kinds = {
-        f"not in {source}": missing,
-        f"of another shape in {source}": others,
-        f"not of this model in {source}": [name for name in weights if name not in own],
+        "not in": missing,
+        "of another shape in": others,
+        "not of this model in": [name for name in weights if name not in own],
     }
-    return [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names], fitting
+    lines = []
+    for kind, names in kinds.items():
+        if names:
+            lines.append(f"{kind} {source}: {_listed(names)}")
+    return lines, fitting
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor; None of anything else, and of a lazy one, which takes any shape."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) and not is_lazy(value) else None
+    """Return the shape of a tensor; None of anything else, and of a lazy one, which takes any
+    shape.
+    """
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return None
+    return tuple(value.shape)
 
 
 def _place(value: Any) -> tuple[Any, ...] | None:
-    """The memory of a tensor, by which tied ones are found."""
+    """Return the memory of a tensor, by which tied ones are found."""
     if _shape(value) is None or value.is_meta or not value.numel():
         return None
     return value.data_ptr(), tuple(value.shape), value.stride()
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return names, the end of many left out."""
     more = f", ... ({len(names)} in all)" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

@@ -67,7 +67,7 @@ class _Part:
         return self.folder / part_name(self.number, self.count)
 
     def word(self, ending: str) -> Path:
-        """The file by which this rank leaves word: ``.1.done``, ``.1.failed-28``."""
+        """Return the file by which this rank leaves word: ``.1.done``, ``.1.failed-28``."""
         return self.folder / f".{self.number}.{ending}"
 
 
@@ -120,12 +120,12 @@ class Writer:
         tree, tensors = encoded(dict(state))
         ranks = self._writing() if self._alike else [0]
         folder = self._made(step)
-        everywhere = {
-            name: tensor
-            for name, tensor in tensors.items()
-            if name.startswith(_ON_ALL) or isinstance(tensor, RowShard)
-        }
-        rows = {name: [Rows(0)] for name in tensors} | shared_out(everywhere, len(ranks))
+        everywhere = {}
+        for name, tensor in tensors.items():
+            if name.startswith(_ON_ALL) or isinstance(tensor, RowShard):
+                everywhere[name] = tensor
+        rows = {name: [Rows(0)] for name in tensors}
+        rows |= shared_out(everywhere, len(ranks))
         if self._world.rank not in ranks:
             return
         part = _Part(folder, ranks.index(self._world.rank), len(ranks))
@@ -138,7 +138,7 @@ class Writer:
         index = Index({}, table_of(tensors, rows), tree, dict(about))
 
         def write() -> None:
-            """What the thread does."""
+            """Write this rank's part, and on rank 0 what makes the checkpoint whole."""
             _step_back()
             try:
                 for event in copied:
@@ -162,11 +162,20 @@ class Writer:
         Returns:
             An event for each accelerator, which comes when it has copied its tensors.
         """
-        self._buffers = {name: self._buffer(name, source) for name, source in tensors.items()}
+        buffers = {}
+        devices = set()
         for name, source in tensors.items():
-            self._buffers[name].copy_(source, non_blocking=True)
-        devices = {source.device for source in tensors.values() if source.device.type != "cpu"}
-        return [torch.accelerator.current_stream(device).record_event() for device in devices]
+            buffers[name] = self._buffer(name, source)
+            buffers[name].copy_(source, non_blocking=True)
+            if source.device.type != "cpu":
+                devices.add(source.device)
+        self._buffers = buffers
+
+        events = []
+        for device in devices:
+            stream = torch.accelerator.current_stream(device)
+            events.append(stream.record_event())
+        return events
 
     def check(self) -> None:
         """Raise the error of the last save, if it has failed; it is not waited for.
@@ -186,8 +195,9 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self._error
+        if error is not None:
+            self._error = None
             raise error
 
     def settle(self) -> None:
@@ -196,7 +206,8 @@ class Writer:
             self._thread.join(2 * _OTHERS)
 
     def _made(self, step: int) -> Path:
-        """The folder to write to, which rank 0 makes; no other start of the run has used its name.
+        """Return the folder to write to, which rank 0 makes, under a name that no other start of
+        the run has used.
 
         Raises:
             SaveError: it can't be made.
@@ -216,7 +227,7 @@ class Writer:
         return beside
 
     def _writing(self) -> list[int]:
-        """The ranks that see rank 0's folder."""
+        """Return the ranks that see rank 0's folder."""
         if self._see is None:
             beside = self._made(0)
             self._world.barrier()
@@ -232,19 +243,20 @@ class Writer:
         return self._alike and len(self._writing()) == self._world.size
 
     def _failed(self, error: Exception) -> SaveError:
-        """The error for what was raised in the thread, with what there is to resume from."""
+        """Return the error for what was raised in the thread, with what there is to resume from."""
         if isinstance(error, SaveError):
             return error
-        newest = self._checkpoints.steps()[:1]
-        kept = "".join(f"the checkpoint of step {step}" for step in newest)
-        return could_not_write(self._checkpoints.path, error, kept, resumable=bool(newest))
+        steps = self._checkpoints.steps()
+        kept = f"the checkpoint of step {steps[0]}" if steps else ""
+        return could_not_write(self._checkpoints.path, error, kept, resumable=bool(steps))
 
     def _buffer(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        """Memory on the CPU for a tensor: that of the last save, if it fits."""
+        """Return memory on the CPU for a tensor: that of the last save, if it fits."""
         kept = self._buffers.get(name)
         if kept is not None and kept.shape == source.shape and kept.dtype == source.dtype:
             return kept
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=may_pin(source.device))
+        is_pinned = may_pin(source.device)
+        return torch.empty(source.shape, dtype=source.dtype, pin_memory=is_pinned)
 
     # ---- in the thread ---------------------------------------------------------------------------
 
@@ -263,7 +275,7 @@ class Writer:
         part.word("part").rename(part.word("done"))
 
     def _files(self, mine: _Part) -> dict[str, Any]:
-        """Sizes and hashes of the files of all ranks, as soon as all are written.
+        """Return sizes and hashes of the files of all ranks, as soon as all are written.
 
         Raises:
             OSError: one could not write its file.
@@ -292,7 +304,8 @@ class Writer:
                 shutil.rmtree(folder, ignore_errors=True)
             elif folder.is_dir():  # else rank 0 has given up
                 part.path.unlink(missing_ok=True)
-                part.word(f"failed-{getattr(error, 'errno', None) or errno.EIO}").touch()
+                number = getattr(error, "errno", None) or errno.EIO
+                part.word(f"failed-{number}").touch()
         except OSError:
             self._error = self._failed(error)
 

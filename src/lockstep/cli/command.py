@@ -41,22 +41,21 @@ from lockstep.launch.processes import fork_server
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, with the nearest word, and exits with 2."""
+    """Reports what is wrong in one line, with the nearest word, and exits with 2."""
 
     def error(self, message: str) -> NoReturn:
-        if wrong := re.search(r"argument COMMAND: invalid choice: '([^']*)'", message):
-            # Of the parser that has the commands, so that a new one is known here by itself.
-            known = [
-                n
-                for a in self._actions
-                if isinstance(a, argparse._SubParsersAction)
-                for n in a.choices
-            ]
+        wrong = re.search(
+            r"argument COMMAND: invalid choice: '([^']*)' \(choose from (.*)\)", message
+        )
+        if wrong:
+            known = re.findall(r"\w+", wrong[2])
             message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], known)}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
     def unknown(self, words: list[str], others: Mapping[str, _Parser]) -> InputError:
-        """What to say of words that no option takes; ``others`` are the parsers of all commands."""
+        """Return the error for words that no option takes; ``others`` has the parser of each
+        command.
+        """
         word = words[0].split("=")[0]
         if not word.startswith("-"):
             return InputError(
@@ -67,8 +66,7 @@ class _Parser(argparse.ArgumentParser):
         if near_names(word, options):
             what = f"; {nearest(word, options)}"
         elif having:
-            names = " and ".join(filter(None, [", ".join(having[:-1]), having[-1]]))
-            what = f": {names} {'has' if len(having) == 1 else 'have'} one"
+            what = f"; there is one for {', '.join(having)}"
         elif "--set" in options:
             what = f": for a parameter of the job's function write --set {word.strip('-')}=VALUE"
         else:
@@ -86,16 +84,18 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         return _ended(_run(words))
     except KeyboardInterrupt:
-        return interrupt.said()
+        return interrupt.report()
     except Exception as error:
-        return interrupt.said() if interrupt.just_now() else _ended(_told(error))
+        if interrupt.just_now():
+            return interrupt.report()
+        return _ended(_report_error(error))
     finally:
-        interrupt.over()
+        interrupt.close()
         signal.signal(signal.SIGTERM, before)
 
 
 class Interrupt:
-    """Listens for Ctrl-C from now until ``over``; pressed twice in a row it is one, since ending
+    """Listens for Ctrl-C from now until ``close``; pressed twice in a row it is one, since ending
     takes a moment.
 
     Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its
@@ -103,7 +103,7 @@ class Interrupt:
     process may end where it stands.
 
     Args:
-        line: what is said of it.
+        line: what is printed then.
     """
 
     _ONE = 2.0
@@ -113,67 +113,65 @@ class Interrupt:
         self._line = line
         self._pressed = -math.inf
         self._before = signal.getsignal(signal.SIGINT)
-        if (
-            self._before is signal.default_int_handler
-        ):  # elsewhere somebody has decided otherwise: nohup, say
+        # Another handler is somebody's decision: that of nohup, say.
+        self._listens = self._before is signal.default_int_handler
+        if self._listens:
             signal.signal(signal.SIGINT, self._press)
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         if self.just_now():
             return
         self._pressed = time.monotonic()
-        if getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False):
+        torch_spec = getattr(sys.modules.get("torch"), "__spec__", None)
+        if getattr(torch_spec, "_initializing", False):
             fork_server.stop()
-            os._exit(self.said())
+            os._exit(self.report())
         raise KeyboardInterrupt
 
     def just_now(self) -> bool:
-        """Whether what is raised now may be for its sake."""
+        """Return whether an exception that is raised now may come from Ctrl-C."""
         return time.monotonic() - self._pressed < self._ONE
 
-    def said(self) -> int:
-        """Say it; gives the exit code of a command that was stopped so."""
-        _say(self._line)
+    def report(self) -> int:
+        """Print the line, and return the exit code of a command that was stopped by Ctrl-C."""
+        _print_error(self._line)
         return 130
 
-    def over(self) -> None:
+    def close(self) -> None:
         """Listen no more."""
-        if self._before is signal.default_int_handler:
+        if self._listens:
             signal.signal(signal.SIGINT, self._before)
 
 
-def _told(error: Exception) -> int:
-    """Say what went wrong; gives the exit code."""
+def _report_error(error: Exception) -> int:
+    """Print what went wrong, and return the exit code."""
     if isinstance(error, LockstepError):
         if isinstance(error, RankFailed) and error.traceback:
-            _say(error.traceback.rstrip())
-        if (
-            isinstance(error, InputError)
-            and _under_torchrun()
-            and os.environ.get("RANK", "0") != "0"
-        ):
-            # torchrun's ranks are refused alike: rank 0 says it, and torchrun ends the others
+            _print_error(error.traceback.rstrip())
+        if isinstance(error, InputError) and _under_torchrun() and os.environ["RANK"] != "0":
+            # torchrun's ranks are refused alike: rank 0 reports it, and torchrun ends the others
             # meanwhile.
             time.sleep(1.0)
-        _say(f"lockstep: {error}")
+        _print_error(f"lockstep: {error}")
         return error.exit_code
     if _under_torchrun():
         from lockstep.launch.processes.failure_records import looks_like_peers
 
         if looks_like_peers(error):
-            _say(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
+            _print_error(f"lockstep: rank {os.environ['RANK']} stopped because another rank did")
             return 1
     # The person's own code, run in this process: its traceback is what helps.
-    _say(own_traceback(error).rstrip())
-    first = str(error).split("\n")[0]
-    where = "".join(
-        f" ({n})" for n in getattr(error, "__notes__", []) if n.startswith("raised in stage")
-    )
-    _say(f"lockstep: the run failed: {type(error).__name__}: {first}{where}")
+    _print_error(own_traceback(error).rstrip())
+    line = f"lockstep: the run failed: {type(error).__name__}: "
+    line += str(error).split("\n")[0]
+    for note in getattr(error, "__notes__", []):
+        if note.startswith("raised in stage"):
+            line += f" ({note})"
+    _print_error(line)
     return 1
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     # In one piece, so that torchrun's ranks don't write into one another's lines.
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
@@ -184,7 +182,7 @@ def _under_torchrun() -> bool:
 
 
 def _ended(code: int) -> int:
-    """The exit code. Under torchrun the process ends here and now.
+    """Return the exit code. Under torchrun the process ends here and now.
 
     Threads of gloo's that outlive their group ask for Python's lock while Python goes away, and now
     and then abort the process of a training that is done (torch 2.13: "terminate called without an
@@ -203,7 +201,8 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(words: list[str]) -> int:
     parser, commands = _parser()
-    if {"-h", "--help"} & set(words) and "--strategy" in words[:-1] and words[0] in commands:
+    asks_for_help = "-h" in words or "--help" in words
+    if asks_for_help and "--strategy" in words[:-1] and words[0] in commands:
         add_strategy(commands[words[0]], words[words.index("--strategy") + 1])
     options, rest = parser.parse_known_args(words)
     if rest and hasattr(options, "of_strategy"):
@@ -227,7 +226,11 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         description="Train an ordinary PyTorch model on many devices, with the results of one.",
     )
     parser.set_defaults(command=None)
-    parser.add_argument("--version", action="version", version=f"lockstep {lockstep.__version__}")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"lockstep {lockstep.__version__}",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
 
     for add in (
@@ -238,14 +241,22 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         add_checkpoints,
         add_tune,
         add_compare,
+        add_partition,
+        add_schedule,
+        add_report,
+        add_verify,
     ):
         add(commands)
-    for add in (add_partition, add_schedule, add_report, add_verify):
-        add(commands)
-    devices = commands.add_parser("devices", help="the available devices", allow_abbrev=False)
+    devices = commands.add_parser(
+        "devices",
+        help="the available devices",
+        allow_abbrev=False,
+    )
     devices.add_argument("--strategy", help="draw who holds what, and who reads what, under it")
     devices.add_argument(
-        "--devices", default="auto", help="those of the drawing: auto, 4, 2xcpu, cuda:0,2"
+        "--devices",
+        default="auto",
+        help="those of the drawing: auto, 4, 2xcpu, cuda:0,2",
     )
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)

@@ -25,15 +25,21 @@ from lockstep.errors import InputError
 def add_compare(commands: Any) -> None:
     """Options of ``compare``."""
     parser = commands.add_parser(
-        "compare", help="strategies side by side, measured", allow_abbrev=False
+        "compare",
+        help="strategies side by side, measured",
+        allow_abbrev=False,
     )
     parser.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
-        "--strategies", metavar="NAMES", help="with commas between (default: single,dp,ddp,mp,pp)"
+        "--strategies",
+        metavar="NAMES",
+        help="with commas between (default: single,dp,ddp,mp,pp)",
     )
     parser.add_argument(
-        "--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)"
+        "--devices",
+        default="auto",
+        help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)",
     )
     parser.add_argument(
         "--sweep",
@@ -44,16 +50,26 @@ def add_compare(commands: Any) -> None:
         "devices=2,4; may be repeated",
     )
     parser.add_argument(
-        "--map", metavar="FILE_OR_JSON", help="which layer is on which device, under mp and pp"
+        "--map",
+        metavar="FILE_OR_JSON",
+        help="which layer is on which device, under mp and pp",
     )
     _add_measuring(parser, rounds=5)
     parser.add_argument(
-        "--no-parity", action="store_true", help="don't hold the numbers against one device's"
+        "--no-parity",
+        action="store_true",
+        help="don't hold the numbers against one device's",
     )
     parser.add_argument(
-        "--folder", default="runs", help="where the folder with the report is made (default: runs)"
+        "--folder",
+        default="runs",
+        help="where the folder with the report is made (default: runs)",
     )
-    parser.add_argument("--csv", metavar="FILE", help="also write the table to this file")
+    parser.add_argument(
+        "--csv",
+        metavar="FILE",
+        help="also write the table to this file",
+    )
     add_settings(parser)
     parser.set_defaults(function=_compare)
 
@@ -72,11 +88,15 @@ def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
         default=2.0,
         help="least seconds of each turn (default: 2)",
     )
-    parser.add_argument("--json", metavar="FILE", help="also write what was found to this file")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="also write what was found to this file",
+    )
 
 
 def _compare(options: argparse.Namespace) -> int:
-    """1 where nothing could be measured."""
+    """Compare, and return 1 where nothing could be measured."""
     warm_up(options, surely=True)
     from lockstep.compare.compare import compare
     from lockstep.compare.comparison_folder import json_of
@@ -123,7 +143,9 @@ def _swept(word: str) -> tuple[str, list[str]]:
 def add_tune(commands: Any) -> None:
     """Options of ``tune``."""
     parser = commands.add_parser(
-        "tune", help="try which settings make a job faster here", allow_abbrev=False
+        "tune",
+        help="try which settings make a job faster here",
+        allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
@@ -158,14 +180,20 @@ def _tune(options: argparse.Namespace) -> int:
 def add_verify(commands: Any) -> None:
     """Options of ``verify``."""
     parser = commands.add_parser(
-        "verify", help="the same numbers as one device, or why not", allow_abbrev=False
+        "verify",
+        help="the same numbers as one device, or why not",
+        allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
-        "--whole", action="store_true", help="never cut batches to fewer samples to save time"
+        "--whole",
+        action="store_true",
+        help="never cut batches to fewer samples to save time",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="also write what was found to this file; - prints that alone"
+        "--json",
+        metavar="FILE",
+        help="also write what was found to this file; - prints that alone",
     )
     add_placement(parser)
     add_settings(parser)

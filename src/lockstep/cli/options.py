@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
-    """The type of an option that is a finite number above 0."""
+    """Make the type of an option that is a finite number above 0."""
 
     def number(word: str) -> float:
         if not 0 < (value := kind(word)) < math.inf:
@@ -35,7 +35,7 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """Find out now, not after the work, that a file can't be written; nothing is left of the try.
+    """Refuse a file that can't be written, now and not after the work; the try leaves nothing.
 
     Raises:
         FolderError: it can't.
@@ -53,7 +53,8 @@ def check_writable(option: str, file: str | None) -> None:
 
 
 def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
-    """The settings of a job, and the parameters of its own: ``--batch-size 32 --set lr=0.1``.
+    """Add the settings of a job, and the parameters of its function: ``--batch-size 32``, ``--set
+    lr=0.1``.
 
     ``without`` those that the command has other options for.
     """
@@ -76,9 +77,19 @@ def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()
             sentence += f" (default: {str(default).lower()})"
         option = f"--{name.replace('_', '-')}"
         if "bool" in str(SETTINGS[name]):
-            group.add_argument(option, nargs="?", const="true", metavar="BOOL", help=sentence)
+            group.add_argument(
+                option,
+                nargs="?",
+                const="true",
+                metavar="BOOL",
+                help=sentence,
+            )
         else:
-            group.add_argument(option, metavar="VALUE", help=sentence)
+            group.add_argument(
+                option,
+                metavar="VALUE",
+                help=sentence,
+            )
     parser.set_defaults(settings=tuple(names))
 
 
@@ -107,14 +118,14 @@ def job_parameters_in(options: argparse.Namespace) -> dict[str, str]:
 
 
 def job_in(options: argparse.Namespace) -> JobFile:
-    """The job file that was named, with its parameters and settings."""
+    """Return the job file that was named, with its parameters and settings."""
     from lockstep.jobfile import JobFile
 
     return JobFile(options.job, job_parameters_in(options), settings_in(options))
 
 
 def add_placement(parser: argparse.ArgumentParser) -> None:
-    """A strategy, its settings and its devices."""
+    """Add a strategy, its settings and its devices."""
     parser.add_argument(
         "--strategy",
         help="single, dp, ddp, fsdp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: "
@@ -122,7 +133,9 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
         "ddp on several)",
     )
     parser.add_argument(
-        "--devices", default="auto", help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)"
+        "--devices",
+        default="auto",
+        help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)",
     )
     parser.add_argument(
         "--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)"
@@ -140,20 +153,23 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
 
 
 def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:
-    """The settings of the strategy of that name. This imports torch, so it is done only where
-    one is asked for.
+    """Add the settings of the strategy of that name.
+
+    This imports torch, so it is done only where a strategy is asked for.
     """
     from lockstep.errors import StrategyError
     from lockstep.strategies import kind_of
 
     try:
         described = kind_of(name).settings()
-    except StrategyError:  # which is said when the strategy is chosen
+    except StrategyError:  # which is raised again when the strategy is chosen
         return
     group = parser.add_argument_group(f"settings of {name}")
     for setting, what in described.items():
         group.add_argument(
-            f"--{setting.replace('_', '-')}", metavar="VALUE", help=what.replace("%", "%%")
+            f"--{setting.replace('_', '-')}",
+            metavar="VALUE",
+            help=what.replace("%", "%%"),
         )
     parser.set_defaults(of_strategy=tuple(described))
 
@@ -180,7 +196,7 @@ def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
 
 
 def strategy_in(options: argparse.Namespace) -> Any:
-    """The strategy's name, or the strategy itself where settings of its own were given."""
+    """Return the strategy's name, or the strategy itself where settings of its own were given."""
     settings = _given(options, ["map", *options.of_strategy])
     if not settings:
         return options.strategy

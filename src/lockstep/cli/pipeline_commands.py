@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 def add_partition(commands: Any) -> None:
     """Options of ``partition``."""
     parser = commands.add_parser(
-        "partition", help="which layers go to which device", allow_abbrev=False
+        "partition",
+        help="which layers go to which device",
+        allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
-        "--devices", default="auto", help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)"
+        "--devices",
+        default="auto",
+        help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)",
     )
     parser.add_argument(
         "--strategy", help="a product such as ddp=2xpp=2: the stages of one of its replicas"
@@ -47,7 +51,9 @@ def add_partition(commands: Any) -> None:
         help="where micro-batches are chosen: for this one (default: auto)",
     )
     parser.add_argument(
-        "--estimate", action="store_true", help="from operations and bytes, without a run"
+        "--estimate",
+        action="store_true",
+        help="from operations and bytes, without a run",
     )
     parser.add_argument(
         "--memory",
@@ -72,19 +78,18 @@ def _partition(options: argparse.Namespace) -> int:
     devices = parse(options.devices)
     if options.strategy is not None:
         job, devices = _of_a_replica(options, the_job(job))
-    sizes = (
-        []
-        if options.memory is None
-        else [bytes_of(word, "--memory") for word in options.memory.split(",")]
-    )
-    memory = None if not sizes else sizes[0] if len(sizes) == 1 else sizes
+    memory: list[int] | int | None = None
+    if options.memory is not None:
+        sizes = [bytes_of(word, "--memory") for word in options.memory.split(",")]
+        memory = sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
         if options.estimate:
             raise InputError("--microbatches auto needs measured times: leave --estimate out")
-        only = None if options.schedule == "auto" else [_known(options.schedule)]
-        found, choice = planned(
-            the_job(job), devices, schedules=only, capacity=capacities(devices, memory)
-        )
+        only = None
+        if options.schedule != "auto":
+            only = [_known(options.schedule)]
+        capacity = capacities(devices, memory)
+        found, choice = planned(the_job(job), devices, schedules=only, capacity=capacity)
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
         print("\n".join([*key(width), "", *textwrap.wrap(choice.why, width)]))
@@ -103,7 +108,7 @@ def _partition(options: argparse.Namespace) -> int:
 
 
 def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Device, ...]]:
-    """What one replica of a product is given of each batch, and its devices.
+    """Return the job with what one replica of a product is given of each batch, and its devices.
 
     Raises:
         InputError: the strategy has no stages.
@@ -125,7 +130,9 @@ def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Dev
 def add_schedule(commands: Any) -> None:
     """Options of ``schedule``."""
     parser = commands.add_parser(
-        "schedule", help="a pipeline's schedule as a picture", allow_abbrev=False
+        "schedule",
+        help="a pipeline's schedule as a picture",
+        allow_abbrev=False,
     )
     parser.add_argument(
         "--stages",
@@ -135,7 +142,11 @@ def add_schedule(commands: Any) -> None:
         help="devices, with a stage on each (default: 4)",
     )
     parser.add_argument(
-        "--microbatches", type=int, default=8, metavar="M", help="of a global batch (default: 8)"
+        "--microbatches",
+        type=int,
+        default=8,
+        metavar="M",
+        help="of a global batch (default: 8)",
     )
     parser.add_argument(
         "--schedule",
@@ -146,7 +157,12 @@ def add_schedule(commands: Any) -> None:
     )
     for name in ("--forward", "--backward"):
         what = "of a stage, or of each with commas between (default: 1)"
-        parser.add_argument(name, default="1", metavar="TIMES", help=what)
+        parser.add_argument(
+            name,
+            default="1",
+            metavar="TIMES",
+            help=what,
+        )
     parser.add_argument(
         "--transfer",
         type=float,
@@ -155,10 +171,14 @@ def add_schedule(commands: Any) -> None:
         help="from device to device (default: 0)",
     )
     parser.add_argument(
-        "--words", action="store_true", help="also print the actions: 2F0 is stage 2, forward 0"
+        "--words",
+        action="store_true",
+        help="also print the actions: 2F0 is stage 2, forward 0",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="also draw it: .png, .svg or .pdf (needs matplotlib)"
+        "--out",
+        metavar="FILE",
+        help="also draw it: .png, .svg or .pdf (needs matplotlib)",
     )
     parser.set_defaults(function=_schedule)
 
@@ -201,7 +221,7 @@ _MOST = 200_000
 
 
 def _known(name: str) -> str:
-    """The name of a schedule, if there is one of that name."""
+    """Return the name of a schedule, if there is one of that name."""
     from lockstep.pipelining.schedule import SCHEDULES
 
     if name not in SCHEDULES:
@@ -221,8 +241,9 @@ def _simulated(name: str, options: argparse.Namespace) -> Timeline:
 
 
 def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
-    """A time for each stage. One that is given for each device is divided over the device's
-    stages.
+    """Return a time for each stage.
+
+    One that is given for each device is divided over the device's stages.
     """
     said: str = getattr(options, which)
     try:
@@ -242,7 +263,7 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
 
 
 def _print_timeline(timeline: Timeline, width: int) -> None:
-    """The grid, in colours on a terminal, and below it the bubble."""
+    """Print the grid, in colours on a terminal, and below it the bubble."""
     from lockstep.pipelining.planner.schedule_picture import IDLE, grid, summary
 
     lines = grid(timeline, width)

@@ -26,9 +26,15 @@ from lockstep.run.stop_request import GRACE
 
 def add_train(commands: Any) -> None:
     """Options of ``train``."""
-    parser = commands.add_parser("train", help="train a job", allow_abbrev=False)
+    parser = commands.add_parser(
+        "train",
+        help="train a job",
+        allow_abbrev=False,
+    )
     parser.add_argument(
-        "job", nargs="?", help="a Python file with a `job`; left out with --resume, the run's own"
+        "job",
+        nargs="?",
+        help="a Python file with a `job`; left out with --resume, the run's own",
     )
     add_placement(parser)
     parser.add_argument(
@@ -39,7 +45,9 @@ def add_train(commands: Any) -> None:
     )
     _add_job_file(parser)
     parser.add_argument(
-        "--folder", default="runs", help="where the run's folder is made (default: runs)"
+        "--folder",
+        default="runs",
+        help="where the run's folder is made (default: runs)",
     )
     parser.add_argument(
         "--batch-size-per-device",
@@ -132,7 +140,9 @@ def _train(options: argparse.Namespace) -> int:
 def add_evaluate(commands: Any) -> None:
     """Options of ``evaluate``."""
     parser = commands.add_parser(
-        "evaluate", help="evaluate a run, or an untrained job", allow_abbrev=False
+        "evaluate",
+        help="evaluate a run, or an untrained job",
+        allow_abbrev=False,
     )
     parser.add_argument("what", help="the folder of a run, or a job file")
     add_placement(parser)
@@ -154,7 +164,9 @@ def _evaluate(options: argparse.Namespace) -> int:
 def add_predict(commands: Any) -> None:
     """Options of ``predict``."""
     parser = commands.add_parser(
-        "predict", help="a run's outputs for each sample of a dataset", allow_abbrev=False
+        "predict",
+        help="a run's outputs for each sample of a dataset",
+        allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
@@ -171,7 +183,9 @@ def add_predict(commands: Any) -> None:
         help=".npy, .npz, .safetensors or .jsonl (default: in the run's folder, predictions-DATA)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the file where it is there already"
+        "--overwrite",
+        action="store_true",
+        help="replace the file where it is there already",
     )
     add_placement(parser)
     _add_weights(parser)
@@ -182,10 +196,11 @@ def _predict(options: argparse.Namespace) -> int:
     warm_up(options)
     from lockstep.prediction.predict import predict
 
-    which = (
-        "best" if options.best else "" if options.weights is None else Path(options.weights).stem
-    )
-    name = "-".join(filter(None, ["predictions", options.data.rpartition(":")[2], which]))
+    name = f"predictions-{options.data.rpartition(':')[2]}"
+    if options.best:
+        name += "-best"
+    elif options.weights is not None:
+        name += f"-{Path(options.weights).stem}"
     out = options.out or os.path.join(options.run, name)
     predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
     return 0
@@ -194,23 +209,35 @@ def _predict(options: argparse.Namespace) -> int:
 def add_export(commands: Any) -> None:
     """Options of ``export``."""
     parser = commands.add_parser(
-        "export", help="a run's model as a file for other programs", allow_abbrev=False
+        "export",
+        help="a run's model as a file for other programs",
+        allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
-        "--format", required=True, help="safetensors, torch-export, onnx or tensorrt"
+        "--format",
+        required=True,
+        help="safetensors, torch-export, onnx or tensorrt",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="(default: in the run's folder, exported.ENDING)"
+        "--out",
+        metavar="FILE",
+        help="(default: in the run's folder, exported.ENDING)",
     )
     parser.add_argument(
-        "--dynamic", default="batch", help="batch: of any size, lengths too; none: one shape"
+        "--dynamic",
+        default="batch",
+        help="batch: of any size, lengths too; none: one shape",
     )
     parser.add_argument(
         "--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)"
     )
     what = "safetensors in parts of at most this size, as 5GB, with an index (default: one file)"
-    parser.add_argument("--max-shard-size", metavar="SIZE", help=what)
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help=what,
+    )
     parser.add_argument(
         "--quantize", help="int8: the weights of linear layers, of onnx (default: none)"
     )
@@ -220,7 +247,9 @@ def add_export(commands: Any) -> None:
         help="largest difference (default: 1e-4; less exact: 0.1)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace the file where it is there already"
+        "--overwrite",
+        action="store_true",
+        help="replace the file where it is there already",
     )
     _add_weights(parser)
     parser.set_defaults(function=_export)
@@ -244,21 +273,29 @@ def _export(options: argparse.Namespace) -> int:
 
 def add_checkpoints(commands: Any) -> None:
     """Options of ``checkpoints``, and of ``audit``."""
-    parser = commands.add_parser("checkpoints", help="the checkpoints of a run", allow_abbrev=False)
+    parser = commands.add_parser(
+        "checkpoints",
+        help="the checkpoints of a run",
+        allow_abbrev=False,
+    )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
-        "--verify", action="store_true", help="read all of them and compare their sums"
+        "--verify",
+        action="store_true",
+        help="read all of them and compare their sums",
     )
     parser.set_defaults(function=_checkpoints)
     parser = commands.add_parser(
-        "audit", help="which samples a run has used, and how often", allow_abbrev=False
+        "audit",
+        help="which samples a run has used, and how often",
+        allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run that was trained with --audit")
     parser.set_defaults(function=_audit)
 
 
 def _checkpoints(options: argparse.Namespace) -> int:
-    """List them; 1 where one is damaged."""
+    """List the checkpoints; return 1 where one is damaged."""
     from lockstep.training.run import checkpoints_of
 
     lines, whole = checkpoints_of(options.run, verify=options.verify)
@@ -267,7 +304,10 @@ def _checkpoints(options: argparse.Namespace) -> int:
 
 
 def _audit(options: argparse.Namespace) -> int:
-    """Add up what all starts of a run have used; 1 where a sample was used twice, or never."""
+    """Add up what all starts of a run have used.
+
+    Return 1 where a sample was used twice, or never.
+    """
     from lockstep.training.records.audit import added_up
 
     lines, right = added_up(options.run)
@@ -276,24 +316,43 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--best", action="store_true", help="the weights of the best evaluation")
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="the weights of the best evaluation",
+    )
     what = "other weights: a safetensors file in the run's folder (ema.safetensors), or elsewhere"
-    parser.add_argument("--weights", metavar="FILE", help=what)
+    parser.add_argument(
+        "--weights",
+        metavar="FILE",
+        help=what,
+    )
     _add_job_file(parser)
     add_settings(parser, without=["best"])
 
 
 def _add_job_file(parser: argparse.ArgumentParser) -> None:
     what = "the job file of the run, instead of the one that its folder names"
-    parser.add_argument("--job", dest="job_file", metavar="FILE", help=what)
+    parser.add_argument(
+        "--job",
+        dest="job_file",
+        metavar="FILE",
+        help=what,
+    )
     what = "run the job file that the run's folder names, though it isn't the one that was trained"
-    parser.add_argument("--trust-job", action="store_true", help=what)
+    parser.add_argument(
+        "--trust-job",
+        action="store_true",
+        help=what,
+    )
 
 
 def add_report(commands: Any) -> None:
     """Options of ``report``."""
     parser = commands.add_parser(
-        "report", help="a page of a run, or of a comparison", allow_abbrev=False
+        "report",
+        help="a page of a run, or of a comparison",
+        allow_abbrev=False,
     )
     parser.add_argument("folder", help="the folder of a run, or of a comparison")
     parser.set_defaults(function=_report)
@@ -314,7 +373,7 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:
-    """What ``evaluate`` and ``predict`` are both told."""
+    """Return the arguments that ``evaluate`` and ``predict`` have in common."""
     return {
         "strategy": strategy_in(options),
         "devices": options.devices,

@@ -22,7 +22,12 @@ class EpochBatches:
         batches: the rest of the epoch.
     """
 
-    def __init__(self, setup: Setup, progress: TrainingProgress, batches: Iterator[Batch]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        progress: TrainingProgress,
+        batches: Iterator[Batch],
+    ) -> None:
         self._setup = setup
         self._progress = progress
         self._batches = batches

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Mapping
@@ -78,14 +79,16 @@ def evaluate(
         )
     else:
         for option, value in (("best", best or None), ("weights", weights), ("job", job)):
-            if value is not None:
-                instead = f": --init {weights} gives it these" if option == "weights" else ""
-                raise InputError(
-                    f"{what}: --{option} is for a run, and this is a job that was not trained"
-                    f"{instead}"
-                )
-        is_path = isinstance(what, str | Path)
-        evaluated = JobFile(str(what), job_parameters or {}) if is_path else as_job(what)
+            if value is None:
+                continue
+            why = f"{what}: --{option} is for a run, and this is a job that was not trained"
+            if option == "weights":
+                why += f": --init {weights} gives it these"
+            raise InputError(why)
+        evaluated = as_job(what)
+        if isinstance(evaluated, JobFile) and job_parameters:
+            parameters = {**evaluated.parameters, **job_parameters}
+            evaluated = dataclasses.replace(evaluated, parameters=parameters)
 
     evaluated = with_settings(evaluated, settings)
     chosen = _devices.parse(devices_for(strategy, devices))

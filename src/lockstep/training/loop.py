@@ -19,7 +19,6 @@ epoch ends is ``EpochBatches``; when something is due within one is ``Triggers``
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -188,7 +187,7 @@ class _Training:
             return
 
         progress.end_training_of_epoch(self.records.samples, seconds)
-        self._end_epoch(self._rates(seconds), has_ended=has_ended)
+        self._end_epoch(self.records.rates(seconds), has_ended=has_ended)
         progress.paused += time.perf_counter() - trained
 
     def _updates(self) -> bool:
@@ -266,15 +265,6 @@ class _Training:
             self._add_record(record)
         if is_saved and not progress.ends_unevaluated:
             self._call_saved(number)
-
-    def _rates(self, seconds: float) -> dict[str, float]:
-        """Return the learning rate, and how fast an epoch was trained, by name."""
-        group = self.step.optimizer.param_groups[0]
-        return {
-            "lr": float(group.get("lr", math.nan)),
-            "seconds": seconds,
-            "samples_per_second": self.records.samples / seconds if seconds else 0.0,
-        }
 
     def _move_scheduler_of_epochs(self) -> None:
         """Move a scheduler on that moves once an epoch, by the last loss that it wasn't given."""

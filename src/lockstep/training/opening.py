@@ -76,8 +76,10 @@ def _headline(setup: Setup) -> str:
     elif device.is_slot:
         where = f"one CPU device of {counted(device.threads, 'core')}"
 
-    via = f", {setup.world.backend}" if setup.world.backend else ""
-    return f"{setup.plan.name}: {setup.strategy.name} on {where}{via}"
+    backend = setup.world.backend
+    if backend:
+        where += f", {backend}"
+    return f"{setup.plan.name}: {setup.strategy.name} on {where}"
 
 
 def _batch_size_per_device(setup: Setup, size: int) -> str:
@@ -110,10 +112,16 @@ def _batches(setup: Setup) -> str:
 
     sets = []
     for name, loader in setup.eval_loaders.items():
-        samples = "a stream" if loader.samples is None else f"{loader.samples:,}"
-        sets.append(f"{samples} ({name})" if name else samples)
+        samples = "a stream"
+        if loader.samples is not None:
+            samples = f"{loader.samples:,}"
+        if name:
+            samples += f" ({name})"
+        sets.append(samples)
 
-    return f"{line}, {' + '.join(sets)} for evaluation" if sets else line
+    if sets:
+        line += f", {' + '.join(sets)} for evaluation"
+    return line
 
 
 def _shares(setup: Setup) -> list[int]:
@@ -213,10 +221,10 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
 
     for then_group, group in zip(before.get("optimizer", []), setup.optimizer, strict=False):
         for name, then in then_group.items():
-            if group.get(name, then) != then:
+            now = group.get(name, then)
+            if now != then:
                 lines.append(
-                    f"{name}: the optimizer goes on as it was saved, with {then}, and not "
-                    f"{group[name]}"
+                    f"{name}: the optimizer goes on as it was saved, with {then}, and not {now}"
                 )
 
     return [line for line in dict.fromkeys(lines) if line is not None]

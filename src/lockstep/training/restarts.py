@@ -81,7 +81,13 @@ def with_restarts(
             plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
 
 
-def after_error(run: RunFolder, error: BaseException, display: Display, *, resumed: bool) -> None:
+def after_error(
+    run: RunFolder,
+    error: BaseException,
+    display: Display,
+    *,
+    resumed: bool,
+) -> None:
     """Remove the folder of a run that was refused, or was stopped before it had anything.
 
     Else log where it is, and write what failed.

@@ -51,10 +51,9 @@ def as_it_went(
         return strategy, devices
 
     if strategy is None:
-        is_single_on_several = (
-            before == "single" and devices is not None and len(_devices.parse(devices)) > 1
-        )
-        if is_single_on_several or (not own_devices and named(before).in_one_process):
+        if before == "single" and devices is not None and len(_devices.parse(devices)) > 1:
+            return None, devices
+        if not own_devices and named(before).in_one_process:
             return None, devices
 
     return _with_settings_of(before, config["strategy_settings"]), devices
@@ -82,13 +81,18 @@ def _still_here(names: Sequence[str]) -> tuple[Device, ...]:
     if all(name.startswith("cpu:") for name in names):
         return _devices.slots(len(names))
 
-    here = _devices.accelerators()
-    same = tuple(device for device in here if str(device) in names)
-    if len(same) == len(names):
-        return same
+    same = []
+    alike = []
+    for device in _devices.accelerators():
+        if str(device) in names:
+            same.append(device)
+        if names[0].startswith(f"{device.type}:"):
+            alike.append(device)
 
-    alike = tuple(device for device in here if names[0].startswith(f"{device.type}:"))
-    return (alike or _devices.parse("auto"))[: len(names)]
+    if len(same) == len(names):
+        return tuple(same)
+    others = tuple(alike) or _devices.parse("auto")
+    return others[: len(names)]
 
 
 class FoundRun(NamedTuple):
@@ -106,7 +110,10 @@ class FoundRun(NamedTuple):
 
 
 def run_to_resume(
-    resume: str | Path | None, parent: str | Path, job: Job | JobFile, name: str
+    resume: str | Path | None,
+    parent: str | Path,
+    job: Job | JobFile,
+    name: str,
 ) -> FoundRun:
     """Find the run to resume: the one that was given, the newest, or that of torchrun."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID") if started_ranks.restarts() else None
@@ -126,7 +133,10 @@ def run_to_resume(
 
 
 def newest_of(
-    parent: str | Path, job: Job | JobFile, name: str, run_id: str | None = None
+    parent: str | Path,
+    job: Job | JobFile,
+    name: str,
+    run_id: str | None = None,
 ) -> RunFolder | None:
     """Return the newest run under a folder that ``--resume auto`` takes: of this job, and not at
     its end.
@@ -153,7 +163,12 @@ def newest_of(
     return newest
 
 
-def _is_taken(folder: RunFolder, job: Job | JobFile, name: str, run_id: str | None) -> bool:
+def _is_taken(
+    folder: RunFolder,
+    job: Job | JobFile,
+    name: str,
+    run_id: str | None,
+) -> bool:
     """Return whether ``--resume auto`` may take the run in a folder.
 
     Arguments as for ``newest_of``.

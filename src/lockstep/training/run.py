@@ -186,8 +186,11 @@ def _weights_in(folder: Path, file: Path) -> Path:
         if path.is_file():
             return path
 
-    found = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
-    names = [str(path) for path in found if path.parts[0] != "checkpoints"]
+    names = []
+    for path in sorted(folder.rglob("*.safetensors")):
+        name = path.relative_to(folder)
+        if name.parts[0] != "checkpoints":
+            names.append(str(name))
     raise FolderError(
         f"weights: there is no file {file}, in {folder} or by this path; the run has "
         f"{', '.join(names) or 'none'}"
@@ -234,15 +237,14 @@ def job_of(
                 f"{name}=VALUE"
             )
 
-    # A parameter with a setting's name, given now, wins over that setting of the run.
-    before = {name: value for name, value in config["settings"].items() if name not in parameters}
-    given = {name: value for name, value in config["given"].items() if name not in parameters}
-    return JobFile(
-        str(job or config["file"]),
-        {**config["set"], **parameters},
-        {**given, **(settings or {})},
-        before,
-    )
+    before = config["settings"]
+    given = config["given"]
+    for name in parameters:  # one with a setting's name wins over that setting of the run
+        before.pop(name, None)
+        given.pop(name, None)
+    given |= settings or {}
+    file = str(job or config["file"])
+    return JobFile(file, {**config["set"], **parameters}, given, before)
 
 
 def _refuse_another_file(run: Path, config: Mapping[str, Any]) -> None:

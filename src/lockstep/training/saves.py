@@ -100,7 +100,13 @@ class Saves:
         except InputError as error:
             raise JobError(f"saving: {error}") from error
 
-    def _beside(self, epoch: int, position: int, *, whole: bool = True) -> dict[str, Any]:
+    def _beside(
+        self,
+        epoch: int,
+        position: int,
+        *,
+        whole: bool = True,
+    ) -> dict[str, Any]:
         """Return the states of what is around the step.
 
         Unless ``whole``, averages have the rows of this rank only.

@@ -28,7 +28,10 @@ def scheduler_of(job: Job, step: Step) -> Any:
     if isinstance(make, Mapping):
         assert isinstance(step.optimizer, Optimizers)
         by_name = step.optimizer.by_name
-        return Schedulers({name: _made(one, by_name[name]) for name, one in make.items()})
+        schedulers = {}
+        for name, make_one in make.items():
+            schedulers[name] = _made(make_one, by_name[name])
+        return Schedulers(schedulers)
 
     scheduler = _made(make, step.optimizer)
     if step.layout.keeps_shards and not _is_of_pytorch(scheduler):

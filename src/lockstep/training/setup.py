@@ -99,7 +99,13 @@ class Setup:
         optimizer: the settings of the optimizer's groups, as the job gives them.
     """
 
-    def __init__(self, world: World, plan: Plan, job: Job, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan: Plan,
+        job: Job,
+        folder: RunFolder,
+    ) -> None:
         self.world = world
         self.plan = plan
         self.job = job
@@ -130,8 +136,9 @@ class Setup:
 
         moves = self.steps if job.lr_scheduler_every == "step" else self.epochs
         refuse_too_short(self.scheduler, moves)
-        devices = world.gather_objects([str(device) for device in world.devices])
-        self.devices = [name for names in devices for name in names]
+        self.devices: list[str] = []
+        for names in world.gather_objects([str(device) for device in world.devices]):
+            self.devices += names
 
     def _build(self) -> tuple[Strategy, Step]:
         """Plan what the strategy left open, and build its step; what they log is kept for later.
@@ -196,7 +203,11 @@ class Setup:
 
 def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an optimizer's group that are numbers."""
-    return {name: value for name, value in group.items() if isinstance(value, int | float)}
+    numbers = {}
+    for name, value in group.items():
+        if isinstance(value, int | float):
+            numbers[name] = value
+    return numbers
 
 
 def write_config(setup: Setup) -> None:
@@ -219,15 +230,19 @@ def write_config(setup: Setup) -> None:
         "world_size": setup.world.size,
         "backend": setup.world.backend,
         "run_id": os.environ.get("TORCHELASTIC_RUN_ID"),
-        "resumed": [*before["resumed"], before["strategy"]] if before else [],
+        "resumed": [],
     }
+    if before:
+        config["resumed"] = [*before["resumed"], before["strategy"]]
 
     if file is not None:
         path = Path(file.path).resolve()
         config["file"] = str(path)
         config["sources"] = {path.name: hash_of(path)}
         config["set"] = written(file.parameters)
-        config["given"] = {name: settings[name] for name in file.settings if name in settings}
+        for name in file.settings:
+            if name in settings:
+                config["given"][name] = settings[name]
 
     setup.folder.write_json(setup.folder.config, config)
 
@@ -237,7 +252,10 @@ _NO_METRICS = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
 
 
 def write_summary(
-    setup: Setup, progress: TrainingProgress, shapes: dict[str, Any], seconds: float
+    setup: Setup,
+    progress: TrainingProgress,
+    shapes: dict[str, Any],
+    seconds: float,
 ) -> dict[str, Any]:
     """Return how the training ended, which rank 0 writes and logs; every rank calls it.
 
@@ -262,6 +280,15 @@ def write_summary(
         else:
             eval_samples += loader.samples
 
+    metrics = {}
+    for name, value in values.items():
+        if name not in _NO_METRICS:
+            metrics[name] = value
+
+    speed = 0.0
+    if progress.seconds:
+        speed = progress.samples / progress.seconds
+
     summary = {
         "strategy": setup.plan.strategy.name,
         "devices": setup.devices,
@@ -275,8 +302,8 @@ def write_summary(
         "train_samples": setup.loader.samples,
         "eval_samples": eval_samples,
         "loss": values.get("eval_loss", values.get("train_loss")),
-        "metrics": {name: value for name, value in values.items() if name not in _NO_METRICS},
-        "samples_per_second": progress.samples / progress.seconds if progress.seconds else 0.0,
+        "metrics": metrics,
+        "samples_per_second": speed,
         "seconds": seconds,
         "peak_memory_bytes": peaks,
         "versions": {

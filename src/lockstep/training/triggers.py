@@ -35,7 +35,12 @@ class Triggers:
     """
 
     def __init__(
-        self, job: Job, world: World, batches_of: Callable[[int], int | None], *, together: bool
+        self,
+        job: Job,
+        world: World,
+        batches_of: Callable[[int], int | None],
+        *,
+        together: bool,
     ) -> None:
         self._world = world
         self._batches_of = batches_of
@@ -158,7 +163,13 @@ class SharedClock:
         together: whether the ranks meet in each update; else each of them goes by its own clock.
     """
 
-    def __init__(self, world: World, seconds: Mapping[str, float], *, together: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        seconds: Mapping[str, float],
+        *,
+        together: bool,
+    ) -> None:
         self._world = world
         self._seconds = seconds
         self._together = together

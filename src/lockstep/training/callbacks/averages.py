@@ -38,7 +38,7 @@ class Average(Callback):
     buffers = False
 
     def __init__(self) -> None:
-        self._parameters: list[tuple[str, torch.Tensor]] = []
+        self._parameters: Tensors = {}
         self._average: Tensors = {}
         self._number = 0  # of weights in it
         self._step: Step | None = None  # from on_start on
@@ -58,11 +58,9 @@ class Average(Callback):
         step = training._step
         self._step = step
         # (Collecting them takes as long as an average for a model of many modules.)
-        self._parameters = [
-            (name, part)
-            for name, part in step.layout.parts().items()
-            if name not in training.left_out
-        ]
+        for name, part in step.layout.parts().items():
+            if name not in training.left_out:
+                self._parameters[name] = part
         weights = self._weights(training)
 
         for name, average in self._average.items():
@@ -72,14 +70,14 @@ class Average(Callback):
 
     def _weights(self, training: TrainingContext) -> Tensors:
         """Return the weights that are averaged, as they are now."""
-        weights: Tensors = dict(self._parameters)
+        tensors: Tensors = dict(self._parameters)
         if self.buffers:
-            weights.update(training.model.named_buffers())
-        return {
-            name: tensor.detach()
-            for name, tensor in weights.items()
-            if tensor.is_floating_point() or tensor.is_complex()
-        }
+            tensors.update(training.model.named_buffers())
+        weights = {}
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() or tensor.is_complex():
+                weights[name] = tensor.detach()
+        return weights
 
     @torch.no_grad()
     def _add(self, training: TrainingContext, weight: float) -> None:
@@ -97,8 +95,13 @@ class Average(Callback):
                 self._average[name] = tensor.to(dtype, copy=True)
             return
 
-        towards = [tensor.to(self._average[name].dtype) for name, tensor in weights.items()]
-        torch._foreach_lerp_(list(self._average.values()), towards, weight)
+        averages = []
+        towards = []
+        for name, tensor in weights.items():
+            average = self._average[name]
+            averages.append(average)
+            towards.append(tensor.to(average.dtype))
+        torch._foreach_lerp_(averages, towards, weight)
 
     @contextlib.contextmanager
     def evaluating(self, training: TrainingContext) -> Iterator[None]:
@@ -144,8 +147,10 @@ class Average(Callback):
         """Return the state: this rank's rows of it, or the whole."""
         average: dict[str, Any] = dict(self._average)
         if self._step is not None:
-            of_part = self._step.layout.rows if rows else self._step.layout.joined
-            average = {name: of_part(name, part) for name, part in average.items()}
+            layout = self._step.layout
+            of_part = layout.rows if rows else layout.joined
+            for name, part in average.items():
+                average[name] = of_part(name, part)
         return {"average": average, "number": self._number}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -53,7 +53,13 @@ class Callbacks:
         JobError: one is no callback, can't be copied, or writes the same file as another.
     """
 
-    def __init__(self, job: Job, step: Step, folder: Path, reporter: EventReporter) -> None:
+    def __init__(
+        self,
+        job: Job,
+        step: Step,
+        folder: Path,
+        reporter: EventReporter,
+    ) -> None:
         self._step = step
         self._world = step.world
         self._seed = job.seed
@@ -91,7 +97,14 @@ class Callbacks:
 
     # ---- calls -----------------------------------------------------------------------------------
 
-    def call(self, kind: str, epoch: int, metrics: dict[str, float], *, whole: bool = True) -> str:
+    def call(
+        self,
+        kind: str,
+        epoch: int,
+        metrics: dict[str, float],
+        *,
+        whole: bool = True,
+    ) -> str:
         """Call the method ``on_<kind>`` of each callback.
 
         Args:
@@ -107,13 +120,15 @@ class Callbacks:
         self.training._begin_call(epoch, metrics)
         within_epoch = kind in ("step", "log")
 
+        stop: _Stop | None = None
         with contextlib.ExitStack() as stack:
             if self._by_name and not within_epoch:
                 stack.enter_context(self._step.modes.evaluating())
             if self.are_own:
                 # Updates leave other random streams behind on each rank, and with micro-batches.
                 stack.enter_context(seeded(mixed(self._seed, self._world.step, _STREAM)))
-            stop = self._each(self._by_name if whole else {}, kind)
+            if whole:
+                stop = self._each(kind)
 
         if not within_epoch:
             stop_by_event = self._report(kind)
@@ -150,14 +165,15 @@ class Callbacks:
             stop = self._of_first_rank(stop)
         return stopped_by or ("" if stop is None else stop.by)
 
-    def _each(self, callbacks: Mapping[str, Callback], kind: str) -> _Stop | None:
+    def _each(self, kind: str) -> _Stop | None:
         """Call each; return the first stop of the training."""
         stop: _Stop | None = None
         training = self.training
+        method = f"on_{kind}"
 
-        for name, callback in callbacks.items():
-            with self._parameters_for(callback, f"on_{kind}"):
-                getattr(callback, f"on_{kind}")(training)
+        for name, callback in self._by_name.items():
+            with self._parameters_for(callback, method):
+                getattr(callback, method)(training)
             for metric, value in training.metrics.items():
                 if not isinstance(value, int | float):
                     training.metrics[metric] = _number(value, f"callbacks: {name}: {metric}")
@@ -221,9 +237,10 @@ class Callbacks:
             else:
                 with self._parameters_for(callback, "state_dict"):
                     state = each(_gathered, self._state_of(callback))
-            states[name] = state
+            if state:
+                states[name] = state
 
-        return {name: state for name, state in states.items() if state}
+        return states
 
     def _state_of(self, callback: Callback) -> dict[str, Any]:
         """Return the state of a callback.
@@ -259,7 +276,7 @@ class Callbacks:
             return name
         room, callback, key, parameter = words
         is_average = isinstance(self._by_name.get(callback), Average)
-        if is_average and (room, key) == ("callbacks", "average"):
+        if is_average and room == "callbacks" and key == "average":
             return f"model/{parameter}"
         return name
 
@@ -299,18 +316,22 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
     for callback in job.callbacks:
         name = type(callback).__name__
         if not isinstance(callback, Callback):
-            is_class = isinstance(callback, type)
-            kind = f"the class {callback.__name__}" if is_class else f"a {name}"
+            kind = f"a {name}"
+            if isinstance(callback, type):
+                kind = f"the class {callback.__name__}"
             raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
 
         counts[name] += 1
+        number = counts[name]
         try:
             made = copy.deepcopy(callback, memo)
         except Exception as error:
             raise JobError(
                 f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
             ) from error
-        copies[f"{name}-{counts[name]}" if counts[name] > 1 else name] = made
+        if number > 1:
+            name += f"-{number}"
+        copies[name] = made
 
     return copies
 
@@ -321,13 +342,14 @@ def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
     Raises:
         JobError: there are such.
     """
-    counts = Counter(callback.output for callback in callbacks if callback.output is not None)
-
-    for output, number in counts.items():
-        if number > 1:
+    outputs = set()
+    for callback in callbacks:
+        output = callback.output
+        if output is not None and output in outputs:
             raise JobError(
-                f"callbacks: {number} of them would write {output}: leave one, or give another name"
+                f"callbacks: several would write {output}: leave one, or give another name"
             )
+        outputs.add(output)
 
 
 def _is_own(callback: Callback) -> bool:

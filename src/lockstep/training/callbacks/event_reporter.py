@@ -33,7 +33,12 @@ class EventReporter:
         folder: of the run.
     """
 
-    def __init__(self, world: World, job: Job, folder: RunFolder) -> None:
+    def __init__(
+        self,
+        world: World,
+        job: Job,
+        folder: RunFolder,
+    ) -> None:
         self._is_first = world.is_first
         self._folder = folder
         self._functions: list[Any] = list(job.on_event) if world.is_first else []

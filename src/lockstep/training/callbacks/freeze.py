@@ -29,7 +29,11 @@ class Freeze(Callback):
     """
 
     def __init__(
-        self, names: str | Sequence[str], *, start: int = 0, until: int | None = None
+        self,
+        names: str | Sequence[str],
+        *,
+        start: int = 0,
+        until: int | None = None,
     ) -> None:
         self._names = [names] if isinstance(names, str) else list(names)
         self._start = start
@@ -45,15 +49,18 @@ class Freeze(Callback):
         named = dict(training.model.named_parameters(remove_duplicate=False))
 
         for name in self._names:
-            found = [parameter for full, parameter in named.items() if _matches(full, name)]
-            if not found:
-                raise JobError(
-                    f'Freeze: the model has no parameter "{name}": {nearest(name, list(named))}'
-                )
-            for parameter in found:
+            is_there = False
+            for full, parameter in named.items():
+                if not _matches(full, name):
+                    continue
+                is_there = True
                 if parameter.requires_grad or parameter in training.frozen_by:
                     self._parameters.append(parameter)
                     training.frozen_by.setdefault(parameter, set())
+            if not is_there:
+                raise JobError(
+                    f'Freeze: the model has no parameter "{name}": {nearest(name, list(named))}'
+                )
 
         self._set(training)
 
@@ -77,4 +84,6 @@ class Freeze(Callback):
 
 def _matches(full: str, pattern: str) -> bool:
     """Return whether a parameter has that name, or is in a module of that name."""
-    return any(fnmatch.fnmatchcase(full, one) for one in (pattern, f"{pattern}.*"))
+    if fnmatch.fnmatchcase(full, pattern):
+        return True
+    return fnmatch.fnmatchcase(full, f"{pattern}.*")

@@ -26,7 +26,10 @@ class KeepWeights(OfMetric):
     """
 
     def __init__(
-        self, number: int = 3, metric: str | None = None, mode: Literal["min", "max"] = "min"
+        self,
+        number: int = 3,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__(metric, mode)
         self._number = number

@@ -45,15 +45,14 @@ class Tracker(Callback):
         if self._service is None:
             return
         step = training.step
-        new = {
-            name: value
-            for name, value in training.metrics.items()
-            if self._sent.get(name) != (step, value)
-        }
+        new = {}
+        for name, value in training.metrics.items():
+            sent = step, value
+            if self._sent.get(name) != sent:
+                new[name] = value
+                self._sent[name] = sent
         if new:
             self._send(new, step)
-        for name, value in new.items():
-            self._sent[name] = step, value
 
     def on_evaluated(self, training: TrainingContext) -> None:
         """Send what is new."""

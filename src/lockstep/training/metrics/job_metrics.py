@@ -32,7 +32,12 @@ class JobMetrics:
             if name not in self._functions:
                 self._objects[name] = fresh(metric, device)
 
-    def add(self, batch: Batch, outputs: Any, targets: Any) -> None:
+    def add(
+        self,
+        batch: Batch,
+        outputs: Any,
+        targets: Any,
+    ) -> None:
         """Call, or update, each with a local batch of an evaluation batch.
 
         Raises:
@@ -90,10 +95,19 @@ class JobMetrics:
 
 def functions_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those that are functions, not metrics of torchmetrics."""
-    return {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
+    functions = {}
+    for name, metric in metrics.items():
+        if not is_torchmetric(metric):
+            functions[name] = metric
+    return functions
 
 
-def _called(name: str, function: Any, outputs: Any, targets: Any) -> tuple[Any, Any]:
+def _called(
+    name: str,
+    function: Any,
+    outputs: Any,
+    targets: Any,
+) -> tuple[Any, Any]:
     """Call a function, and return its total and count.
 
     Raises:
@@ -131,12 +145,11 @@ def _pair(name: str, value: Any) -> tuple[Any, Any]:
             text += "; give each of several a name in metrics"
         raise JobError(text)
 
-    for part in value:
-        text = f'metrics: "{name}" gave {_described(part)} in (total, count), not a number'
-        if isinstance(part, torch.Tensor):
-            if part.numel() != 1:
-                raise JobError(f"{text}: sum it over the samples")
-        elif not hasattr(part, "__float__"):
+    for number in value:
+        text = f'metrics: "{name}" gave {_described(number)} in (total, count), not a number'
+        if isinstance(number, torch.Tensor) and number.numel() != 1:
+            raise JobError(f"{text}: sum it over the samples")
+        if not hasattr(number, "__float__"):
             raise JobError(text)
 
     return value

@@ -39,11 +39,21 @@ class Audit:
         OSError: it can't be written.
     """
 
-    def __init__(self, world: World, folder: RunFolder, train_data: Any, *, order: bool) -> None:
+    def __init__(
+        self,
+        world: World,
+        folder: RunFolder,
+        train_data: Any,
+        *,
+        order: bool,
+    ) -> None:
         self._several = world.size > 1
-        found = [_FILE.fullmatch(path.name) for path in folder.audit.glob("*")]
-        starts = [int(match[1]) for match in found if match]
-        start = world.broadcast_object(max(starts, default=0) + 1)
+        start = 1
+        for path in folder.audit.glob("*"):
+            found = _FILE.fullmatch(path.name)
+            if found:
+                start = max(start, int(found[1]) + 1)
+        start = world.broadcast_object(start)
 
         folder.audit.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = os.open(
@@ -117,7 +127,9 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
     if first:
         lines.append(f"steps 1 to {first} were trained without --audit")
     head = starts[max(starts)][0][0]
-    ended = run.read_json(run.summary)["epochs"] if run.summary.is_file() else 0
+    ended = 0
+    if run.summary.is_file():
+        ended = run.read_json(run.summary)["epochs"]
     is_right = True
 
     for epoch, uses in sorted(epochs.items()):
@@ -128,8 +140,11 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
             lines.append(f"{line}, in the job's own order")
             continue
         wrong = _wrong(uses, head["samples"] if is_whole else None)
-        lines.append(f"{line}: {'; '.join(wrong)}" if wrong else f"{line}, each once")
-        is_right = is_right and not wrong
+        if wrong:
+            is_right = False
+            lines.append(f"{line}: {'; '.join(wrong)}")
+        else:
+            lines.append(f"{line}, each once")
 
     return lines, is_right
 

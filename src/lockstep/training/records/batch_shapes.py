@@ -33,7 +33,12 @@ class FirstStep(Observer):
         self._forwards: dict[str, _Forward] = {}
         step.observers.append(self)
 
-    def forwarded(self, where: str, part: Part, outputs: Any) -> None:
+    def forwarded(
+        self,
+        where: str,
+        part: Part,
+        outputs: Any,
+    ) -> None:
         """Note the shapes of a replica's first micro-batch.
 
         Replicas on threads call this at the same time.
@@ -42,7 +47,12 @@ class FirstStep(Observer):
             forward = _Forward(part.size, shapes_of(part.inputs), shapes_of(outputs))
             self._forwards[where] = forward
 
-    def done(self, world: World, devices: list[str], size: int) -> dict[str, Any]:
+    def done(
+        self,
+        world: World,
+        devices: list[str],
+        size: int,
+    ) -> dict[str, Any]:
         """After the update, return the shapes over all ranks and their devices, alike on each rank.
 
         Args:
@@ -63,10 +73,10 @@ class FirstStep(Observer):
 
         # The devices without a sample are the last ones.
         firsts = devices[:: world.layout.devices // world.layout.local_batches]
-        inside = [
-            {"device": device, "inputs": forward.inputs, "outputs": forward.outputs}
-            for device, forward in zip(firsts, forwards, strict=False)
-        ]
+        inside = []
+        for device, forward in zip(firsts, forwards, strict=False):
+            shapes = {"device": device, "inputs": forward.inputs, "outputs": forward.outputs}
+            inside.append(shapes)
 
         first = forwards[0]
         return {
@@ -81,9 +91,11 @@ def shapes_of(nest: Any) -> Shapes:
     size.
     """
     unpacked = each(lambda t: t, nest, on_packed=lambda packed: {"data": packed.data})
-    return {
-        path: list(tensor.shape) for path, tensor in named_tensors(unpacked) if not tensor.is_nested
-    }
+    shapes = {}
+    for path, tensor in named_tensors(unpacked):
+        if not tensor.is_nested:
+            shapes[path] = list(tensor.shape)
+    return shapes
 
 
 def _whole(shapes: Shapes, samples: int, size: int) -> Shapes:

@@ -36,7 +36,13 @@ class Logs:
         progress: holds the loss since the last log, perhaps that of an earlier process.
     """
 
-    def __init__(self, job: Job, step: Step, steps: int | None, progress: TrainingProgress) -> None:
+    def __init__(
+        self,
+        job: Job,
+        step: Step,
+        steps: int | None,
+        progress: TrainingProgress,
+    ) -> None:
         self._step = step
         self._steps = steps
         self._progress = progress
@@ -130,7 +136,12 @@ class Pace:
         steps: the step at which the training ends, where that is known.
     """
 
-    def __init__(self, world: World, epochs: int | None, steps: int | None) -> None:
+    def __init__(
+        self,
+        world: World,
+        epochs: int | None,
+        steps: int | None,
+    ) -> None:
         self._world = world
         self._epochs = epochs
         self._steps = steps
@@ -140,7 +151,12 @@ class Pace:
         # Reading a loss waits for an accelerator.
         self._interval = 0.2 if world.is_first and world.device.is_slot else 1.0
 
-    def show(self, epoch: int, samples: int, sums: Sums) -> None:
+    def show(
+        self,
+        epoch: int,
+        samples: int,
+        sums: Sums,
+    ) -> None:
         """Report, unless that was done a moment ago.
 
         Args:

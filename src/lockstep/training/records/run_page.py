@@ -166,7 +166,6 @@ def _curves(history: Sequence[Record]) -> Iterator[Figure]:
         points = _points(history, by, name)
         if points:
             losses[title] = points
-
     yield Figure("loss", "Loss", Lines(by, "loss", losses))
 
     for name in _metrics(history):
@@ -216,14 +215,15 @@ def _memory(summary: Mapping[str, Any]) -> Figure:
 def _time(profile: Mapping[str, Any]) -> Section:
     """Return what the profiled steps spent their time on."""
     kind = next(kind for kind in ("replica", "device", "rank") if f"{kind}s" in profile)
-    rows = profile[f"{kind}s"]
     names = []
     milliseconds: dict[str, list[float]] = {}
-    for row in rows:
-        device = row["device"]
-        names.append(device if kind == "device" else f"{kind} {row[kind]} {device}")
-        for name, seconds in row["seconds"].items():
-            milliseconds.setdefault(name, []).append(1e3 * seconds)
+    for row in profile[f"{kind}s"]:
+        name = row["device"]
+        if kind != "device":
+            name = f"{kind} {row[kind]} {name}"
+        names.append(name)
+        for phase, seconds in row["seconds"].items():
+            milliseconds.setdefault(phase, []).append(1e3 * seconds)
 
     chart = Stacks("ms", names, milliseconds)
     caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
@@ -254,11 +254,12 @@ def command(config: Mapping[str, Any]) -> str:
         return ""
 
     words = ["lockstep", "train", config["file"]]
-    words += ["--strategy", config["strategy"]]
-    words += ["--devices", _devices(config["devices"])]
+    placed = {"strategy": config["strategy"], "devices": _devices(config["devices"])}
+    words += _words(placed)
     words += _words(_options(strategy, config["strategy_settings"]))
     for name, value in config["set"].items():
-        words += ["--set", f"{name}={value}"]
+        words.append("--set")
+        words.append(f"{name}={value}")
     words += _words(config["given"])
     return shlex.join(words)
 
@@ -291,5 +292,8 @@ def _devices(names: Sequence[str]) -> str:
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
     """Yield ``--batch-size 8 --shuffle false``."""
     for name, value in options.items():
+        word = str(value)
+        if isinstance(value, bool):
+            word = word.lower()
         yield f"--{name.replace('_', '-')}"
-        yield str(value).lower() if isinstance(value, bool) else str(value)
+        yield word

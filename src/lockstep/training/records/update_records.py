@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,7 +49,9 @@ class UpdateRecords:
         plan = setup.plan
         world = setup.world
         if plan.profile:
-            to_go = None if setup.steps is None else setup.steps - world.step
+            to_go = None
+            if setup.steps is not None:
+                to_go = setup.steps - world.step
             profiler = Profiler(world, setup.step, setup.folder, to_go)
             self._profiler = stack.enter_context(profiler)
 
@@ -79,6 +82,18 @@ class UpdateRecords:
         if self.logs is not None:
             self.logs.note(batch)
         self._pace.show(progress.number, self.samples, sums)
+
+    def rates(self, seconds: float) -> dict[str, float]:
+        """Return the learning rate, and how fast an epoch was trained, by name."""
+        group = self._setup.step.optimizer.param_groups[0]
+        samples_per_second = 0.0
+        if seconds:
+            samples_per_second = self.samples / seconds
+        return {
+            "lr": float(group.get("lr", math.nan)),
+            "seconds": seconds,
+            "samples_per_second": samples_per_second,
+        }
 
     def end_epoch(self) -> None:
         """End an epoch."""
