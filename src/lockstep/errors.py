@@ -154,7 +154,7 @@ class SaveError(RunError):
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """``did you mean "x"?`` for a name that isn't among ``names``, or else what there is."""
+    """Ask ``did you mean "x"?`` of a name that isn't among ``names``, or else list what there is."""
     near = near_names(name, names)
     if near:
         either = '" or "'.join(near)
@@ -164,8 +164,8 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def near_names(name: str, names: list[str]) -> list[str]:
-    """The name that a person may have meant, or two that are equally near; none where no name is
-    near.
+    """Return the name that a person may have meant, or two that are equally near; none where no
+    name is near.
     """
     import difflib
 
@@ -182,20 +182,20 @@ def near_names(name: str, names: list[str]) -> list[str]:
 
 
 def counted(number: int, what: str, ending: str = "s") -> str:
-    """``1 device``, ``2,000 samples``, ``3 micro-batches``: a number of things, of which there
-    may be one.
+    """Write a number of things, which may be one: ``1 device``, ``2,000 samples``, ``3
+    micro-batches``.
     """
     return f"{number:,} {what}{'' if number == 1 else ending}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an exception says, or else its type."""
+    """Return the first line of an exception's message, or else the name of its type."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def own_traceback(error: BaseException) -> str:
-    """An exception's traceback as text, from the person's own code on where that is in it.
+    """Return an exception's traceback as text, from the person's own code on where that is in it.
 
     What called the person's code (this package, PyTorch) is of no use to them.
     """
@@ -210,7 +210,7 @@ def own_traceback(error: BaseException) -> str:
 
 @functools.cache
 def is_own_code(file: str) -> bool:
-    """Whether a file is the person's own code: neither installed, nor of this package."""
+    """Return whether a file is the person's own code: neither installed, nor of this package."""
     import sysconfig
     from pathlib import Path
 
@@ -221,7 +221,7 @@ def is_own_code(file: str) -> bool:
 
 
 def told(error: BaseException) -> str:
-    """An error in one line, with the line of the person's own code that raised it:
+    """Describe an error in one line, with the line of the person's own code that raised it:
     ``TypeError: what (file.py, line 12)``.
     """
     import traceback
@@ -235,7 +235,7 @@ def told(error: BaseException) -> str:
 
 
 def _hint(error: BaseException) -> str:
-    """What to do about an error, where that is known."""
+    """Return what to do about an error, where that is known."""
     import os
 
     path = error.filename if isinstance(error, FileNotFoundError) else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep.errors import JobError
 from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
-from lockstep.settings import Every, best_of, checked, plain_fields
+from lockstep.settings import Every, checked, plain_fields, read_best
 
 if TYPE_CHECKING:
     import torch
@@ -188,7 +188,7 @@ class Job(Recipe):
             if not isinstance(value, kind) or isinstance(value, str):
                 raise JobError(f"{name}: {what} is expected, not {type(value).__name__}")
         refuse_uncallable(self, "metrics", "on_event")
-        best_of(self.best)
+        read_best(self.best)
         if self.init is not None and not self.save_frozen:
             raise JobError(
                 "save_frozen: false takes frozen weights from model alone: load them there, not "

@@ -50,7 +50,7 @@ class JobFile:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending: what runs are named after."""
+        """Return the file's name without its ending: what runs are named after."""
         return Path(self.path).stem
 
     def load(self) -> Job:
@@ -113,7 +113,7 @@ class JobFile:
         return job
 
     def _settings_asked_for(self, function: Callable[..., Any]) -> dict[str, Any]:
-        """Settings that the function takes by their own names, the length of a schedule say."""
+        """Return the settings that the function takes by their names, the length of a schedule say."""
         asked: dict[str, Any] = {}
         for name in inspect.signature(function).parameters:
             if name in SETTINGS and name in self.settings:
@@ -124,7 +124,7 @@ class JobFile:
 
 
 def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
-    """A job from what a person gives: a Job, a function that returns one, or a file's path."""
+    """Make a job of what a person gives: a Job, a function that returns one, or a file's path."""
     if isinstance(job, str | Path):
         return JobFile(str(job))
     if isinstance(job, Job | JobFile):
@@ -140,7 +140,7 @@ def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile
 
 
 def the_job(job: Job | JobFile) -> Job:
-    """The job itself, loaded if it is in a file.
+    """Return the job itself, loaded if it is in a file.
 
     Raises:
         JobError: as ``JobFile.load``.
@@ -169,20 +169,20 @@ HIDDEN = "***"
 
 
 def is_secret(name: str) -> bool:
-    """Whether a parameter's name is a secret's: ``api_key``, ``hfToken``, ``db_password``; not
-    ``token_count``.
+    """Return whether a parameter's name is a secret's: ``api_key``, ``hfToken``, ``db_password``;
+    not ``token_count``.
     """
     words = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
     return not _SECRETS.isdisjoint(words) or words[-1:] in (["key"], ["apikey"], ["token"])
 
 
 def written(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameters as files keep them: secrets without their value."""
+    """Return parameters as files keep them: secrets without their value."""
     return {name: HIDDEN if is_secret(name) else value for name, value in parameters.items()}
 
 
 def loaded(path: str) -> ModuleType:
-    """The module of a person's file, run as a job file is.
+    """Run a person's file as a job file is run, and return the module.
 
     Raises:
         JobError: the file is missing, or raises.

@@ -139,7 +139,7 @@ def _in_parts(
     replicas: int,
     microbatches: int | None = None,
 ) -> list[Caveat]:
-    """The caveats of batches that are cut in micro-batches; None is for ``step.backward``."""
+    """Return the caveats of batches cut in micro-batches; None is for ``step.backward``."""
     cut = recipe.replace(accumulate=microbatches or max(2, recipe.accumulate))
     found = strategy.caveats(cut, model, replicas)
     if microbatches is not None:
@@ -164,7 +164,7 @@ class _Warns:
 
 
 def _frames_of_libraries() -> int:
-    """How many frames up from the caller the person's own code is, as ``warnings`` counts."""
+    """Return how many frames up from the caller the person's own code is, as ``warnings`` counts."""
     frame = sys._getframe(1)
     level = 1
     while frame.f_back is not None:

@@ -50,13 +50,13 @@ def described_fields(kind: type) -> dict[str, str]:
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
-    """The members of a union; of anything else, itself."""
+    """Return the members of a union; of anything else, itself."""
     is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if is_union else (hint,)
 
 
 def checked(name: str, value: Any, hint: Any) -> Any:
-    """The value of a setting, converted to its type.
+    """Return the value of a setting, converted to the setting's type.
 
     Raises:
         JobError: it has another type, or is a number that the setting can't have.
@@ -103,7 +103,7 @@ _WORDS = {
 
 
 def _converted(value: Any, option: Any) -> Any:
-    """The value in this type.
+    """Return the value in this type.
 
     Raises:
         KeyError, TypeError, ValueError: it has another one.
@@ -142,7 +142,7 @@ class Every:
 
     @property
     def is_within(self) -> bool:
-        """Whether it falls within epochs, not only at their ends."""
+        """Return whether it falls within epochs, not only at their ends."""
         return self.epochs is None or self.epochs.denominator > 1
 
     @classmethod
@@ -170,8 +170,8 @@ class Every:
         )
 
 
-def best_of(best: str | None) -> tuple[str, bool]:
-    """The name of ``"accuracy:max"``, and whether more is better.
+def read_best(best: str | None) -> tuple[str, bool]:
+    """Return the name of ``"accuracy:max"``, and whether more is better.
 
     Raises:
         JobError: it doesn't say which.

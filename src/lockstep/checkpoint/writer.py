@@ -63,7 +63,7 @@ class _Part:
 
     @property
     def path(self) -> Path:
-        """The file of tensors of this part."""
+        """Return the file of tensors of this part."""
         return self.folder / part_name(self.number, self.count)
 
     def word(self, ending: str) -> Path:
@@ -201,7 +201,7 @@ class Writer:
             raise error
 
     def settle(self) -> None:
-        """After something else has failed: let what was copied be written, for some seconds."""
+        """Let what was copied be written, for some seconds, after something else has failed."""
         if self._thread is not None:
             self._thread.join(2 * _OTHERS)
 
@@ -239,7 +239,7 @@ class Writer:
 
     @property
     def is_shared(self) -> bool:
-        """Whether every rank writes its part of a state; every rank asks at the same time."""
+        """Return whether every rank writes its part of a state; every rank asks at the same time."""
         return self._alike and len(self._writing()) == self._world.size
 
     def _failed(self, error: Exception) -> SaveError:

@@ -211,8 +211,8 @@ def strategy_in(options: argparse.Namespace) -> Any:
 
 
 def warm_up(options: argparse.Namespace, *, surely: bool = False) -> None:
-    """Before this process imports torch: huge pages, and start the server of ranks, where some
-    may be needed.
+    """Ask for huge pages, and start the server of ranks where some may be needed, before this
+    process imports torch.
     """
     prepare()
     several = options.devices not in (None, "auto", "1", "1xcpu", "cpu")

@@ -177,7 +177,7 @@ def trained_of(
 
 
 def _weights_in(folder: Path, file: Path) -> Path:
-    """Where a file is: in a run's folder, or by its own path.
+    """Find a file: in a run's folder, or by its own path.
 
     Raises:
         FolderError: in neither place.

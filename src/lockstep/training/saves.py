@@ -15,7 +15,7 @@ from lockstep.data import is_stream
 from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
 from lockstep.data.stream import StreamLoader
 from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
-from lockstep.settings import best_of
+from lockstep.settings import read_best
 from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.setup import Setup
@@ -47,7 +47,7 @@ class Saves:
             self._loader.keep_states()
         self._data_states: list[Any] | None = None
 
-        self._metric, self._more_is_better = best_of(self._job.best)
+        self._metric, self._more_is_better = read_best(self._job.best)
         self._best = math.inf  # the best value so far, with a minus where more is better
 
         self._writer = Writer(
@@ -81,7 +81,7 @@ class Saves:
     # ---- saving ----------------------------------------------------------------------------------
 
     def refuse_unsaveable(self) -> None:
-        """Before the first step, refuse what no checkpoint can hold.
+        """Refuse what no checkpoint can hold, before the first step.
 
         Raises:
             JobError: something is neither a tensor nor a plain value.
@@ -118,7 +118,7 @@ class Saves:
         }
 
     def _data_state(self, epoch: int, position: int) -> Any:
-        """Rank 0's state of a stream, which all ranks read; else the state of each rank's data."""
+        """Return rank 0's state of a stream, which all ranks read; else the state of each rank's data."""
         if self._data is None:
             return None
         state = self._loader.state_at(epoch, position)
@@ -186,8 +186,7 @@ class Saves:
     # ---- the best evaluation ---------------------------------------------------------------------
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse a metric that an evaluation, which gave these, doesn't
-        have.
+        """Refuse a metric that an evaluation, which gave these, doesn't have, before the first step.
 
         Raises:
             JobError: ``best`` or a callback goes by such a metric.
@@ -295,9 +294,10 @@ class Saves:
         try:
             load_weights(self._folder.best)
         except FolderError as error:
-            self.notes.append(
-                f"{first_line(error)}: the best weights are looked for anew from here on"
-            )
+            why = first_line(error)
+            if not self._folder.best.is_file():
+                why = f"{self._folder.best} isn't there any more"
+            self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return False
 
         return True

@@ -61,17 +61,17 @@ class TrainingContext:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """This process's optimizer."""
+        """Return this process's optimizer."""
         return self._step.optimizer
 
     @property
     def world(self) -> World:
-        """This process's place among the ranks."""
+        """Return this process's place among the ranks."""
         return self._step.world
 
     @property
     def step(self) -> int:
-        """Updates so far."""
+        """Return the number of updates so far."""
         return self._step.world.step
 
     @property
@@ -139,32 +139,32 @@ class Callback:
     """
 
     def on_start(self, training: TrainingContext) -> None:
-        """Before the first step, of a resumed run too; its state is there by then."""
+        """Act before the first step, also of a resumed run, whose state is there by then."""
 
     def on_step(self, training: TrainingContext) -> None:
-        """After each update."""
+        """Act after each update."""
 
     def on_log(self, training: TrainingContext) -> None:
-        """When the training's losses are logged."""
+        """Act when the training's losses are logged."""
 
     def on_epoch(self, training: TrainingContext) -> None:
-        """After the training of an epoch, before its evaluation.
+        """Act after the training of an epoch, before the evaluation at its end.
 
         It isn't called for an epoch that ``steps`` or a stop cuts off.
         """
 
     def on_evaluated(self, training: TrainingContext) -> None:
-        """After an evaluation; at the end of each epoch where there is no evaluation set."""
+        """Act after an evaluation; at the end of each epoch where there is no evaluation set."""
 
     def on_saved(self, training: TrainingContext) -> None:
-        """After an epoch was saved."""
+        """Act after an epoch was saved."""
 
     def on_finish(self, training: TrainingContext) -> None:
-        """At the end of the training, when the final weights are written; not of one that fails."""
+        """Act at the end of the training, when the final weights are written, unless it fails."""
 
     @contextlib.contextmanager
     def evaluating(self, training: TrainingContext) -> Iterator[None]:
-        """Around each evaluation: other weights may be put in place, and must be put back."""
+        """Surround each evaluation: other weights may be put in place, and must be put back."""
         yield
 
     def state_dict(self) -> dict[str, Any]:

@@ -81,7 +81,7 @@ class Callbacks:
         return bool(self._by_name)
 
     def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Before the first step, refuse a metric that evaluations won't have.
+        """Refuse a metric that evaluations won't have, before the first step.
 
         A person's own callbacks may add metrics, so with them nothing is refused.
 

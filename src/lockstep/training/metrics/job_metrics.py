@@ -60,7 +60,7 @@ class JobMetrics:
 
     @property
     def functions(self) -> list[Any]:
-        """The metrics that are functions, or objects that are called."""
+        """Return the metrics that are functions, or objects that are called."""
         return list(self._functions.values())
 
     def totals(self, outputs: Any, targets: Any) -> dict[str, tuple[Any, Any]]:

@@ -53,7 +53,7 @@ class FirstStep(Observer):
         devices: list[str],
         size: int,
     ) -> dict[str, Any]:
-        """After the update, return the shapes over all ranks and their devices, alike on each rank.
+        """Return the shapes over all ranks and devices, after the update; alike on each rank.
 
         Args:
             world: this rank's.
