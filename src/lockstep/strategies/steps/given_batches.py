@@ -10,7 +10,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.data import Batch
 from lockstep.data.own_batches import batch_of
 from lockstep.errors import InputError
-from lockstep.model.hooks import PARAMETER_HOOKS, is_hooked
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
 
@@ -40,27 +39,14 @@ class GivenBatches:
             InputError: the samples can't be cut, or the loader cuts them otherwise than the step.
         """
         step = self._step
-        self._look_at_hooks()
         if isinstance(inputs, Batch):
             if len(inputs.parts) > 1 or self._accumulate == 1:
                 self._look_at_microbatches(inputs)
                 return inputs
             inputs, targets = inputs
-        if self._accumulate > 1 and step.world.size > 1:
+        if self._accumulate > 1 and step.world.size > 1 and self._synchronises:
             step.tell_once(self._of_own_microbatches())
         return batch_of(inputs, targets, self._accumulate, step.world, step._refuse_gaps)
-
-    def _look_at_hooks(self) -> None:
-        """Log what hooks on parameters do where batches are cut; a loop may register them at any
-        time.
-        """
-        step = self._step
-        if not step.world.is_first or not step.cuts_batch:
-            return
-        if step.replicas > 1 and step.world.size == 1:
-            return  # replicas on threads have no hooks, which is refused
-        if any(map(is_hooked, step.trained.held.values())):
-            step.tell_once([PARAMETER_HOOKS])
 
     def _look_at_microbatches(self, batch: Batch) -> None:
         """Check that the loader cuts batches as the step does; small batches have fewer parts.
@@ -81,13 +67,10 @@ class GivenBatches:
         self._step._follow_cuts(number)
 
     def _of_own_microbatches(self) -> Iterator[Caveat]:
-        """Note what differs where each rank cuts its local batch, instead of the loader the global
-        batch, into micro-batches.
-        """
+        """Note that each rank cuts its local batch, instead of the loader the global batch."""
         step = self._step
-        if not step.world.is_first or not self._synchronises:
-            return
-        if any(isinstance(module, _BatchNorm) for module in step.model.modules()):
+        has_norms = any(isinstance(module, _BatchNorm) for module in step.model.modules())
+        if has_norms and step.world.is_first:
             yield Caveat(
                 "batchnorm",
                 "each rank cuts its share into micro-batches, over which BatchNorm normalizes: "

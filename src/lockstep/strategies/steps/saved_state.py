@@ -45,7 +45,7 @@ class SavedState:
         self.frozen = LeftOutParameters(step)
         self._built_flags: dict[str, str] | None = None
         self._saved_flags: Mapping[str, str] = {}
-        self._begins_anew: Caveat | None = None
+        self._not_kept: list[Caveat] = []
 
     def begin_training(self) -> None:
         """Note what is frozen, and the modes of modules, before the first update.
@@ -183,7 +183,7 @@ class SavedState:
         models = len(self._step.models())
         replicas = self._step.world.size * models
         saved = state.get("extra_state")
-        self._begins_anew = None
+        self._not_kept = []
         if saved is None:
             # All replicas have the same.
             weights = state["model"].items()
@@ -192,12 +192,10 @@ class SavedState:
             first = self._step.world.rank * models
             return list(saved[first : first + models])
         name = next(iter(saved[0]))
-        self._begins_anew = Caveat(
-            "state",
-            f'extra state "{name}" was saved by {counted(len(saved), "replica")} and this '
-            f"training has {replicas}, so it begins anew",
-            "resume on as many devices, or keep what does not depend on the samples in a buffer",
-        )
+        before = counted(len(saved), "replica")
+        text = f'extra state "{name}" was saved by {before} and this training has {replicas}'
+        fix = "resume on as many devices, or keep what does not depend on the samples in a buffer"
+        self._not_kept = [Caveat("state", f"{text}, so it begins anew", fix)]
         return [{}] * models
 
     def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -215,11 +213,7 @@ class SavedState:
 
         Callbacks have begun when this is called.
         """
-        step = self._step
-        notes = []
-        if self._begins_anew is not None:
-            notes.append(self._begins_anew)
         if self._saved_flags:
-            set_flags(step.model, self._saved_flags)
-        if step.world.is_first:
-            step.tell_once(notes)
+            set_flags(self._step.model, self._saved_flags)
+        if self._step.world.is_first:
+            self._step.tell_once(self._not_kept)

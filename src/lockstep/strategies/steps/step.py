@@ -20,6 +20,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
+from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -190,7 +191,7 @@ class Step:
             targets: what the loss takes beside the outputs.
         """
         self.accumulation.refuse_waiting("step(...)")
-        self._look_at_flags()
+        self._look_at_flags()  # before the ranks meet over the batch
         self.world.announce(self.world.step + 1)
         batch = self._given.batch_of(inputs, targets)
         parts = len(batch.parts)
@@ -545,6 +546,7 @@ class Step:
                     "callback)"
                 )
                 self.tell_once([note])
+                break
 
     def _follow_flags(self, name: str) -> None:
         """Follow a person who has frozen or thawed parameters of the optimizer.
@@ -558,6 +560,11 @@ class Step:
         for p in self.trained.values:
             p.grad = None
         self.trained.find()
+        if not self.trained.values:
+            raise StrategyError(
+                "all parameters that the optimizer has are frozen now: leave one to be trained, or "
+                "call step.evaluate(...), which needs no gradients"
+            )
         self._followed = self._updates + 1
 
     def prepare(self, batch: Batch) -> None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -97,43 +97,35 @@ def added(losses: Sequence[Loss], home: torch.device | None = None) -> Loss:
     for loss in losses:
         for name, pair in loss.parts.items():
             pairs.setdefault(name, []).append(pair)
-    parts = {name: _sum_of_pairs(of_name, home) for name, of_name in pairs.items()}
-    total, count = _sum_of_pairs(losses, home)
+    parts = {}
+    for name, of_name in pairs.items():
+        parts[name] = (
+            _sum([total for total, _ in of_name], home),
+            _sum([count for _, count in of_name], home),
+        )
+    total = _sum([loss.total for loss in losses], home)
+    count = _sum([loss.count for loss in losses], home)
     return Loss(total, count, parts)
 
 
-def _sum_of_pairs(
-    pairs: Sequence[tuple[Number, Number]], home: torch.device | None
-) -> tuple[Number, Number]:
-    """Sum totals, and counts."""
-    totals = [total for total, _ in pairs]
-    counts = [count for _, count in pairs]
-    if home is None:
-        return _sum(totals), _sum(counts)
-    return _sum_at(home, totals), _sum_at(home, counts)
+def _sum(values: Sequence[Number], home: torch.device | None) -> Number:
+    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0.
 
-
-def _sum(values: Sequence[Number]) -> Number:
-    """Sum numbers; an accelerator gets no operator for a single one. The sum of none is 0."""
+    One number is moved to ``home`` from each device: a copy between accelerators holds the queues
+    of both.
+    """
+    if home is not None:
+        by_place: dict[Any, list[Number]] = {}
+        for value in values:
+            place = getattr(value, "device", None)
+            by_place.setdefault(place, []).append(value)
+        sums = [_sum(on_one_device, None) for on_one_device in by_place.values()]
+        values = [_at(home, one) for one in sums]
     return functools.reduce(operator.add, values) if values else 0
 
 
-def _sum_at(home: torch.device, values: Iterable[Number]) -> Number:
-    """Sum numbers of several devices on one of them.
-
-    One number is moved from each device: a copy between accelerators holds the queues of both.
-    """
-    by_place: dict[torch.device | None, list[Number]] = {}
-    for value in values:
-        place = value.device if isinstance(value, Tensor) else None
-        by_place.setdefault(place, []).append(value)
-    sums = []
-    for on_one_device in by_place.values():
-        total = _sum(on_one_device)
-        if isinstance(total, Tensor):
-            total = total.to(home, non_blocking=True)
-        sums.append(total)
-    return _sum(sums)
+def _at(home: torch.device, number: Number) -> Number:
+    return number.to(home, non_blocking=True) if isinstance(number, Tensor) else number
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
@@ -165,19 +157,17 @@ def read(results: Sequence[Result]) -> list[Loss]:
 
 def _on_host(values: list[Number]) -> list[float]:
     """Read numbers from accelerators, those of one device and dtype together."""
-    found = [0.0] * len(values)
-    waiting: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
+    waiting: dict[Any, dict[int, Tensor]] = {}
     for place, value in enumerate(values):
         if _is_on_accelerator(value):
-            kind = (value.device, value.dtype)
-            waiting.setdefault(kind, []).append((place, value.detach().reshape(())))
-        else:
-            found[place] = float(value)
+            of_kind = waiting.setdefault((value.device, value.dtype), {})
+            of_kind[place] = value.detach().reshape(())
+    read_values: list[Any] = list(values)
     for of_kind in waiting.values():
-        numbers = torch.stack([scalar for _, scalar in of_kind]).tolist()
-        for (place, _), number in zip(of_kind, numbers, strict=True):
-            found[place] = float(number)
-    return found
+        numbers = torch.stack(list(of_kind.values())).tolist()
+        for place, number in zip(of_kind, numbers, strict=True):
+            read_values[place] = number
+    return list(map(float, read_values))
 
 
 def _is_on_accelerator(value: Number) -> TypeGuard[Tensor]:
