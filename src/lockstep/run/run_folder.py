@@ -4,7 +4,8 @@
 
     runs/digits-ddp-20261121-093000/
       config.json          the job, its settings, the strategy, the devices
-      metrics.jsonl        a line for each epoch, one that ended early, and each log and evaluation in between
+      metrics.jsonl        a line for each epoch, also one that ended early, and for each log and
+                           evaluation in between
       ranks/1.log          what ranks other than 0 printed
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
@@ -60,9 +61,8 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.failure = path / "failure.json"
         self.profile = path / "profile"
-        self._last: tuple[dict[str, Any], int] | None = (
-            None  # the last record of this process, and where it begins
-        )
+        # The last record that this process wrote, and where it begins.
+        self._last: tuple[dict[str, Any], int] | None = None
 
     @property
     def is_resumable(self) -> bool:
@@ -86,25 +86,32 @@ class RunFolder:
         """
         path = self.path / ".lock"
         with contextlib.ExitStack() as stack:
-            # A file system without locks has none; a full disk is told of when something is
+            # A file system without locks has none; a full disk is reported when something is
             # written.
             with contextlib.suppress(OSError):
                 file = stack.enter_context(open(path, "a+", opener=not_followed))
-                end = time.monotonic() + 10.0
-                while not _locked(file):
-                    file.seek(0)
-                    holder = file.read()
-                    if (
-                        _is_ending(holder) and time.monotonic() < end
-                    ):  # killed: what it had started still goes
-                        time.sleep(0.05)
-                        continue
-                    who = f"process {holder} is training in this folder"
-                    raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
+                self._lock(file)
                 stack.callback(_remove, path)
                 file.truncate(0)
                 os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
             yield
+
+    def _lock(self, file: IO[str]) -> None:
+        """Lock an open file; the system frees it however this process ends.
+
+        The process that holds it may have been killed: what it had started goes a little later.
+        """
+        end = time.monotonic() + 10.0
+        while True:
+            try:
+                return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                holder = file.read()
+            if time.monotonic() > end or not _is_gone(holder):
+                who = f"process {holder} is training in this folder"
+                raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
+            time.sleep(0.05)
 
     @classmethod
     def new(cls, parent: str | Path, name: str) -> RunFolder:
@@ -113,20 +120,17 @@ class RunFolder:
         Raises:
             FolderError: it can't be made.
         """
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        for attempt in itertools.count(1):
-            path = Path(parent) / (
-                f"{name}-{stamp}" if attempt == 1 else f"{name}-{stamp}-{attempt}"
-            )
+        first = path = Path(parent) / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        for attempt in itertools.count(2):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir(mode=0o700)
                 break
             except FileExistsError:
                 if not path.parent.is_dir():
-                    raise FolderError(
-                        f"{path.parent}: not a folder, so no run can be kept there"
-                    ) from None
+                    text = f"{path.parent}: not a folder, so no run can be kept there"
+                    raise FolderError(text) from None
+                path = first.with_name(f"{first.name}-{attempt}")
             except OSError as error:
                 raise FolderError(
                     f"{path}: the run's folder can't be made: {error.strerror}; choose another "
@@ -177,13 +181,9 @@ class RunFolder:
             raise FolderError(f"{path}: it isn't a JSON object: {other}")
         if path == self.config:
             value = {"sources": {}, "given": {}, **value}  # earlier versions had none
-            wrong = [
-                n for n, kind in _CONFIG.items() if n not in value or not isinstance(value[n], kind)
-            ]
-            if wrong or not all(isinstance(one, str) for one in value["devices"] or [None]):
-                raise FolderError(
-                    f'{path}: "{[*wrong, "devices"][0]}" is missing or of a wrong type: {other}'
-                )
+            wrong = _wrong_in(value)
+            if wrong is not None:
+                raise FolderError(f'{path}: "{wrong}" is missing or of a wrong type: {other}')
         return value
 
     def add_metrics(self, record: dict[str, Any]) -> None:
@@ -202,11 +202,8 @@ class RunFolder:
                 file.write(json.dumps(record, default=str) + "\n")
             self._last = record, start
         except OSError as error:
-            why = (
-                "the disk is full"
-                if error.errno in (errno.ENOSPC, errno.EDQUOT)
-                else error.strerror
-            )
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = "the disk is full" if is_full else error.strerror
             raise SaveError(
                 f"{self.metrics}: could not be written: {why}; the checkpoints of before are kept"
             ) from error
@@ -217,12 +214,10 @@ class RunFolder:
         Raises:
             FolderError: another line isn't a JSON object with its step, or the file can't be read.
         """
+        if not self.metrics.is_file():
+            return []
         try:
-            lines = (
-                self.metrics.read_text(errors="replace").splitlines()
-                if self.metrics.is_file()
-                else []
-            )
+            lines = self.metrics.read_text(errors="replace").splitlines()
         except OSError as error:
             raise FolderError(f"{self.metrics}: can't be read ({error})") from error
         records: list[dict[str, Any]] = []
@@ -244,7 +239,8 @@ class RunFolder:
 
         Gives how many of them are of epochs.
         """
-        kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
+        records = {record["step"]: record for record in self.read_metrics()}
+        kept = {number: record for number, record in records.items() if number <= step}
         if last is not None:
             kept[last["step"]] = {**kept.get(last["step"], {}), **last}
         if not kept and not os.path.lexists(self.metrics):
@@ -263,24 +259,23 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def _wrong_in(config: dict[str, Any]) -> str | None:
+    """Return a name in ``config.json`` that is missing or has a value of a wrong type."""
+    for name, kind in _CONFIG.items():
+        if name not in config or not isinstance(config[name], kind):
+            return name
+    devices = config["devices"]
+    are_names = all(isinstance(device, str) for device in devices)
+    return None if devices and are_names else "devices"
+
+
 def _remove(path: Path) -> None:
     """Remove a file; one on a disk that has become read-only stays."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def _locked(file: IO[str]) -> bool:
-    """Take the lock of an open file, which the system frees however its holder ends; whether it
-    was free.
-    """
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_ending(holder: str) -> bool:
+def _is_gone(holder: str) -> bool:
     """Whether the process that wrote this in a lock is no more, on this machine."""
     pid, _, host = holder.partition(" on ")
     if host != socket.gethostname() or not pid.isdecimal():
@@ -289,6 +284,6 @@ def _is_ending(holder: str) -> bool:
         os.kill(int(pid), 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
+    except PermissionError:  # another person's
         return False
     return False

@@ -131,7 +131,7 @@ class Display:
             print(text, flush=True)
 
     def output(self, text: str, stream: str) -> None:
-        """What rank 0 printed, above the live line."""
+        """Print what rank 0 printed, above the live line."""
         if self._console is not None:
             print_above(self._console, text)
         else:
@@ -167,8 +167,10 @@ def epoch_line(event: Event) -> str:
 
     An evaluation within an epoch has its step instead of the training loss.
     """
-    within = [] if "train_loss" in event.metrics else [f"step {event.step:,}"]
-    words = [f"epoch {event.epoch:>3}", *within, *words_of(event.metrics)]
+    words = [f"epoch {event.epoch:>3}"]
+    if "train_loss" not in event.metrics:
+        words.append(f"step {event.step:,}")
+    words += words_of(event.metrics)
     if "samples_per_second" in event.metrics:
         words.append(f"{event.metrics['samples_per_second']:,.0f} samples/s")
     return "  ".join(words)
@@ -181,9 +183,11 @@ def words_of(record: Mapping[str, float]) -> list[str]:
     left_out = {"lr", "seconds", "samples_per_second"}
     if any(name.endswith("/loss") for name in record):
         left_out.add("eval_loss")
-    return [
-        f"{n.replace('_', ' ')} {number(value)}" for n, value in record.items() if n not in left_out
-    ]
+    words = []
+    for name, value in record.items():
+        if name not in left_out:
+            words.append(f"{name.replace('_', ' ')} {number(value)}")
+    return words
 
 
 def number(value: float) -> str:
@@ -192,10 +196,14 @@ def number(value: float) -> str:
 
 
 def _status(event: Progress, memory: Mapping[str, int]) -> str:
-    words = [f"epoch {event.epoch}" + (f"/{event.epochs}" if event.epochs else "")]
-    words.append(f"step {event.step:,}" + (f"/{event.steps:,}" if event.steps else ""))
-    words.append(f"loss {number(event.loss)}")
-    words.append(f"{event.samples_per_second:,.0f} samples/s")
+    epochs = f"/{event.epochs}" if event.epochs else ""
+    steps = f"/{event.steps:,}" if event.steps else ""
+    words = [
+        f"epoch {event.epoch}{epochs}",
+        f"step {event.step:,}{steps}",
+        f"loss {number(event.loss)}",
+        f"{event.samples_per_second:,.0f} samples/s",
+    ]
     if event.seconds_left is not None:
         words.append(f"{duration(event.seconds_left)} left")
     words += [f"{device} {memory[device] / 2**30:.2f} GiB" for device in sorted(memory)]
