@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.elastic.utils.store import get_all
 from torch.distributed.rendezvous import rendezvous
 
 from lockstep.errors import DeviceError, LockstepError, counted
@@ -82,7 +83,8 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             named for.
     """
     here = place()
-    wanted, named = here.local_size * each, counted(len(chosen), "device")
+    wanted = here.local_size * each
+    named = counted(len(chosen), "device")
     if each > 1 and chosen[0].is_slot and len(chosen) not in (1, wanted):
         raise DeviceError(
             f"{here.local_size} processes with {each} devices each were started for {named} here: "
@@ -96,18 +98,16 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             return chosen[:1]
         of = f" with {each} devices each" if each > 1 else ""
         most = len(chosen) // each
-        start = (
-            f"start {most} (torchrun --nproc-per-node {most})"
-            if most
-            else f"name {each} devices at least"
-        )
+        start = f"name {each} devices at least"
+        if most:
+            start = f"start {most} (torchrun --nproc-per-node {most})"
         raise DeviceError(f"{here.local_size} processes{of} were started for {named} here: {start}")
     return chosen[here.local_rank * each : (here.local_rank + 1) * each]
 
 
 def read_by_first(read: Callable[[], T]) -> T:
-    """What rank 0 reads, on every rank: another node may not see the disk. What it raises, all
-    raise.
+    """Return what rank 0 reads, on every rank: another node may not see the disk. What it raises,
+    all raise.
     """
     here = place()
     if here.size == 1:
@@ -125,17 +125,9 @@ def read_by_first(read: Callable[[], T]) -> T:
     else:
         _choose_interface(here.nodes)
         store = _store(1800.0)
-        if here.rank == 0:
-            store.set("read", cloudpickle.dumps(value))
-        value = pickle.loads(store.get("read"))
-        end = time.monotonic() + 10
-        # The store may be this process's: it ends only when all have heard why.
-        while (
-            store.add("heard", int(here.rank > 0)) < here.size - 1
-            and here.rank == 0
-            and time.monotonic() < end
-        ):
-            time.sleep(1e-3)
+        store.set(f"read/{here.rank}", cloudpickle.dumps(value))
+        # Rank 0, whose process may serve the store, waits until all have it.
+        value = pickle.loads(get_all(store, here.rank, "read/", here.size)[0])
     if isinstance(value, LockstepError):
         raise value
     result: T = value
@@ -179,13 +171,12 @@ def run(
         # By value, so that results may be of classes that only the script knows.
         results = [pickle.loads(one) for one in world.gather_objects(cloudpickle.dumps(result))]
     except Exception as error:
-        # torchrun prints the processes' tracebacks in no order: this line says whose it is. The
+        # torchrun prints the processes' tracebacks in no order: this line names the rank. The
         # group is left as it is, since leaving it would wait for ranks that may be gone.
-        head = (
-            f"rank {world.rank} ({', '.join(map(str, devices))}) failed "
-            f"{failure_records.when(world.step)}"
-        )
-        print(f"{head}: {failure_records.reason(error)}", file=sys.stderr, flush=True)
+        who = f"rank {world.rank} ({', '.join(map(str, devices))})"
+        when = failure_records.when(world.step)
+        why = failure_records.reason(error)
+        print(f"{who} failed {when}: {why}", file=sys.stderr, flush=True)
         raise
     if world.own_group:
         _leave(world)
@@ -224,17 +215,11 @@ def _choose_interface(nodes: int) -> None:
     Raises:
         DeviceError: the rendezvous address is a loopback address, which no other node reaches.
     """
-    names = {
-        "GLOO_SOCKET_IFNAME": "",
-        "NCCL_SOCKET_IFNAME": "=",
-    }  # "=": NCCL would take any that begins so
+    # "=": NCCL would take any interface that begins so.
+    names = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
+    is_chosen = any(name in os.environ for name in names)
     master = os.environ.get("MASTER_ADDR")
-    if (
-        nodes == 1
-        or master is None
-        or sys.platform != "linux"
-        or any(name in os.environ for name in names)
-    ):
+    if nodes == 1 or master is None or is_chosen or sys.platform != "linux":
         return
     try:
         own = _address_towards(master)
