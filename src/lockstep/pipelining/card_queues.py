@@ -73,13 +73,14 @@ class CardQueues:
     def streams(self) -> Iterator[None]:
         """Make the computing streams current in this thread."""
         with contextlib.ExitStack() as stack:
-            for one in self._computing.values():  # whose object only one thread can enter
-                stream = torch.Stream(
+            for one in self._computing.values():
+                # Only one thread can enter the object.
+                same = torch.Stream(
                     stream_id=one.stream_id,
                     device_index=one.device_index,
                     device_type=one.device_type,
                 )
-                stack.enter_context(stream)
+                stack.enter_context(same)
             yield
 
     def begin(self) -> None:
@@ -144,7 +145,10 @@ class CardQueues:
         source = tensor.device
         out = self._copying[source]
         into = self._copying[place]
-        out.wait_event(self._left.get(source) or self._computing[source].record_event())
+        left = self._left.get(source)
+        if left is None:
+            left = self._computing[source].record_event()
+        out.wait_event(left)
         for copied in self._copied.get(source, ()):  # it may have come from elsewhere itself
             out.wait_event(copied)
         is_graph = tensor.requires_grad and torch.is_grad_enabled()
@@ -167,7 +171,8 @@ class CardQueues:
         """Give a view of a leaf, whose gradient is to be accumulated on the computing stream."""
         if isinstance(leaf, nn.Parameter):
             self._shared[id(leaf)] = leaf
-        return self._views[id(leaf)] if id(leaf) in self._views else leaf.view_as(leaf)
+        view = self._views.get(id(leaf))
+        return leaf.view_as(leaf) if view is None else view
 
     def sent_back(self, gradient: torch.Tensor, place: torch.device) -> torch.Tensor:
         """Copy a gradient, for which autograd waits, and which it has waited for."""
@@ -191,7 +196,9 @@ class _Sent(torch.autograd.Function):
     def forward(
         ctx: Any, tensor: torch.Tensor, place: torch.device, queues: CardQueues, back: Any
     ) -> torch.Tensor:
-        ctx.source, ctx.queues, ctx.back = tensor.device, queues, back
+        ctx.source = tensor.device
+        ctx.queues = queues
+        ctx.back = back
         return tensor.to(place, non_blocking=True)
 
     @staticmethod

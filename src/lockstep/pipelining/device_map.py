@@ -56,33 +56,32 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
                 f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
             )
         if stages is not None and stage >= stages:
-            those = (
-                "1 device is stage 0 alone"
-                if stages == 1
-                else f"{stages} devices are stages 0 to {stages - 1}"
-            )
+            those = f"{stages} devices are stages 0 to {stages - 1}"
+            if stages == 1:
+                those = "1 device is stage 0 alone"
             raise StrategyError(
                 f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} '
                 "devices, or another map"
             )
-    every = {name: longest(name, device_map) for name in sorted(known)}
-    found = {name: stage for name, stage in every.items() if stage is not None}
+    found: dict[str, int] = {}
+    for name in sorted(known):
+        place = longest(name, device_map)
+        if place is not None:
+            found[name] = place
     left = [name for name in parameters if name not in found]
     if left:
         raise StrategyError(
             f'device map: it leaves out {len(left)} of {len(parameters)} parameters, "{left[0]}" '
-            "first: "
-            'give it a stage, or give "" one, which is for all the rest'
+            'first: give it a stage, or give "" one, which is for all the rest'
         )
     used = {found[name] for name in (*parameters, *buffers) if name in found}
-    empty = next(
-        (stage for stage in range(stages or max(used, default=0) + 1) if stage not in used), None
-    )
-    if empty is not None:
-        raise StrategyError(
-            f"device map: stage {empty} holds no parameter, of {stages or max(used) + 1} stages: "
-            f"use {counted(len(used), 'device')}, or give it a layer"
-        )
+    count = stages or max(used, default=0) + 1
+    for stage in range(count):
+        if stage not in used:
+            raise StrategyError(
+                f"device map: stage {stage} holds no parameter, of {count} stages: "
+                f"use {counted(len(used), 'device')}, or give it a layer"
+            )
     return found
 
 
@@ -97,11 +96,7 @@ def read_map(word: str) -> dict[str, int]:
         try:
             text = Path(word).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            why = (
-                (error.strerror or type(error).__name__)
-                if isinstance(error, OSError)
-                else "it isn't text"
-            )
+            why = getattr(error, "strerror", None) or "it isn't text"
             raise StrategyError(
                 f'device map: "{word}" can\'t be read ({why}): give a file, or JSON as {_EXAMPLE}'
             ) from error
@@ -121,14 +116,10 @@ _EXAMPLE = '{"stem": 0, "layer3": 1}'
 
 def longest(name: str, device_map: DeviceMap) -> int | None:
     """Give the stage of the longest prefix of a name; None where none fits."""
-    return next(
-        (
-            device_map[prefix]
-            for prefix in (name, *modules_around(name)[::-1])
-            if prefix in device_map
-        ),
-        None,
-    )
+    for prefix in (name, *modules_around(name)[::-1]):
+        if prefix in device_map:
+            return device_map[prefix]
+    return None
 
 
 def modules_around(name: str) -> list[str]:

@@ -32,13 +32,6 @@ from lockstep.tensors.pytree import tensors
 
 _here = threading.local()
 
-_MET = (
-    "micro-batches that overlap have got hold of one another's tensors, by way of a hook, an "
-    "attribute or a global "
-    "that forward changed while another was under way: keep them in forward's own variables, or "
-    "take mp"
-)
-
 _number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that this thread's next node of the graph will have."""
 
@@ -164,8 +157,9 @@ class MicroBatch:
         if here is not None and here is not self and self._turns is not None:
             raise StrategyError(
                 f"stage {stage}, backward of micro-batch {here.number}: it came to what "
-                f"micro-batch {self.number} has "
-                f"computed: {_MET}"
+                f"micro-batch {self.number} has computed, by way of a hook, an attribute or a "
+                "global that forward changed while another was under way: keep tensors in "
+                "forward's own variables, or take mp"
             )
         self.enter(stage)
 
@@ -182,9 +176,10 @@ class MicroBatch:
         self.stage = None
 
     def _skip_to(self, place: int) -> None:
-        if self._turns is not None:
-            for i in range(self._next, place):
-                self._turns.skip(self.route[i].stage, (i, self.number))
+        if self._turns is None:
+            return
+        for i in range(self._next, place):
+            self._turns.skip(self.route[i].stage, (i, self.number))
 
     def mark(self, nest: Any) -> None:
         """Let the backward of what was made so far take the turn of the stage where it was made."""

@@ -67,7 +67,6 @@ class Overlap:
         self._world = world
         self._stages = stages
         self._is_observed = False
-        self._has_strayed = False
         self.begin()
         if len(self.accelerators) == 1:
             self.in_turn = "one accelerator computes nothing at the same time"
@@ -138,18 +137,11 @@ class Overlap:
         return not torch.equal(torch.get_rng_state(), self._before.torch)
 
     def _learn(self, microbatch: MicroBatch) -> None:
-        """Take the longest way as the route, if it has all others in it."""
-        if microbatch.strayed and not self._has_strayed:
-            self._has_strayed = True
-            self._log(
-                f"at step {self._world.step} a micro-batch took another way through the stages "
-                "than those before; where that happens, the order of sums, and so the last bits, "
-                "may differ from run to run"
-            )
+        """Take the first way as the route, which others may leave stages out of."""
         way = whole(tuple(microbatch.seen), self._stages)
-        if has_way(way, self.route):
+        if not self.route:
             self.route = way
-        elif not has_way(self.route, way):
+        if not has_way(self.route, way):
             self._compute_in_turn(
                 "micro-batches take different ways back and forth through the stages"
             )

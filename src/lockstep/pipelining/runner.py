@@ -162,10 +162,14 @@ class Runner:
         if not self._is_on_slots:
             places = (0,) * len(places)  # there is one turn for all devices
         turns = Turns(orders, places, self.threads.beckon)
-        microbatches = [self._microbatch(number, route, turns) for number in range(work.count)]
+        microbatches = []
+        functions = []
+        for number in range(work.count):
+            microbatch = self._microbatch(number, route, turns)
+            microbatches.append(microbatch)
+            functions.append(functools.partial(self._in_own_thread, microbatch, work))
         if not self._is_on_slots:
             self._give_queues(microbatches)
-        functions = [functools.partial(self._in_own_thread, one, work) for one in microbatches]
         self._overlap.begin()
         results = self.threads.run(functions, [turns.abort])
         self._overlap.end(microbatches)
@@ -216,10 +220,11 @@ class Runner:
             microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
 
     def _copying_stream(self, place: torch.device, number: int) -> torch.Stream:
-        key = place, number
-        if key not in self._copying:
-            self._copying[key] = torch.Stream(place)
-        return self._copying[key]
+        stream = self._copying.get((place, number))
+        if stream is None:
+            stream = torch.Stream(place)
+            self._copying[place, number] = stream
+        return stream
 
     # ---- errors and times ------------------------------------------------------------------------
 
@@ -247,8 +252,9 @@ class Runner:
         spans: list[list[Span]] = [[] for _ in self._world.devices]
         for microbatch in microbatches:
             for visit, start, end in microbatch.stays:
-                span = Span(Action(*visit, microbatch.number), start, end)
-                spans[self._places[visit.stage]].append(span)
+                action = Action(visit.stage, visit.kind, microbatch.number)
+                place = self._places[visit.stage]
+                spans[place].append(Span(action, start, end))
         for of_device in spans:
             of_device.sort(key=lambda span: span.start)
         self.timelines.append(Timeline(tuple(map(tuple, spans))))

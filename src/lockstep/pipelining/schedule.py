@@ -51,10 +51,9 @@ Key = tuple[int, int]
 
 def straight(stages: int) -> Route:
     """Go through all stages and back."""
-    return (
-        *(Visit(s, "F") for s in range(stages)),
-        *(Visit(s, "B") for s in reversed(range(stages))),
-    )
+    there = [Visit(stage, "F") for stage in range(stages)]
+    back = [Visit(stage, "B") for stage in reversed(range(stages))]
+    return tuple(there + back)
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
@@ -70,8 +69,12 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     Huang et al., GPipe, 2019, https://arxiv.org/abs/1811.06965
     """
     _checked(stages, microbatches)
-    every = range(microbatches)
-    return [[Action(s, way, m) for way in ("F", "B") for m in every] for s in range(stages)]
+    schedule: Schedule = []
+    for stage in range(stages):
+        forwards = [Action(stage, "F", number) for number in range(microbatches)]
+        backwards = [Action(stage, "B", number) for number in range(microbatches)]
+        schedule.append(forwards + backwards)
+    return schedule
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
@@ -213,10 +216,10 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
     places = devices_of(schedule)
     if route != straight(len(places)):  # one may be as long: 1F 0F 0B 1B
         return _greedy(route, places, schedule, microbatches)
-    return [
-        [(route.index((stage, kind)), number) for stage, kind, number in actions]
-        for actions in schedule
-    ]
+    orders = []
+    for actions in schedule:
+        orders.append([(route.index((a.stage, a.kind)), a.microbatch) for a in actions])
+    return orders
 
 
 def _greedy(

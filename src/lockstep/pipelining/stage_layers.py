@@ -67,7 +67,10 @@ class StagedModel:
         if not self.moves:
             return contextlib.nullcontext()
         microbatch = current()
-        return TransferMode(self._places, queues=None if microbatch is None else microbatch.queues)
+        queues = None
+        if microbatch is not None:
+            queues = microbatch.queues
+        return TransferMode(self._places, queues=queues)
 
     def _hook(self, module: nn.Module, stage: int) -> None:
         place = self._places[stage] if self.moves else None
@@ -150,23 +153,23 @@ def _arriving(
     stages are on one device.
     """
     microbatch = current()
-    sent = None
     # (A checkpoint that computes again over several accelerators does so in the one turn that it
     # has.)
-    if microbatch is not None and (place is None or microbatch.kind == "F"):
-        if microbatch.outer is not None and stage == microbatch.stage:
-            return None
-        queues = microbatch.queues
-        before = microbatch.stage
-        if queues is not None and place is not None and before is not None and before != stage:
-            with queues.sending(before, microbatch.come_back):
-                sent = _moved(place, args, kwargs)
-        microbatch.enter(stage)
-        if microbatch.kind == "F":  # else it is computed again, by a checkpoint
-            microbatch.mark(args)
-            microbatch.mark(kwargs)
-            if microbatch.outer is None:
-                microbatch.outer = module
+    if microbatch is None or (place is not None and microbatch.kind == "B"):
+        return None if place is None else _moved(place, args, kwargs)
+    if microbatch.outer is not None and stage == microbatch.stage:
+        return None
+
+    sent = None
+    before = stage if microbatch.stage is None else microbatch.stage
+    if microbatch.queues is not None and place is not None and before != stage:
+        with microbatch.queues.sending(before, microbatch.come_back):
+            sent = _moved(place, args, kwargs)
+    microbatch.enter(stage)
+    if microbatch.kind == "F":  # else it is computed again, by a checkpoint
+        microbatch.mark((args, kwargs))
+        if microbatch.outer is None:
+            microbatch.outer = module
     if sent is not None or place is None:
         return sent
     return _moved(place, args, kwargs)
@@ -176,9 +179,7 @@ def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     # (There is no mode where a layer is called by itself.)
     mode = transfer.current() or TransferMode([place])
     mode.place = place
-    return tuple(map(mode.nest_moved, args)), {
-        name: mode.nest_moved(value) for name, value in kwargs.items()
-    }
+    return mode.nest_moved((args, kwargs))
 
 
 def _leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -37,6 +37,12 @@ from lockstep.tensors.seeding import kept_state_on, put_state_on, state_on
 
 _here = threading.local()
 
+_CopyKey = tuple[int, torch.device, bool]
+"""The id of a tensor, where its copy is, and whether this has gradients."""
+
+_Copy = tuple[weakref.ref[torch.Tensor], int, torch.Tensor]
+"""The tensor, its version, and the copy."""
+
 
 def current() -> TransferMode | None:
     """Give the mode that this thread is in, or None."""
@@ -65,9 +71,7 @@ class TransferMode(TorchFunctionMode):
         self._queues = queues
         self.place = places[0] if place is None else place
         self._places = places
-        self._copies: dict[
-            tuple[int, torch.device, bool], tuple[weakref.ref[torch.Tensor], int, torch.Tensor]
-        ] = {}
+        self._copies: dict[_CopyKey, _Copy] = {}
 
     def __enter__(self) -> TransferMode:
         self._before = current()
@@ -93,7 +97,8 @@ class TransferMode(TorchFunctionMode):
         with torch._C.DisableTorchFunction():
             if tensor.is_inference():
                 return self._copied(tensor)
-            key = id(tensor), place, tensor.requires_grad and torch.is_grad_enabled()
+            has_gradient = tensor.requires_grad and torch.is_grad_enabled()
+            key = id(tensor), place, has_gradient
             kept = self._copies.get(key)
             if kept is not None:
                 source, version, copy = kept
@@ -101,7 +106,8 @@ class TransferMode(TorchFunctionMode):
                     return copy
             copy = self._copied(tensor)
             source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
-            self._copies[key] = source, tensor._version, copy
+            version = tensor._version
+            self._copies[key] = source, version, copy
             return copy
 
     def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -167,15 +173,20 @@ class TransferMode(TorchFunctionMode):
         """
         if not _meet(args):
             return function(*args)
-        moved = [self.moved(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
-        copies = [copy for copy, arg in zip(moved, args, strict=True) if copy is not arg]
-        versions = list(map(_version, copies))
+        moved = list(args)
+        versions = []
+        for i, arg in enumerate(args):
+            if isinstance(arg, torch.Tensor):
+                moved[i] = self.moved(arg)
+            if moved[i] is not arg:
+                versions.append((moved[i], _version(moved[i])))
         found = function(*moved)
-        if list(map(_version, copies)) != versions:
-            raise StrategyError(
-                f"{name} writes to a tensor of another stage's device: give it a clone(), or put "
-                "what is around it on one stage"
-            )
+        for copy, version in versions:
+            if _version(copy) != version:
+                raise StrategyError(
+                    f"{name} writes to a tensor of another stage's device: give it a clone(), or "
+                    "put what is around it on one stage"
+                )
         return found
 
     def _together(
@@ -229,13 +240,12 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
         return None
     places = mode._places
     place = mode.place
-    drawing = [one for one in dict.fromkeys(places) if _has_generator(one)]
-    states = [state_on(one) for one in drawing]
+    states = {one: state_on(one) for one in places if _has_generator(one)}
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
         with _one_at_a_time, contextlib.ExitStack() as stack:
-            for one, state in zip(drawing, states, strict=True):
+            for one, state in states.items():
                 stack.enter_context(kept_state_on(one))
                 put_state_on(one, state)
             with TransferMode(places, place):

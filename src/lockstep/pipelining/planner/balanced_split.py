@@ -60,7 +60,8 @@ def split(
             f"can be placed ({', '.join(shown + more)}): "
             f"use {counted(max(len(blocks), 1), 'device')}"
         )
-    before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
+    times = [block.time for block in blocks]
+    before = list(itertools.accumulate(times, initial=0.0))
 
     def cost(stage: int, first: int, last: int) -> Cost:
         """Tell how many times too large a stage is for its device, and its time."""
@@ -68,12 +69,16 @@ def split(
         if capacity is None:
             return 0.0, time
         share = need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
-        return share if share > 1 else 0.0, time
+        if share <= 1:
+            share = 0.0
+        return share, time
 
     (over, fastest), bounds = _best(len(blocks), stages, cost, _slower)
     if over and capacity is not None:
-        stage = max(range(stages), key=lambda s: cost(s, bounds[s], bounds[s + 1]))
-        run = blocks[bounds[stage] : bounds[stage + 1]]
+        ends = list(itertools.pairwise(bounds))
+        stage = max(range(stages), key=lambda stage: cost(stage, *ends[stage]))
+        first, last = ends[stage]
+        run = blocks[first:last]
         device = devices[stage] if devices else f"device {stage}"
         raise StrategyError(
             f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs "

@@ -77,12 +77,13 @@ class ModelBenchmark:
         """Find the blocks with their costs for a part, estimated where the model and the part
         don't fit on the device.
         """
-        if measure and self._fits:
-            try:
-                return self._measured(part, seconds)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
+        if not measure or not self._fits:
+            return self._traced(part, fake=True)
+        try:
+            return self._measured(part, seconds)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
         return self._traced(part, fake=True)
 
     def _measured(self, part: Part, seconds: float) -> ModelBlocks:
@@ -178,10 +179,14 @@ def measured(
             if not adds:
                 model.zero_grad()
             taken.append(_round(model, names, total, device))
+
+    def usual(kind: str, name: str) -> float:
+        return statistics.median(one[kind, name] for one in taken)
+
     found = []
     for block in blocks:
-        forward = statistics.median(one["F", block.name] for one in taken)
-        backward = statistics.median(one["B", block.name] for one in taken)
+        forward = usual("F", block.name)
+        backward = usual("B", block.name)
         found.append(replace(block, forward=forward, backward=backward))
     return tuple(found)
 

@@ -93,8 +93,9 @@ def blocks_of(model: nn.Module, seen: Trace) -> ModelBlocks:
             crossing[place] += seen.sizes.get(storage, 0)
 
     blocks = []
-    for name, segments, size in zip(names, inside, crossing, strict=True):
-        blocks.append(_block(model, name, segments, size, seen.calls[name]))
+    for place, name in enumerate(names):
+        block = _block(model, name, inside[place], crossing[place], seen.calls[name])
+        blocks.append(block)
     return ModelBlocks(tuple(blocks), loose_of(model, names, first_use))
 
 
@@ -150,16 +151,23 @@ def loose_of(
     """
     of_block: dict[nn.Module, int] = {}
     for place, name in enumerate(names):
-        of_block.update(dict.fromkeys(model.get_submodule(name).modules(), place))
+        for module in model.get_submodule(name).modules():
+            of_block[module] = place
     found: dict[str, int] = {}
     latest = 0
     for prefix, module in model.named_modules():
-        latest = of_block.get(module, latest)
-        if module not in of_block:
-            for key, _ in _own_state(module):
-                name = f"{prefix}.{key}".lstrip(".")
-                found[name] = first_use.get(name, latest)
+        if module in of_block:
+            latest = of_block[module]
+            continue
+        for key, _ in _own_state(module):
+            name = _joined(prefix, key)
+            found[name] = first_use.get(name, latest)
     return found
+
+
+def _joined(prefix: str, key: str) -> str:
+    """Give the name of what a module of that name holds."""
+    return f"{prefix}.{key}" if prefix else key
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -197,14 +205,18 @@ def block_names(
             if not names[child].startswith(name):
                 continue
             blocks, leaves_some = inside(child)
-            found += [block for block in blocks if block not in found]
+            for block in blocks:
+                if block not in found:
+                    found.append(block)
             is_left = is_left or leaves_some
         if name not in called or module is model:
             return found, is_left
         may_be_cut = len(found) > 1 and name not in repeated
         if may_be_cut and (not is_left or called[name] > _LARGE):
             return found, False
-        return ([name], False) if is_left or found else ([], False)
+        if is_left or found:
+            return [name], False
+        return [], False
 
     return inside(model)[0] or [""]
 
@@ -215,17 +227,12 @@ def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[
 
     A container whose layers are on several stages is not in it, but its parts are.
     """
-    places = dict(found.loose)
+    stages = _Stages({}, {})
     for place, block in enumerate(found.blocks):
-        places[block.name] = place
-    stages = _Stages(
-        {m: _stage_at(places[name], bounds) for name, m in model.named_modules() if name in places},
-        {
-            id(tensor): _stage_at(places[name], bounds)
-            for name, tensor in named_state(model)
-            if name in places
-        },
-    )
+        stages.of_module[model.get_submodule(block.name)] = _stage_at(place, bounds)
+    for name, tensor in named_state(model):
+        if name in found.loose:
+            stages.of_tensor[id(tensor)] = _stage_at(found.loose[name], bounds)
     device_map: dict[str, int] = {}
     stages.write(model, "", device_map)
     return device_map
@@ -242,11 +249,18 @@ class _Stages:
         """Find the stages of what is in a module."""
         if module in self.of_module:
             return {self.of_module[module]}
-        found = set[int]()
-        for _, tensor in _own_state(module):
+        found = set(self._own(module).values())
+        for child in module.children():
+            found |= self.within(child)
+        return found
+
+    def _own(self, module: nn.Module) -> dict[str, int]:
+        """Find the stages of the tensors that a module holds itself, by their names in it."""
+        own = {}
+        for key, tensor in _own_state(module):
             if id(tensor) in self.of_tensor:
-                found.add(self.of_tensor[id(tensor)])
-        return found.union(*map(self.within, module.children()))
+                own[key] = self.of_tensor[id(tensor)]
+        return own
 
     def write(self, module: nn.Module, name: str, device_map: dict[str, int]) -> None:
         """Write a module into a device map, or what is in it."""
@@ -254,12 +268,11 @@ class _Stages:
         if len(all_here) == 1:
             device_map[name] = all_here.pop()
             return
-        for key, tensor in _own_state(module):
-            if id(tensor) in self.of_tensor:
-                device_map[f"{name}.{key}".lstrip(".")] = self.of_tensor[id(tensor)]
-        for key, child in module._modules.items():
+        for key, stage in self._own(module).items():
+            device_map[_joined(name, key)] = stage
+        for key, child in module._modules.items():  # a child under each of its names
             if child is not None:
-                self.write(child, f"{name}.{key}".lstrip("."), device_map)
+                self.write(child, _joined(name, key), device_map)
 
 
 def _stage_at(place: int, bounds: Sequence[int]) -> int:

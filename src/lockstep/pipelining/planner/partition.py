@@ -161,14 +161,14 @@ def divided(
     for number, run in enumerate(runs):
         room = None if capacity is None else capacity[number]
         found.append(Stage(devices[number], tuple(run), need(number, run), room))
-    again = []
+    told = list(notes)
     for block in blocks:
         if block.calls > 1 and len(devices) > 1:
-            again.append(
+            told.append(
                 f'"{block.name}" is called {block.calls} times, and counted where it is called '
                 "first"
             )
-    return Partition(device_map, tuple(found), samples, measured.measured, (*notes, *again))
+    return Partition(device_map, tuple(found), samples, measured.measured, tuple(told))
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
@@ -203,7 +203,8 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     for name in names:
         own = set(model.get_submodule(name).parameters()) - counted_once
         counted_once |= own
-        blocks.append(Block(name, forward=sum(parameter.numel() for parameter in own)))
+        size = sum(parameter.numel() for parameter in own)
+        blocks.append(Block(name, forward=size))
     found = ModelBlocks(tuple(blocks), loose_of(model, names, {}))
     return map_of(model, found, split(blocks, stages))
 
@@ -211,8 +212,10 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
     """Give the bytes of each stage's device; None where PyTorch doesn't tell."""
     number = len(devices)
+    if isinstance(memory, int):
+        return [float(memory)] * number
     if memory is not None:
-        sizes = [memory] * number if isinstance(memory, int) else memory
+        sizes = memory
         if len(sizes) != number:
             raise StrategyError(
                 f"partition: {len(sizes)} sizes of memory for {number} devices: give one for each"

@@ -75,7 +75,8 @@ def trace(
     if fake:
         try:
             with model_kept(model), _faked(model) as mode:
-                return _traced(model, each(mode.from_tensor, inputs), forward, kind)
+                fakes = each(mode.from_tensor, inputs)
+                return _traced(model, fakes, forward, kind)
         except Exception:
             pass  # it asks for values, or an operator has no fake; a real run says what is wrong
     with model_kept(model):
@@ -157,7 +158,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._open: list[str] = []
         self.seconds: dict[str, float] = {}
         self.calls: Counter[str] = Counter()
-        self.sizes = {self._number(tensor): bytes_of([tensor]) for tensor in tensors(inputs)}
+        self.sizes = self._sizes(inputs)
         self.segments = [Segment("", storages=set(self.sizes))]
         self.state: dict[int, list[str]] = {}
         for name, tensor in named_state(model):
@@ -180,11 +181,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Note that a tensor is kept for backward; what is the model's own is there anyway."""
-        if tensor.layout == torch.strided:
-            number = self._number(tensor)
+        for number, size in self._sizes(tensor).items():
             if number not in self._kept:
                 self._kept.add(number)
-                self.segments[-1].kept += bytes_of([tensor])
+                self.segments[-1].kept += size
         return tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -197,10 +197,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, size in written.items():
             self.sizes.setdefault(number, size)
         moved = sum(read.values()) + sum(written.values())
-        if written and set(written) <= set(read) and not func._schema.is_mutable:
-            moved = 0  # it is a view
+        is_view = written.keys() <= read.keys() and not func._schema.is_mutable
+        if written and is_view:
+            moved = 0
+        flops = _flops(func, args, kwargs, out)
         flops_rate, bytes_rate = self._rates
-        seconds = max(_flops(func, args, kwargs, out) / flops_rate, moved / bytes_rate)
+        seconds = max(flops / flops_rate, moved / bytes_rate)
         segment.seconds += seconds
         for name in set(self._open):
             self.seconds[name] += seconds
