@@ -178,8 +178,7 @@ def choose_schedule(
     if not found:
         raise StrategyError(
             f"schedule: there is nothing to choose from: {len(plans)} plans, schedules "
-            f"{schedules or 'all'}, "
-            f"micro-batches {list(microbatches)} of a batch of {batch}"
+            f"{schedules or 'all'}, micro-batches {list(microbatches)} of a batch of {batch}"
         )
     found.sort(key=lambda candidate: candidate.seconds)
     fitting = [candidate for candidate in found if candidate.fits]
@@ -188,9 +187,8 @@ def choose_schedule(
         device = nearest.filled.index(max(nearest.filled))
         raise StrategyError(
             f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device "
-            f"{device}, which has "
-            f"{said(capacity[device])}: use more devices, a smaller batch_size, or "
-            "activation_checkpointing"
+            f"{device}, which has {said(capacity[device])}: use more devices, a smaller "
+            "batch_size, or activation_checkpointing"
         )
     as_fast = [one for one in fitting if one.seconds <= _NEAR * fitting[0].seconds]
     best = min(as_fast, key=lambda one: (len(one.plan.places), max(one.peak), one.microbatches))
@@ -203,19 +201,22 @@ def at(points: Mapping[int, float], samples: int) -> float:
     Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
     is never cheaper.
     """
-    sizes = sorted(points)
     if samples in points:
         return points[samples]
-    smallest = points[sizes[0]] * samples / sizes[0]
+    sizes = sorted(points)
+    smallest = sizes[0]
+    in_proportion = points[smallest] * samples / smallest
     if len(sizes) == 1:
-        return smallest
-    right = min(max(bisect.bisect(sizes, samples), 1), len(sizes) - 1)
+        return in_proportion
+    right = bisect.bisect(sizes, samples, 1, len(sizes) - 1)
     low = sizes[right - 1]
     high = sizes[right]
     slope = (points[high] - points[low]) / (high - low)
     # A line that would fall, by noise, is taken as level.
     value = points[low] + max(slope, 0.0) * (samples - low)
-    return max(value, smallest) if samples < sizes[0] else value
+    if samples < smallest:
+        value = max(value, in_proportion)
+    return value
 
 
 def _candidates(
@@ -289,7 +290,8 @@ def planned(
         by_size, too_small = _measured_at_sizes(bench, seconds)
     batch = bench.first.size
     near = max(1, batch // _NEAR_CUT)
-    near = near if near in by_size else min(by_size)
+    if near not in by_size:
+        near = min(by_size)
     blocks = by_size[near]
     plans: list[Plan] = []
     partitions: dict[tuple[int, ...], Partition] = {}  # by the places of a plan's stages
@@ -319,9 +321,10 @@ def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int,
     take (0: none).
     """
     whole = bench.first.size
-    sizes = {whole, max(1, whole // _NEAR_CUT), max(1, whole // _SMALL_CUT)}
+    near = max(1, whole // _NEAR_CUT)
+    small = max(1, whole // _SMALL_CUT)
     by_size: dict[int, ModelBlocks] = {}
-    for size in sorted(sizes, reverse=True):
+    for size in sorted({whole, near, small}, reverse=True):
         try:
             by_size[size] = bench.blocks(bench.part(size), seconds=seconds)
         except Exception:
@@ -349,6 +352,7 @@ def _costs(
             own = [by_name[block.name] for block in stage.blocks]
             forward[size] = sum(block.forward for block in own)
             backward[size] = sum(block.backward for block in own)
+        kept = stage.activations / found.samples
         fixed = sum(bench.fixed(block) for block in stage.blocks)
-        costs.append(Costs(forward, backward, stage.activations / found.samples, fixed))
+        costs.append(Costs(forward, backward, kept, fixed))
     return tuple(costs)

@@ -9,7 +9,6 @@ measured alike.
 from __future__ import annotations
 
 import itertools
-import re
 import statistics
 import textwrap
 from collections.abc import Mapping
@@ -23,14 +22,13 @@ from lockstep.report.timeline_charts import Timelines
 IDLE = "·"
 LONG = "─"
 CUT = " … "
+_NAME = "0123456789FB"
 
 KEY = (
-    f"F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), {IDLE * 3} a device "
-    "that waits, "
-    f"F0{LONG * 2} an action that goes on,{CUT}the middle, left out. "
+    "F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), ··· a device that "
+    "waits, F0── an action that goes on, … the middle, left out. "
     "Bubble: the share of the devices' time that is waited; speed-up: over one device that does "
-    "the same alone; "
-    "held: forward is done and backward is not, for each device"
+    "the same alone; held: forward is done and backward is not, for each device"
 )
 """What should be known to read a grid and the line below it."""
 
@@ -44,10 +42,12 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
     spans = list(itertools.chain(*timeline.devices))
     if not spans:
         return []
-    names = {span.action: str(span.action) for span in spans}
     stages = {span.action.stage for span in spans}
-    if len(stages) == len(timeline.devices):
-        names = {action: name.lstrip("0123456789") for action, name in names.items()}
+    is_one_each = len(stages) == len(timeline.devices)
+    names = {}
+    for span in spans:
+        action = span.action
+        names[action] = f"{action.kind}{action.microbatch}" if is_one_each else str(action)
     longest = max(map(len, names.values()))
     digits = len(str(len(timeline.devices) - 1))
     room = max(width - digits - 2, 2 * longest + len(CUT))
@@ -57,9 +57,12 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
         scale *= room / wide  # a little narrower is better than cut
     rows = [_row(mine, timeline, scale, names) for mine in timeline.devices]
     length = max(map(len, rows))
-    if length > room:
-        rows = [_without_middle(row, length, room) for row in rows]
-    return [f"{device:>{digits}}  {row}".rstrip() for device, row in enumerate(rows)]
+    lines = []
+    for device, row in enumerate(rows):
+        if length > room:
+            row = _without_middle(row, length, room)
+        lines.append(f"{device:>{digits}}  {row}".rstrip())
+    return lines
 
 
 def _without_middle(row: str, length: int, room: int) -> str:
@@ -68,18 +71,19 @@ def _without_middle(row: str, length: int, room: int) -> str:
     """
     left = (room - len(CUT) + 1) // 2
     right = room - len(CUT) - left
-    begin = re.sub(r"[\dFB]+$", _spaces, row[:left])
-    end = re.sub(rf"^[\dFB{LONG}]+", _spaces, row[length - right :])
-    return begin + CUT + end
+    begin = row[:left]
+    end = row[length - right :]
+    whole_begin = begin.rstrip(_NAME).ljust(len(begin))
+    whole_end = end.lstrip(_NAME + LONG).rjust(len(end))
+    return whole_begin + CUT + whole_end
 
 
 def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
     """Give the title, the grid, and the bubble below it."""
-    return [
-        *textwrap.wrap(f"{title}:", width),
-        *grid(timeline, width),
-        *textwrap.wrap(summary(timeline), width),
-    ]
+    lines = textwrap.wrap(f"{title}:", width)
+    lines += grid(timeline, width)
+    lines += textwrap.wrap(summary(timeline), width)
+    return lines
 
 
 def _scale(timeline: Timeline, cell: int) -> float:
@@ -100,13 +104,14 @@ def _row(
     row = [IDLE] * max(1, round(timeline.makespan * scale))
     for action, start, end in spans:
         first = _column((start - timeline.start) * scale)
-        columns = max(1, _column((end - timeline.start) * scale) - first)
+        last = _column((end - timeline.start) * scale)
+        columns = max(1, last - first)
         name = names[action]
-        if len(name) > columns:  # too short for its name: its kind, if that
+        if len(name) > columns:  # too short for its name
             name = action.kind
         body = name
         if columns > len(name):  # the last column stays empty, so that neighbours are told apart
-            body = name + LONG * (columns - 1 - len(name)) + " "
+            body = name.ljust(columns - 1, LONG) + " "
         row[first : first + columns] = body
     return "".join(row)
 
@@ -118,10 +123,6 @@ def _column(place: float) -> int:
     return int(place + 0.5 + 1e-6)
 
 
-def _spaces(match: re.Match[str]) -> str:
-    return " " * len(match[0])
-
-
 def summary(timeline: Timeline) -> str:
     """``bubble 27.3 %, speed-up 2.91; micro-batches held at most: 4 3 2 1``; ``KEY`` explains it.
 
@@ -129,13 +130,12 @@ def summary(timeline: Timeline) -> str:
     """
     stages = {span.action.stage for span in itertools.chain(*timeline.devices)}
     parts = dict.fromkeys(stages, len(timeline.devices) / max(len(stages), 1))
-    held = timeline.held(parts)
-    shown = " ".join(f"{peak:.3g}" for peak in held[:8])
+    held = [f"{peak:.3g}" for peak in timeline.held(parts)]
     if len(held) > 8:
-        shown += " ..."
+        held[8:] = ["..."]
     return (
         f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; "
-        f"micro-batches held at most: {shown}"
+        f"micro-batches held at most: {' '.join(held)}"
     )
 
 
@@ -157,5 +157,8 @@ def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") ->
         InputError: matplotlib isn't installed, can't write that format, or the file can't be
             written.
     """
-    titled = {f"{title}: {summary(timeline)}": timeline for title, timeline in timelines.items()}
-    save(Timelines(titled, unit).draw(12.0), Path(path))
+    titled = {}
+    for title, timeline in timelines.items():
+        titled[f"{title}: {summary(timeline)}"] = timeline
+    figure = Timelines(titled, unit).draw(12.0)
+    save(figure, Path(path))

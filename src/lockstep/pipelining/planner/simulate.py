@@ -48,29 +48,31 @@ def simulate(
     ended: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule]
     waiting = [deque(order) for order in schedule]
-    goes_on = True
-    while goes_on:
-        goes_on = False
+    free = [0.0] * len(schedule)
+    done = -1
+    while len(ended) > done:
+        done = len(ended)
         for device, order in enumerate(waiting):
             while order:
                 action = order[0]
+                start = free[device]
                 need = _before(action, last)
-                if need is not None and need not in ended:
-                    break
-                start = spans[device][-1].end if spans[device] else 0.0
                 if need is not None:
-                    moving = transfer if place[need.stage] != device else 0.0
-                    start = max(start, ended[need] + moving)
-                times = forward if action.kind == "F" else backward
-                ended[action] = start + _time_of(action, times)
-                spans[device].append(Span(action, start, ended[action]))
+                    if need not in ended:
+                        break
+                    ready = ended[need]
+                    if place[need.stage] != device:
+                        ready += transfer
+                    start = max(start, ready)
                 order.popleft()
-                goes_on = True
-    waits = [
-        f"device {device} waits with {order[0]} for {_before(order[0], last)}"
-        for device, order in enumerate(waiting)
-        if order
-    ]
+                times = forward if action.kind == "F" else backward
+                free[device] = start + _time_of(action, times)
+                ended[action] = free[device]
+                spans[device].append(Span(action, start, free[device]))
+    waits = []
+    for device, order in enumerate(waiting):
+        if order:
+            waits.append(f"device {device} waits with {order[0]} for {_before(order[0], last)}")
     if waits:
         raise StrategyError(
             f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
@@ -90,15 +92,13 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
     taken = [_seconds_of_actions(timeline) for timeline in measured]
     usual: dict[Action, float] = {}
     for action in itertools.chain(*schedule):
-        usual[action] = statistics.median(seconds[action] for seconds in taken)
-    stages = range(len(devices_of(schedule)))
-    microbatches = range(1 + max(action.microbatch for action in usual))
-    forward = []
-    backward = []
-    for stage in stages:
-        forward.append([usual[Action(stage, "F", m)] for m in microbatches])
-        backward.append([usual[Action(stage, "B", m)] for m in microbatches])
-    return simulate(schedule, forward, backward)
+        usual[action] = statistics.median(of_update[action] for of_update in taken)
+    stages = len(devices_of(schedule))
+    microbatches = 1 + max(action.microbatch for action in usual)
+    times = {kind: [[0.0] * microbatches for _ in range(stages)] for kind in "FB"}
+    for action, seconds in usual.items():
+        times[action.kind][action.stage][action.microbatch] = seconds
+    return simulate(schedule, times["F"], times["B"])
 
 
 def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
@@ -142,10 +142,11 @@ def _check_actions(schedule: Schedule) -> None:
         if action.kind == "B" and forward not in seen:
             raise StrategyError(f"schedule: {action} comes before {forward}")
         seen.add(action)
-    numbers = range(1 + max(action.microbatch for action in seen))
-    for stage in range(max(stages)):
+    last = max(stages)
+    for stage in range(last):
         if stage not in stages:
-            raise StrategyError(f"schedule: there is a stage {max(stages)}, and no stage {stage}")
-    for key in itertools.product(sorted(stages), "FB", numbers):
-        if key not in seen:
-            raise StrategyError(f"schedule: {''.join(map(str, key))} is missing")
+            raise StrategyError(f"schedule: there is a stage {last}, and no stage {stage}")
+    numbers = range(1 + max(action.microbatch for action in seen))
+    for stage, kind, number in itertools.product(range(last + 1), "FB", numbers):
+        if (stage, kind, number) not in seen:
+            raise StrategyError(f"schedule: {stage}{kind}{number} is missing")
