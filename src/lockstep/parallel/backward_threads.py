@@ -99,16 +99,21 @@ def joined(
     Returns:
         Nests of the same structure, which share the memory of ``outputs``.
     """
-    roots = [[t for t in pytree.tensors(output) if t.requires_grad] for output in outputs]
-    if not shared or not any(roots):
-        return list(outputs)
-    flat = [t for found in roots for t in found]
+    roots: list[Tensor] = []
     # Not the outputs themselves: once they are gathered, their memory needn't be held.
-    edges = [[get_gradient_edge(root) for root in found] for found in roots]
-    made = iter(_Joined.apply(devices, leaves, edges, overlaps, flat, *shared))  # type: ignore[no-untyped-call]
-    return [
-        pytree.each(lambda t: next(made) if t.requires_grad else t, output) for output in outputs
-    ]
+    edges: list[list[GradientEdge]] = []
+    for output in outputs:
+        mine = [tensor for tensor in pytree.tensors(output) if tensor.requires_grad]
+        roots += mine
+        edges.append(list(map(get_gradient_edge, mine)))
+    if not shared or not roots:
+        return list(outputs)
+    made = iter(_Joined.apply(devices, leaves, edges, overlaps, roots, *shared))  # type: ignore[no-untyped-call]
+
+    def put_in(tensor: Tensor) -> Any:
+        return next(made) if tensor.requires_grad else tensor
+
+    return [pytree.each(put_in, output) for output in outputs]
 
 
 class _Joined(torch.autograd.Function):
@@ -151,11 +156,15 @@ class _Joined(torch.autograd.Function):
             # Asking for saved tensors refuses those that were written since, which only a second
             # derivative would need.
             sources = list(ctx.saved_tensors)
-            owners = [i for i, its in enumerate(edges) for _ in its]
-            for k, (i, grad) in enumerate(zip(owners, grads, strict=True)):
-                if grad is not None and grad.requires_grad:
-                    given[k] = again[i][len(sources)] = stand_in(grad)
-                    sources.append(grad)
+            k = 0
+            for mine, its in zip(again, edges, strict=True):
+                for _ in its:
+                    grad = grads[k]
+                    if grad is not None and grad.requires_grad:
+                        given[k] = stand_in(grad)
+                        mine[len(sources)] = given[k]
+                        sources.append(grad)
+                    k += 1
 
         settings = {
             "create_graph": differentiable,

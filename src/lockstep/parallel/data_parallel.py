@@ -159,7 +159,7 @@ class DataParallel(nn.Module, Generic[M]):
             place_module(module, self.devices[0].torch)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What ``module`` gives for the whole batch."""
+        """Compute what ``module`` gives for the whole batch."""
         before = _compile_with(None) if len(self.devices) > 1 else None
         try:
             with torch.autograd.profiler.record_function("DataParallel.forward"):
@@ -237,8 +237,7 @@ class DataParallel(nn.Module, Generic[M]):
         another way.
         """
         line = 0
-        has_scalars = any(tensor.dim() == 0 for tensor in pytree.tensors(outputs))
-        if self.dim == 0 and has_scalars and not self._said:
+        if self.dim == 0 and not self._said and _has_scalars(outputs):
             self._said = True
             line = _CALL + 1
         return gathered(outputs, output_device, self.dim, says=line)
@@ -247,15 +246,16 @@ class DataParallel(nn.Module, Generic[M]):
         """Warn once of a scalar from each of unequal shares."""
         if self._warned or len(set(sizes)) < 2 or len(outputs) < 2:
             return
-        if any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
-            self._warned = True
-            warnings.warn(
-                f"each replica gave a scalar, of shares of {', '.join(map(str, sizes))}: if they "
-                "are means, their mean() is not that of the batch. Write (losses * "
-                "losses.new_tensor(net.sizes)).sum() / sum(net.sizes) with this DataParallel as "
-                "net, or return a value for each sample",
-                stacklevel=_CALL,
-            )
+        if not _has_scalars(outputs[0]):
+            return
+        self._warned = True
+        shares = ", ".join(map(str, sizes))
+        warnings.warn(
+            f"each replica gave a scalar, of shares of {shares}: if they are means, their mean() "
+            "is not that of the batch. Write (losses * losses.new_tensor(net.sizes)).sum() / "
+            "sum(net.sizes) with this DataParallel as net, or return a value for each sample",
+            stacklevel=_CALL,
+        )
 
 
 def data_parallel(
@@ -293,13 +293,18 @@ def data_parallel(
     return output
 
 
+def _has_scalars(nest: Any) -> bool:
+    return any(tensor.dim() == 0 for tensor in pytree.tensors(nest))
+
+
 def _sizes(shares: Sequence[Arguments], dim: int) -> tuple[int, ...]:
-    """What each share has along ``dim``, by its first tensor that is cut."""
+    """Find what each share has along ``dim``, by its first tensor that is cut."""
     sizes = []
     for share in shares:
-        first = next((t for t in pytree.tensors(share) if t.dim() and is_plain(t)), None)
-        if first is not None:
-            sizes.append(first.shape[dim])
+        for tensor in pytree.tensors(share):
+            if tensor.dim() and is_plain(tensor):
+                sizes.append(tensor.shape[dim])
+                break
     return tuple(sizes)
 
 

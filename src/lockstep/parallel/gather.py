@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device
@@ -67,7 +68,7 @@ def gathered(
 
 def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]) -> Any:
     first = column[0]
-    if all(isinstance(item, torch.Tensor) for item in column):
+    if all(isinstance(item, Tensor) for item in column):
         return _concatenated(column, place, dim)
     for number, other in enumerate(column):
         if not pytree.same_kind(first, other):
@@ -77,25 +78,26 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
                 f"{pytree.described(outputs[number])}"
             )
     inside = [pytree.parts(item) for item in column]
-    if inside[0] is None:
-        through = [_gone_through(item) for item in column]
-        if not any(through) or all(item is first for item in column):
-            return _agreed(column)
-        if len(set(map(len, through))) > 1:
-            found = ", ".join(str(len(parts)) for parts in through)
-            raise InputError(
-                f"{type(first).__name__}s of {found} parts can't be joined: give as many everywhere"
-            )
-        return type(first)(
-            [_joined(list(part), place, dim, outputs) for part in zip(*through, strict=True)]
-        )
+    is_nest = inside[0] is not None
     if isinstance(first, dict):  # by key: replicas may have filled them in different orders
         inside = [[item[key] for key in first] for item in column]
-    columns = zip(*(part or [] for part in inside), strict=True)
-    return pytree.rebuilt(first, [_joined(list(part), place, dim, outputs) for part in columns])
+    if not is_nest:
+        inside = [_gone_through(item) for item in column]
+        if not any(inside) or all(item is first for item in column):
+            return _agreed(column)
+    counts = [len(parts or ()) for parts in inside]
+    if len(set(counts)) > 1:
+        raise InputError(
+            f"{type(first).__name__}s of {', '.join(map(str, counts))} parts can't be joined: give "
+            "as many everywhere"
+        )
+    parts = []
+    for same in zip(*(part or () for part in inside), strict=True):
+        parts.append(_joined(list(same), place, dim, outputs))
+    return pytree.rebuilt(first, parts) if is_nest else type(first)(parts)
 
 
-def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> torch.Tensor:
+def _concatenated(column: list[Tensor], place: torch.device, dim: int) -> Tensor:
     moved = [target_devices.move(item, place) for item in column]
     if dim == 0 and all(item.dim() == 0 for item in moved):
         return torch.stack(moved)
@@ -105,7 +107,7 @@ def _concatenated(column: list[torch.Tensor], place: torch.device, dim: int) -> 
         raise InputError(_why_apart(moved, dim)) from error
 
 
-def _why_apart(tensors: list[torch.Tensor], dim: int) -> str:
+def _why_apart(tensors: list[Tensor], dim: int) -> str:
     """Say why these tensors can't be joined along ``dim``, and what to do."""
     if any(tensor.is_nested for tensor in tensors):
         return "nested tensors can't be joined: return padded ones"

@@ -58,7 +58,9 @@ def parallel_apply(
     """
     count = len(modules)
     _same_length(count, len(inputs), "inputs")
-    named: Sequence[Mapping[str, Any] | None] = [None] * count if kwargs_tup is None else kwargs_tup
+    named: Sequence[Mapping[str, Any] | None] = [None] * count
+    if kwargs_tup is not None:
+        named = kwargs_tup
     _same_length(count, len(named), "kwargs_tup")
     if count == 0:
         return []
@@ -84,10 +86,11 @@ def in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
 def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
     """Let each call draw from a stream of its own, seeded by the caller's."""
     streams = random_streams.Streams()
-    return [
-        functools.partial(in_stream, functools.partial(streams.generator, i), call)
-        for i, call in enumerate(calls)
-    ]
+    drawing: list[Callable[[], T]] = []
+    for i, call in enumerate(calls):
+        source = functools.partial(streams.generator, i)
+        drawing.append(functools.partial(in_stream, source, call))
+    return drawing
 
 
 def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:

@@ -8,6 +8,7 @@ in the module is seen; an ordinary module of a replica costs the copy of a few d
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -66,9 +67,12 @@ def tensors_of(network: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
             if parameter is not None:
                 followed[parameter] = None
         for buffer in module._buffers.values():
-            if buffer is not None:
-                found = followed if buffer.requires_grad else own
-                found[buffer] = None
+            if buffer is None:
+                continue
+            if buffer.requires_grad:
+                followed[buffer] = None
+            else:
+                own[buffer] = None
 
     return list(followed), list(own)
 
@@ -91,11 +95,13 @@ def replicas_of(
     """
     modules = [(module, name, _attributes(module)) for name, module in network.named_modules()]
     replicas = []
-    for number, (place, mine) in enumerate(zip(places, copies, strict=True)):
-        known: dict[int, Any] = dict(zip(map(id, followed), mine, strict=True))
+    for number, place in enumerate(places):
+        known: dict[int, Any] = dict(zip(map(id, followed), copies[number], strict=True))
         for buffer in own:
-            is_first = number == 0 and buffer.device == place
-            known[id(buffer)] = buffer if is_first else buffer.detach().to(place, copy=True)
+            mine = buffer
+            if number or buffer.device != place:
+                mine = buffer.detach().to(place, copy=True)
+            known[id(buffer)] = mine
         for module, name, _ in modules:
             known[id(module)] = _shell(module, name)
         for module, _, attributes in modules:
@@ -123,12 +129,12 @@ def _refuse_special(module: nn.Module, name: str) -> None:
             f"{name} was compiled in place, by its compile(), for itself alone: leave that out, "
             "and compile functions that its forward calls"
         )
-    for tensor in (*module._parameters.values(), *module._buffers.values()):
-        if tensor is not None and is_lazy(tensor):
-            raise InputError(
-                f"{name} ({type(module).__name__}) has uninitialized parameters, and can't be "
-                "replicated: run the module once before"
-            )
+    own = [*module._parameters.values(), *module._buffers.values()]
+    if any(is_lazy(tensor) for tensor in own if tensor is not None):
+        raise InputError(
+            f"{name} ({type(module).__name__}) has uninitialized parameters, and can't be "
+            "replicated: run the module once before"
+        )
 
 
 def _shell(module: nn.Module, name: str) -> Any:
@@ -205,15 +211,19 @@ def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> An
     kind = type(value)
     if kind is types.MethodType:
         owner = known.get(id(value.__self__))
-        return value if owner is None else types.MethodType(value.__func__, owner)
+        if owner is None:
+            return value
+        return types.MethodType(value.__func__, owner)
     if not depth or kind not in (list, tuple, dict):
         return value
 
     inside = list(value.values() if kind is dict else value)
     changed = [_of_replica(part, known, depth - 1) for part in inside]
-    if all(one is other for one, other in zip(inside, changed, strict=True)):
+    if all(map(operator.is_, inside, changed)):
         return value
-    return dict(zip(value, changed, strict=True)) if kind is dict else kind(changed)
+    if kind is dict:
+        return dict(zip(value, changed, strict=True))
+    return kind(changed)
 
 
 def _spread(
@@ -238,7 +248,8 @@ def _spread(
         else:
             flat = _Spread.apply(places, *tensors)  # type: ignore[no-untyped-call]
 
-    return [flat[start : start + len(tensors)] for start in range(0, len(flat), len(tensors))]
+    count = len(tensors)
+    return [flat[start : start + count] for start in range(0, len(flat), count)]
 
 
 class _Spread(torch.autograd.Function):
@@ -272,7 +283,8 @@ class _Spread(torch.autograd.Function):
         for i, grad in enumerate(grads):
             if grad is None:
                 continue
-            moved = target_devices.move(grad, ctx.homes[i % count])
-            so_far = sums[i % count]
-            sums[i % count] = moved if so_far is None else so_far + moved
+            number = i % count
+            moved = target_devices.move(grad, ctx.homes[number])
+            so_far = sums[number]
+            sums[number] = moved if so_far is None else so_far + moved
         return None, *sums

@@ -6,10 +6,12 @@ sizes come apart silently), and leaves out dataclasses. The chunk sizes here are
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import forward_ad
 
 from lockstep.errors import InputError
@@ -19,11 +21,13 @@ from lockstep.tensors import pytree
 
 
 def chunk_sizes(total: int, count: int) -> list[int]:
-    """How ``torch.chunk`` cuts ``total`` in at most ``count``: 10 in 4 is 3, 3, 3, 1; 3 in 8 is
+    """Cut ``total`` in at most ``count`` as ``torch.chunk`` does: 10 in 4 is 3, 3, 3, 1; 3 in 8 is
     1, 1, 1.
     """
-    size = -(-total // count)
-    return [min(size, total - start) for start in range(0, total, size)] if size else []
+    if not total:
+        return []
+    size = math.ceil(total / count)
+    return [min(size, total - start) for start in range(0, total, size)]
 
 
 def scatter(
@@ -58,7 +62,7 @@ def scatter(
     """
     places = target_devices.many(target_gpus)
     shares = _shares(inputs, places, dim, sizes)
-    return tuple(shares) if isinstance(inputs, torch.Tensor) else shares
+    return tuple(shares) if isinstance(inputs, Tensor) else shares
 
 
 def scatter_kwargs(
@@ -112,7 +116,7 @@ def _refuse_transforms() -> None:
         )
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
     """Whether it has rows in memory."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
@@ -143,8 +147,8 @@ def _shares(
 
 
 def _batch_size(inputs: Any, dim: int) -> int | None:
-    """The size along ``dim`` that all tensors have, or None where there is nothing to cut."""
-    first: torch.Tensor | None = None
+    """Find the size along ``dim`` that all tensors have; None where there is nothing to cut."""
+    first: Tensor | None = None
     for tensor in pytree.tensors(inputs):
         if tensor.dim() == 0 or not is_plain(tensor):
             continue
@@ -171,7 +175,7 @@ def _batch_size(inputs: Any, dim: int) -> int | None:
 
 
 def _cut(nest: Any, places: list[torch.device], dim: int, sizes: list[int]) -> list[Any]:
-    if isinstance(nest, torch.Tensor):
+    if isinstance(nest, Tensor):
         if nest.dim() == 0:
             return [target_devices.move(nest, place) for place in places]
         return list(_Cut.apply(nest, dim, sizes, places))  # type: ignore[no-untyped-call]
@@ -191,15 +195,17 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, dim: int, sizes: list[int], places: list[torch.device]
-    ) -> tuple[torch.Tensor, ...]:
+        ctx: Any, tensor: Tensor, dim: int, sizes: list[int], places: list[torch.device]
+    ) -> tuple[Tensor, ...]:
         ctx.dim = dim
         ctx.home = tensor.device
         shares = torch.split(tensor, sizes, dim)
-        moved = [target_devices.move(s.data, p) for s, p in zip(shares, places, strict=True)]
+        moved = []
+        for share, place in zip(shares, places, strict=True):
+            moved.append(target_devices.move(share.data, place))
         return tuple(moved)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         moved = [target_devices.move(grad, ctx.home) for grad in grads]
         return torch.cat(moved, ctx.dim), None, None, None

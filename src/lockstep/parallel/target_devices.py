@@ -13,16 +13,18 @@ from lockstep.launch.devices import Device, Devices
 
 
 def many(wanted: Devices) -> tuple[Device, ...]:
-    """The devices that were named, in order."""
-    if isinstance(wanted, (list, tuple)):
-        if wanted and all(isinstance(item, Device) for item in wanted):
-            return tuple(wanted)
-        return _devices.parse([_indexed(item) for item in wanted])
-    return _devices.parse(_indexed(wanted) if isinstance(wanted, torch.device) else wanted)
+    """Read the devices that were named, in order."""
+    if isinstance(wanted, torch.device):
+        return _devices.parse(_indexed(wanted))
+    if not isinstance(wanted, (list, tuple)):
+        return _devices.parse(wanted)
+    if wanted and all(isinstance(item, Device) for item in wanted):
+        return tuple(wanted)
+    return _devices.parse([_indexed(item) for item in wanted])
 
 
 def one(wanted: Device | torch.device | str | int) -> torch.device:
-    """The one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of
+    """Read the one place that was named; ``"cpu"``, -1 (as in PyTorch) and any slot are the memory of
     the CPU.
     """
     if isinstance(wanted, Device):
@@ -40,7 +42,9 @@ def _indexed(item: Device | torch.device | str | int) -> Device | torch.device |
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
-    """The tensor on ``place``, without waiting where that is safe (a copy to the CPU must be
+    """Give a tensor on ``place``, without waiting where that is safe (a copy to the CPU must be
     waited for).
     """
-    return tensor if tensor.device == place else tensor.to(place, non_blocking=place.type != "cpu")
+    if tensor.device == place:
+        return tensor
+    return tensor.to(place, non_blocking=place.type != "cpu")

@@ -50,16 +50,20 @@ class Shapes:
     calls: list[ForwardShapes] = field(default_factory=list)
 
     def __str__(self) -> str:
-        tables = [
-            [(f"call {n}", "inputs", "outputs"), *call.rows]
-            for n, call in enumerate(self.calls, start=1)
-        ]
-        first, second = (
-            max((len(row[i]) for rows in tables for row in rows), default=0) for i in (0, 1)
-        )
-        return "\n\n".join(
-            "\n".join(f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows) for rows in tables
-        )
+        tables = []
+        first = second = 0
+        for number, call in enumerate(self.calls, start=1):
+            rows = [(f"call {number}", "inputs", "outputs"), *call.rows]
+            tables.append(rows)
+            for where, inputs, _ in rows:
+                first = max(first, len(where))
+                second = max(second, len(inputs))
+
+        texts = []
+        for rows in tables:
+            lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows]
+            texts.append("\n".join(lines))
+        return "\n\n".join(texts)
 
 
 _traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar(

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.tensors.seeding import States, put_states, states
 
@@ -50,7 +50,7 @@ class CardQueues:
         computing: Mapping[torch.device, torch.Stream],
         copying: Mapping[torch.device, torch.Stream],
         random: States | None = None,
-        shared: dict[int, torch.Tensor] | None = None,
+        shared: dict[int, Tensor] | None = None,
     ) -> None:
         self.places = places
         self.draws = random is not None
@@ -59,13 +59,13 @@ class CardQueues:
         self._copying = copying
         self._random = random
         self._shared = {} if shared is None else shared
-        self._views: dict[int, torch.Tensor] = {}  # of those
+        self._views: dict[int, Tensor] = {}  # of those
         # Where it is not: what it has computed there is done.
         self._left: dict[torch.device, torch.Event] = {}
         # From there or to there, and not waited for there.
         self._copied: dict[torch.device, list[torch.Event]] = {}
         # Gradients on their way, which autograd would add others to.
-        self._held: list[torch.Tensor] = []
+        self._held: list[Tensor] = []
         # From there, how backward takes that turn again.
         self._backs: dict[torch.device, Callable[[], None]] = {}
 
@@ -140,7 +140,7 @@ class CardQueues:
             self.leaves = False
             self._backs = {}
 
-    def sent(self, tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
+    def sent(self, tensor: Tensor, place: torch.device) -> Tensor:
         """Copy an accelerator's tensor to another one, which may be used after ``wait``."""
         source = tensor.device
         out = self._copying[source]
@@ -157,7 +157,7 @@ class CardQueues:
         with out, into:
             if is_graph:
                 back = self._backs.get(source)
-                copy: torch.Tensor = _Sent.apply(tensor, place, self, back)  # type: ignore[no-untyped-call]
+                copy: Tensor = _Sent.apply(tensor, place, self, back)  # type: ignore[no-untyped-call]
             else:
                 copy = tensor.to(place, non_blocking=True)
             copied = into.record_event()
@@ -167,23 +167,23 @@ class CardQueues:
             self._copied.setdefault(one, []).append(copied)
         return copy
 
-    def _view_of(self, leaf: torch.Tensor) -> torch.Tensor:
+    def _view_of(self, leaf: Tensor) -> Tensor:
         """Give a view of a leaf, whose gradient is to be accumulated on the computing stream."""
         if isinstance(leaf, nn.Parameter):
             self._shared[id(leaf)] = leaf
         view = self._views.get(id(leaf))
         return leaf.view_as(leaf) if view is None else view
 
-    def sent_back(self, gradient: torch.Tensor, place: torch.device) -> torch.Tensor:
+    def sent_back(self, gradient: Tensor, place: torch.device) -> Tensor:
         """Copy a gradient, for which autograd waits, and which it has waited for."""
         self._held.append(gradient)
         with self._copying[place], self._copying[gradient.device]:
-            copy: torch.Tensor = gradient.to(place, non_blocking=True)
+            copy: Tensor = gradient.to(place, non_blocking=True)
         _keep_for(copy, self._computing[place])
         return copy
 
 
-def _keep_for(tensor: torch.Tensor, stream: torch.Stream) -> None:
+def _keep_for(tensor: Tensor, stream: torch.Stream) -> None:
     """Keep a tensor's memory until a stream that it was not made on has used it."""
     if tensor.layout == torch.strided:  # for others autograd does it
         tensor.record_stream(stream)
@@ -194,15 +194,15 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, place: torch.device, queues: CardQueues, back: Any
-    ) -> torch.Tensor:
+        ctx: Any, tensor: Tensor, place: torch.device, queues: CardQueues, back: Any
+    ) -> Tensor:
         ctx.source = tensor.device
         ctx.queues = queues
         ctx.back = back
         return tensor.to(place, non_blocking=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         sent = ctx.queues.sent_back(gradient, ctx.source)
         if ctx.back is not None:
             # takes the turn of the stage that it came from, which autograd then lets wait

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.autograd.function as _function
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import StrategyError
@@ -40,7 +40,7 @@ _here = threading.local()
 _CopyKey = tuple[int, torch.device, bool]
 """The id of a tensor, where its copy is, and whether this has gradients."""
 
-_Copy = tuple[weakref.ref[torch.Tensor], int, torch.Tensor]
+_Copy = tuple[weakref.ref[Tensor], int, Tensor]
 """The tensor, its version, and the copy."""
 
 
@@ -84,7 +84,7 @@ class TransferMode(TorchFunctionMode):
         _here.mode = self._before
         self._copies.clear()
 
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def moved(self, tensor: Tensor) -> Tensor:
         """Give a tensor on the stage that computes; what several layers there are given is copied
         once.
 
@@ -110,7 +110,7 @@ class TransferMode(TorchFunctionMode):
             self._copies[key] = source, version, copy
             return copy
 
-    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copied(self, tensor: Tensor) -> Tensor:
         queues = self._queues
         if queues is None or tensor.device not in queues.places:
             return tensor.to(self.place, non_blocking=True)
@@ -176,7 +176,7 @@ class TransferMode(TorchFunctionMode):
         moved = list(args)
         versions = []
         for i, arg in enumerate(args):
-            if isinstance(arg, torch.Tensor):
+            if isinstance(arg, Tensor):
                 moved[i] = self.moved(arg)
             if moved[i] is not arg:
                 versions.append((moved[i], _version(moved[i])))
@@ -203,7 +203,7 @@ class TransferMode(TorchFunctionMode):
             moved, named = each(self.moved, (args, dict(kwargs)), on_packed=lambda packed: packed)
         finally:
             self.place = stage
-        if func in _SECOND_ON_CPU and isinstance(args[1], torch.Tensor):
+        if func in _SECOND_ON_CPU and isinstance(args[1], Tensor):
             moved = (moved[0], args[1], *moved[2:])
         return moved, named
 
@@ -261,7 +261,7 @@ def _has_generator(place: torch.device) -> bool:
     return hasattr(getattr(torch, place.type, None), "get_rng_state")
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Find the tensor that a function writes to, where all else has to come to."""
     out = kwargs.get("out")
     if out is not None:
@@ -276,7 +276,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tor
             written = kwargs.get("weight", second)
     elif _is_in_place(getattr(func, "__name__", "")):
         written = next(_operands(args), None)
-    return written if isinstance(written, torch.Tensor) else None
+    return written if isinstance(written, Tensor) else None
 
 
 def _is_in_place(name: str) -> bool:
@@ -296,24 +296,24 @@ _SECOND_ON_CPU = {
     torch._pack_padded_sequence,
     torch._pad_packed_sequence,
     torch.tensor_split,
-    torch.Tensor.tensor_split,
+    Tensor.tensor_split,
 }
 """Functions whose second argument, if it is a tensor, holds lengths or places, which PyTorch
 wants on the CPU.
 """
-_SETS_DATA = {torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+_SETS_DATA = {Tensor.data.__set__}  # type: ignore[attr-defined]
 _ANYWHERE = {
-    torch.Tensor.to,
-    torch.Tensor.copy_,
-    torch.Tensor.type_as,
-    torch.Tensor.to_dense,
-    torch.Tensor.view_as,
-    torch.Tensor.expand_as,
-    torch.Tensor.reshape_as,
-    torch.Tensor.is_set_to,
+    Tensor.to,
+    Tensor.copy_,
+    Tensor.type_as,
+    Tensor.to_dense,
+    Tensor.view_as,
+    Tensor.expand_as,
+    Tensor.reshape_as,
+    Tensor.is_set_to,
     torch.autograd.grad,
     torch.autograd.backward,
-    torch.Tensor.backward,
+    Tensor.backward,
 }
 """Functions that may have operands on two devices."""
 
@@ -324,19 +324,19 @@ def _meet(nests: tuple[Any, ...]) -> bool:
     return any(t.device != found[0].device and not _is_number(t) for t in found[1:])
 
 
-def _is_number(tensor: torch.Tensor) -> bool:
+def _is_number(tensor: Tensor) -> bool:
     """Whether it is a number on the CPU, which may be used on any device."""
     return tensor.is_cpu and not tensor.dim()
 
 
-def _version(tensor: torch.Tensor) -> int:
+def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _operands(nests: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+def _operands(nests: tuple[Any, ...]) -> Iterator[Tensor]:
     """List the tensors among arguments, and in lists and tuples of these."""
     for nest in nests:
-        if isinstance(nest, torch.Tensor):
+        if isinstance(nest, Tensor):
             yield nest
         elif isinstance(nest, list | tuple):
             yield from tensors(nest)

@@ -26,7 +26,11 @@ from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
 from lockstep.parallel.balance.live_memory import LiveBytes
+from lockstep.report.table import Table
 from lockstep.threads import thread_context
+
+_WIDTH = 80
+"""Columns of the table."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +48,23 @@ class Level:
 
     @property
     def fullest(self) -> float:
-        """The bytes of the fullest device, to the mean of all: 1.0 is level."""
+        """Divide the bytes of the fullest device by the mean of all: 1.0 is level."""
         return _most_to_mean(self.bytes)
 
     @property
     def busiest(self) -> float:
-        """The seconds of the busiest device, to the mean of all: 1.0 is level."""
+        """Divide the seconds of the busiest device by the mean of all: 1.0 is level."""
         return _most_to_mean(self.seconds)
 
     def __str__(self) -> str:
-        rows = [("", "peak", "busy")]
+        rows = []
         for name, count in self.bytes.items():
-            rows.append((name, f"{count / 1e6:,.1f} MB", f"{self.seconds[name]:.3f} s"))
-        rows.append(("most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"))
-
-        first, second, third = (max(map(len, column)) for column in zip(*rows, strict=True))
-        lines = [f"{name:<{first}}  {peak:>{second}}  {busy:>{third}}" for name, peak, busy in rows]
-        return "\n".join(line.rstrip() for line in lines)
+            peak = f"{count / 1e6:,.1f} MB"
+            busy = f"{self.seconds[name]:.3f} s"
+            rows.append([name, peak, busy])
+        rows.append(["most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"])
+        table = Table("", "", ["", "peak", "busy"], rows)
+        return "\n".join(table.lines(_WIDTH))
 
 
 def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int = 3) -> Level:
@@ -96,20 +100,21 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
         with busy_seconds(_caller_of(places)) as busy:
             step()
         timings.append(busy)
-    return Level(
-        live, {str(place): min(float(busy[str(place)]) for busy in timings) for place in places}
-    )
+    seconds = {}
+    for name in live:
+        seconds[name] = min(float(busy[name]) for busy in timings)
+    return Level(live, seconds)
 
 
 def peaks_of(step: Callable[[], object], devices: tuple[Device, ...]) -> dict[str, int]:
-    """The peak of live bytes on each device during one call of ``step``."""
+    """Find the peak of live bytes on each device during one call of ``step``."""
     with LiveBytes(_caller_of(devices)) as live:
         step()
     return {str(device): live.peak(device) for device in devices}
 
 
 def _caller_of(devices: tuple[Device, ...]) -> str:
-    """On whose account the calling thread's work is: the first slot's."""
+    """Name who the calling thread works for: the first slot."""
     return str(devices[0]) if devices[0].is_slot else "cpu"
 
 
@@ -150,10 +155,11 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
         activity = getattr(torch.profiler.ProfilerActivity, str(kind).upper(), None)
         if activity in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
             stack.enter_context(_kernels_counted(seconds, activity))
-        follow = thread_context.followed_by(
-            lambda device: counted(str(device) if device.is_slot else caller)
-        )
-        stack.enter_context(follow)
+
+        def counted_on(device: Device) -> contextlib.AbstractContextManager[None]:
+            return counted(str(device) if device.is_slot else caller)
+
+        stack.enter_context(thread_context.followed_by(counted_on))
         stack.enter_context(counted(caller))
         yield seconds
 
@@ -161,9 +167,9 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
 @contextlib.contextmanager
 def _kernels_counted(seconds: Counter[str], activity: Any) -> Iterator[None]:
     _wait_for_all()  # what was started before isn't counted
-    with torch.profiler.profile(
-        activities=[activity], acc_events=True
-    ) as profile:  # (of its one cycle)
+    # (Of its one cycle.)
+    profiler = torch.profiler.profile(activities=[activity], acc_events=True)
+    with profiler as profile:
         try:
             yield
         finally:
@@ -172,9 +178,11 @@ def _kernels_counted(seconds: Counter[str], activity: Any) -> Iterator[None]:
     for event in profile.events() or ():
         # A named part of the program spans the gaps between its kernels too.
         if event.device_type.name == activity.name and not event.is_user_annotation:
-            spans[event.device_index].append((event.time_range.start, event.time_range.end))
+            times = event.time_range
+            spans[event.device_index].append((times.start, times.end))
     for index, found in spans.items():
-        seconds[f"{activity.name.lower()}:{index}"] += covered(found) / 1e6  # type: ignore[assignment]
+        name = f"{activity.name.lower()}:{index}"
+        seconds[name] += covered(found) / 1e6  # type: ignore[assignment]
 
 
 def _wait_for_all() -> None:
@@ -183,7 +191,7 @@ def _wait_for_all() -> None:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of these (beginning, end) lasted: kernels of two streams may
+    """Count how long at least one of these (beginning, end) lasted: kernels of two streams may
     overlap.
     """
     total, until = 0.0, float("-inf")

@@ -24,6 +24,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -57,20 +58,17 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def peak(self, owner: Device | str | None = None) -> int:
-        """The most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all
+    def peak(self, owner: Device | str = _ALL) -> int:
+        """Find the most bytes alive at once: of one owner (``"cpu:0"``, ``"cuda:1"``), or of all
         together.
         """
-        return self._highest[_ALL if owner is None else str(owner)]
-
-    def owners(self) -> list[str]:
-        """Who had any."""
-        return sorted(set(self._highest) - {_ALL})
+        return self._highest[str(owner)]
 
     def _mode_of(self, device: Device) -> _Mode:
         return _Mode(self, str(device) if device.is_slot else self._caller)
 
-    def _see(self, tensor: torch.Tensor, owner: str) -> None:
+    def add(self, tensor: Tensor, owner: str) -> None:
+        """Count a tensor, which is alive from now on."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -82,7 +80,8 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
             self._known[key] = weakref.ref(storage, lambda _: self._freed(key, owner, size))
             for counted in (owner, _ALL):
                 self._now[counted] += size
-                self._highest[counted] = max(self._highest[counted], self._now[counted])
+                if self._now[counted] > self._highest[counted]:
+                    self._highest[counted] = self._now[counted]
 
     def _freed(self, key: int, owner: str, size: int) -> None:
         with self._lock:
@@ -92,7 +91,7 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees what each operator of its thread gives, that of backward too."""
+    """Count what each operator of its thread gives, that of backward too."""
 
     def __init__(self, live: LiveBytes, owner: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -100,15 +99,20 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._owner = owner
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {tensor.untyped_storage()._cdata for tensor in _strided((args, kwargs))}
+        given = set(map(_key, _strided((args, kwargs))))
         made = func(*args, **(kwargs or {}))
         for tensor in _strided(made):
-            if tensor.untyped_storage()._cdata not in given:
-                self._live._see(tensor, self._owner)
+            if _key(tensor) not in given:
+                self._live.add(tensor, self._owner)
         return made
 
 
-def _strided(nest: Any) -> list[torch.Tensor]:
+def _key(tensor: Tensor) -> Any:
+    """Tell a storage from others."""
+    return tensor.untyped_storage()._cdata
+
+
+def _strided(nest: Any) -> list[Tensor]:
     """Return the tensors of a nest that have one piece of memory."""
-    found = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
+    found = [leaf for leaf in tree_leaves(nest) if isinstance(leaf, Tensor)]
     return [tensor for tensor in found if tensor.layout is torch.strided and not tensor.is_meta]

@@ -46,13 +46,13 @@ class Adding(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        is_known = id(weight) in self._weights and torch.is_grad_enabled()
-        is_cast = input.dtype != weight.dtype or torch.is_autocast_enabled(input.device.type)
+        is_plain = input.dtype == weight.dtype and torch.is_grad_enabled()
+        is_cast = torch.is_autocast_enabled(input.device.type)
         # A checkpoint must save the same when it recomputes, without us.
-        is_checkpoint = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if not is_known or is_cast or is_checkpoint:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if id(weight) not in self._weights or not is_plain or is_cast or hooks is not None:
             return F.linear(input, weight, bias)
-        output: Tensor = _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
+        output: Tensor = _Linear.apply(input, weight, bias)
         return output
 
 
@@ -68,6 +68,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
         input, weight = ctx.saved_tensors
         wants_input, _, wants_bias = ctx.needs_input_grad
+        input_grad = None
+        bias_grad = None
         rows = grad.reshape(-1, grad.shape[-1])
         values = input.reshape(-1, input.shape[-1])
         if weight.grad is None:
@@ -75,6 +77,8 @@ class _Linear(torch.autograd.Function):
         else:
             weight.grad.addmm_(rows.t(), values)
 
-        input_grad = grad @ weight if wants_input else None
-        bias_grad = rows.sum(0) if wants_bias else None
+        if wants_input:
+            input_grad = grad @ weight
+        if wants_bias:
+            bias_grad = rows.sum(0)
         return input_grad, None, bias_grad

@@ -53,7 +53,7 @@ class Share:
     generator: nn.Module | None = None
 
     def work(self, learns: bool) -> tuple[Tensor | None, Count, list[Tensor | None]]:
-        """Total, count, and the gradient of the total for each tensor of the outputs; that of
+        """Give total, count, and the gradient of the total for each tensor of the outputs; that of
         weights is in ``.grad``.
 
         The total is None where there is no token. Without ``learns`` there are no gradients.
@@ -61,11 +61,14 @@ class Share:
         Raises:
             InputError: something else than the generator and its input would get gradients too.
         """
-        parameters = self.generator.parameters() if self.generator is not None and learns else ()
-        weights = [p for p in parameters if p.requires_grad]
-        leaves = pytree.each(
-            lambda t: t.detach().requires_grad_(t.requires_grad and learns), self.outputs
-        )
+        weights: list[Tensor] = []
+        if learns and self.generator is not None:
+            weights += [one for one in self.generator.parameters() if one.requires_grad]
+
+        def leaf_of(tensor: Tensor) -> Tensor:
+            return tensor.detach().requires_grad_(learns and tensor.requires_grad)
+
+        leaves = pytree.each(leaf_of, self.outputs)
         total: Tensor | None = None
         count: Count = 0
         adding = Adding(weights) if weights else contextlib.nullcontext()
@@ -77,12 +80,14 @@ class Share:
                     _refuse_others(found, [*pytree.tensors(outputs), *weights])
                     found.backward()  # type: ignore[no-untyped-call]
                 found = found.detach()
-                total = found if total is None else total + found
+                if total is not None:
+                    found = total + found
+                total = found
                 count = count + items
         return total, count, [leaf.grad for leaf in pytree.tensors(leaves)]
 
     def _chunks(self, leaves: Any) -> Iterator[tuple[Any, Any]]:
-        """Outputs and targets as rows. What backward finds for a chunk comes to its place in the
+        """Yield outputs and targets as rows. What backward finds for a chunk comes to its place in the
         whole gradient.
         """
         if self.steps is None:
@@ -98,9 +103,11 @@ class Share:
                 leaves.grad[:, place] = chunk.grad
 
     def _generated(self, hidden: Any) -> Any:
-        """Logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
+        """Compute logits (rows, vocabulary) of hidden states (batch, time, width) or (batch, width)."""
+        if self.generator is None and self.steps is None:
+            return hidden
         if self.generator is None:
-            return hidden if self.steps is None else hidden.flatten(0, 1)
+            return hidden.flatten(0, 1)
         logits = self.generator(hidden)
         if not isinstance(logits, Tensor) or logits.shape[:-1] != hidden.shape[:-1]:
             rows = ", ".join(map(str, hidden.shape[:-1]))
@@ -112,8 +119,10 @@ class Share:
 
 
 def _rows(tensor: Tensor, place: slice) -> Tensor:
-    """(batch, time, ...) to (batch x steps, ...)."""
-    return tensor[:, place].flatten(0, 1) if tensor.dim() > 1 else tensor
+    """Flatten time steps of (batch, time, ...) to (batch x steps, ...)."""
+    if tensor.dim() < 2:
+        return tensor
+    return tensor[:, place].flatten(0, 1)
 
 
 def _refuse_others(total: Tensor, known: list[Tensor]) -> None:

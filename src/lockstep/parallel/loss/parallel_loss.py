@@ -71,7 +71,8 @@ class Summed:
         Raises:
             LossError: the count is 0. One on an accelerator isn't waited for; the loss is NaN then.
         """
-        if (not isinstance(self.count, Tensor) or self.count.is_cpu) and self.count == 0:
+        is_here = not isinstance(self.count, Tensor) or self.count.is_cpu
+        if is_here and self.count == 0:
             raise LossError("the count is 0: every token is ignored; leave such a batch out")
         return self.total / self.count
 
@@ -161,7 +162,8 @@ class ParallelLoss:
         if not isinstance(hidden, Balanced):
             refuse_uncuttable(hidden)
             sizes = share_sizes(batch_size_of(hidden), len(self.devices))
-            hidden = Balanced(list(scatter(hidden, self.devices, sizes=sizes)), list(self.devices))
+            parts = scatter(hidden, self.devices, sizes=sizes)
+            hidden = Balanced(list(parts), list(self.devices))
         sizes = [batch_size_of(part) for part in hidden]
         if not any(sizes):
             raise InputError("a batch of 0 has no loss: skip it")
@@ -169,11 +171,11 @@ class ParallelLoss:
         _check_targets(targets, sum(sizes), hidden[0].shape[1] if steps else None)
         with torch.no_grad():
             mine = scatter(targets, hidden.devices, sizes=sizes)
-        shares = [
-            Share(device, part, wanted, self._criterion, steps, count)
-            for device, part, wanted, size in zip(hidden.devices, hidden, mine, sizes, strict=True)
-            if size
-        ]
+        shares = []
+        for i, device in enumerate(hidden.devices):
+            if sizes[i]:
+                share = Share(device, hidden[i], mine[i], self._criterion, steps, count)
+                shares.append(share)
         total, found = _total_of(shares, self.generator)
         return Summed(total, found if count is None else count)
 
@@ -242,8 +244,11 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
         shares: none of them is empty.
         generator: the original; None without one.
     """
-    weights = [] if generator is None else [p for p in generator.parameters() if p.requires_grad]
-    inputs = [tensor for share in shares for tensor in pytree.tensors(share.outputs)] + weights
+    weights = [] if generator is None else _trained(generator)
+    inputs: list[Tensor] = []
+    for share in shares:
+        inputs += pytree.tensors(share.outputs)
+    inputs += weights
     learns = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
     home = inputs[0].device
     with torch.no_grad():
@@ -259,19 +264,24 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
         for found, count, those in results:
             if found is not None:
                 totals.append(target_devices.move(found, home))
-            counts.append(target_devices.move(count, home) if isinstance(count, Tensor) else count)
+            if isinstance(count, Tensor):
+                count = target_devices.move(count, home)
+            counts.append(count)
             grads += those
         if totals:
             total = functools.reduce(torch.add, totals)
 
-        trained = [[p for p in replica.parameters() if p.requires_grad] for replica in replicas]
-        columns = zip(*trained, strict=True)
+        columns = zip(*map(_trained, replicas), strict=True)
         for column, weight in zip(columns, weights, strict=True):
             grads.append(_sum_of(column, weight.device))
 
     if learns:
         total = _Total.apply([total, *grads], *inputs)  # type: ignore[no-untyped-call]
     return total, functools.reduce(operator.add, counts)
+
+
+def _trained(module: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _calls(shares: list[Share], learns: bool) -> list[Callable[[], Any]]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,8 @@ class Criterion:
     def __call__(
         self, outputs: Any, targets: Any, count: Count | None = None
     ) -> tuple[Tensor, Count]:
-        """Total and count of some rows: outputs (rows, classes), targets (rows, ...), or what the
-        criterion takes.
+        """Give total and count of some rows: outputs (rows, classes), targets (rows, ...), or what
+        the criterion takes.
 
         Where the caller knows the ``count`` of all rows together, what is returned as count means
         nothing.
@@ -65,10 +66,10 @@ class Criterion:
 
     @torch.no_grad()
     def _probe(self, outputs: Any, targets: Any, total: Tensor) -> None:
-        """A sum over rows is the sum of two unequal parts of it; a mean is not."""
+        """Refuse what is not a sum over rows, which is that of two unequal parts of them."""
         rows = batch_size_of(outputs)
         value = total.item()
-        if rows < 2 or value != value or abs(value) == float("inf"):
+        if rows < 2 or not math.isfinite(value):
             return  # nothing can be learned from these
 
         first = max(1, rows // 3)
@@ -78,6 +79,7 @@ class Criterion:
             loss, _ = self._totalled(some, wanted, 1)
             found.append(loss.item())
         together = sum(found)
+        scale = max(abs(value), sum(map(abs, found)))
 
         formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
         tolerance = 1e-4
@@ -85,7 +87,7 @@ class Criterion:
             tolerance = 2e-2
         elif formats <= {torch.float64}:
             tolerance = 1e-8
-        if abs(together - value) > tolerance * max(abs(value), sum(map(abs, found))):
+        if abs(together - value) > tolerance * scale:
             raise LossError(
                 f"{self._totalled.name} is not a sum over tokens ({value:.6g} for all of them, and "
                 f'{together:.6g} for two parts added): use reduction="sum", or return (total, '
@@ -95,13 +97,15 @@ class Criterion:
 
 
 def _as_mean(criterion: Any) -> Any:
-    """The mean that belongs to PyTorch's sum, since that one's count is known; anything else as
-    it is.
+    """Give the mean that belongs to PyTorch's sum, since its count is known; anything else as it
+    is.
     """
     if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "sum":
         mean = copy.copy(criterion)
         mean.reduction = "mean"
-        return mean if Totalled(mean).is_known else criterion  # a subclass may compute anything
+        if Totalled(mean).is_known:  # a subclass may compute anything
+            return mean
+        return criterion
 
     if not isinstance(criterion, functools.partial) or criterion.args:
         return criterion

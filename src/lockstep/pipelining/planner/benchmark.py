@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.data import Part, job_loader, resolve
 from lockstep.job import Job
@@ -102,12 +102,12 @@ class ModelBenchmark:
         seen = trace(self.model, part.inputs, forward, self.device.type, fake=fake)
         return blocks_of(self.model, seen)
 
-    def _total(self, part: Part) -> torch.Tensor:
+    def _total(self, part: Part) -> Tensor:
         """One forward of a part and its loss."""
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
             outputs = call(self.model, inputs)
-            total: torch.Tensor = self._loss(outputs, targets, part.size).total
+            total: Tensor = self._loss(outputs, targets, part.size).total
         return total
 
 
@@ -135,7 +135,7 @@ def state_copies(job: Job) -> float:
         return 2.0
     kept = 0
     for value in optimizer.state.get(probe, {}).values():
-        if isinstance(value, torch.Tensor) and value.numel() > 1:
+        if isinstance(value, Tensor) and value.numel() > 1:
             kept += value.numel()
     return kept / probe.numel()
 
@@ -143,7 +143,7 @@ def state_copies(job: Job) -> float:
 def measured(
     model: nn.Module,
     blocks: Sequence[Block],
-    total: Callable[[], torch.Tensor],
+    total: Callable[[], Tensor],
     device: Device,
     *,
     adds: bool = False,
@@ -192,7 +192,7 @@ def measured(
 
 
 def _round(
-    model: nn.Module, names: Sequence[str], total: Callable[[], torch.Tensor], device: Device
+    model: nn.Module, names: Sequence[str], total: Callable[[], Tensor], device: Device
 ) -> dict[tuple[str, str], float]:
     """Time one forward ("F") and backward ("B"), in seconds by kind and block."""
     taken = dict.fromkeys(itertools.product("FB", names), 0.0)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +92,7 @@ def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     log.disabled = True
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-            fakes: dict[str, torch.Tensor] = {}
+            fakes: dict[str, Tensor] = {}
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 fakes[name] = mode.from_tensor(tensor)
             with _reparametrize_module(model, fakes, tie_weights=True):
@@ -179,7 +179,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             while self._open.pop() != name:
                 pass
 
-    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+    def keep(self, tensor: Tensor) -> Tensor:
         """Note that a tensor is kept for backward; what is the model's own is there anyway."""
         for number, size in self._sizes(tensor).items():
             if number not in self._kept:
@@ -216,7 +216,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 found[self._number(tensor)] = bytes_of([tensor])
         return found
 
-    def _number(self, tensor: torch.Tensor) -> int:
+    def _number(self, tensor: Tensor) -> int:
         """Give the number of a tensor's storage.
 
         The storage is held, so that none is used again under the same address.
@@ -233,12 +233,12 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
     return 0 if count is None else int(count(*args, **kwargs, out_val=out))
 
 
-def bytes_of(held: Iterable[torch.Tensor]) -> int:
+def bytes_of(held: Iterable[Tensor]) -> int:
     """Count the bytes of some tensors together."""
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def named_state(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield each parameter and buffer of a model, under each of its names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
