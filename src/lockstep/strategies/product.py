@@ -84,7 +84,7 @@ def product_in(
         kinds: by the strategy of a replica.
 
     Raises:
-        StrategyError: there is no such product; the nearest is offered.
+        StrategyError: there is no such product.
     """
     if "=" not in name:
         return None
@@ -94,14 +94,7 @@ def product_in(
         if min(sizes) > 0:
             return kinds[found[2]], sizes
 
-    numbers = [max(1, int(number)) for number in re.findall(r"\d+", name)]
-    replicas, each = numbers[:2] if len(numbers) > 1 else (2, 2)
-    words = re.findall(r"[a-z-]+", name.replace("x", " "))
-    inner = next((word for word in words if word in kinds), next(iter(kinds)))
-    if name.startswith(f"{inner}="):  # the devices of a replica are named first
-        replicas, each = each, replicas
     every = ", ".join(f"ddp=Nx{word}=M" for word in kinds)
     raise StrategyError(
-        f'there is no strategy "{name}": products are {every}, from 1: take '
-        f"ddp={replicas}x{inner}={each}"
+        f'there is no strategy "{name}": products are {every}, with numbers from 1, as ddp=2xpp=2'
     )

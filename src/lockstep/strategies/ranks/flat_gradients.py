@@ -14,7 +14,6 @@ used gets the sum of theirs.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
@@ -51,39 +50,37 @@ class FlatGradients:
 
     def _make_buffers(self) -> None:
         """Make the buffers, and views of them in the parameters' shapes."""
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+        by_format: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
         for i, p in enumerate(self._parameters):
-            groups[p.dtype, p.device].append(i)
+            by_format[p.dtype, p.device].append(i)
+        can_count = [key for key in by_format if key[0] in _COUNTS]
+        if not can_count:
+            can_count = [(torch.float64, self._parameters[0].device)]
+        members_beside = by_format[can_count[0]]
+
+        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
         rows = [len(self._parameters[i]) for i in self._sparse]
         sizes = [len(self._parameters), *rows, self._numbers]
-
         self._buffers: list[torch.Tensor] = []
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
-        beside: torch.Tensor | None = None
-        for (dtype, _), members in groups.items():
-            if beside is None and dtype in _COUNTS:
-                beside = self._add_buffer(members, sum(sizes))
-            else:
-                self._add_buffer(members, 0)
-        if beside is None:
-            device = self._parameters[0].device
-            beside = torch.zeros(sum(sizes), dtype=torch.float64, device=device)
-            self._buffers.append(beside)
-        self._used, *self._rows, self._sums = torch.split(beside, sizes)
+        for (dtype, device), members in by_format.items():
+            size = sum(self._parameters[i].numel() for i in members)
+            if members is members_beside:
+                size += sum(sizes)
+            buffer = torch.zeros(size, dtype=dtype, device=device)
+            self._buffers.append(buffer)
+            end = self._view(buffer, members)
+            if members is members_beside:
+                self._used, *self._rows, self._sums = torch.split(buffer[end:], sizes)
         self._holders = self._count_holders()
 
-    def _add_buffer(self, members: list[int], beside: int) -> torch.Tensor:
-        """Make the buffer of some parameters, and return the elements beside their gradients."""
-        size = sum(self._parameters[i].numel() for i in members)
-        first = self._parameters[members[0]]
-        buffer = torch.zeros(size + beside, dtype=first.dtype, device=first.device)
-        self._buffers.append(buffer)
+    def _view(self, buffer: torch.Tensor, members: list[int]) -> int:
+        """Make the views of a buffer for some parameters, and return where the last one ends."""
         offset = 0
         for i in members:
             p = self._parameters[i]
             self._views[i] = _view_like(buffer, offset, p)
             offset += p.numel()
-        return buffer[size:]
+        return offset
 
     def _count_holders(self) -> list[int]:
         """Count the tensors that have the memory of each buffer."""
@@ -102,40 +99,44 @@ class FlatGradients:
         """
         if self._count_holders() != self._holders:
             self._make_buffers()
-        grads = [p.grad for p in self._parameters]
-        here = [grad is not None for grad in grads]
-        self._fill(grads, here)
+        here = [p.grad is not None for p in self._parameters]
+        is_complete = all(here)
+        if is_complete:
+            self._used.fill_(1.0)
+        else:
+            for buffer in self._buffers:
+                buffer.zero_()
+            self._used.copy_(torch.tensor(here))
+        self._fill()
         for i, number in enumerate(numbers):
             self._sums[i] = number
 
         for buffer in self._buffers:
             world.all_reduce(buffer)
 
-        used = here if all(here) else (self._used > 0).tolist()
-        for p, view, anywhere in zip(self._parameters, self._views, used, strict=True):
-            p.grad = view.detach() if anywhere else None
+        used = here
+        if not is_complete:
+            used = (self._used > 0).tolist()
+        for p, view, is_used in zip(self._parameters, self._views, used, strict=True):
+            p.grad = view.detach() if is_used else None
         for i, rows in zip(self._sparse, self._rows, strict=True):
             _make_sparse(self._parameters[i], rows)
-        sums: Iterable[Number] = self._sums.tolist() if self._sums.is_cpu else self._sums.clone()
-        return sums
+        if self._sums.is_cpu:
+            return self._sums.tolist()
+        return self._sums.clone()
 
-    def _fill(self, grads: list[torch.Tensor | None], here: list[bool]) -> None:
-        """Copy the gradients of this rank into the buffers, and note which there are."""
-        mine = []
-        for grad in grads:
-            if grad is not None:
-                mine.append(grad.to_dense() if grad.is_sparse else grad)
-        if all(here):
-            torch._foreach_copy_(self._views, mine)
-            self._used.fill_(1.0)
-        else:
-            for buffer in self._buffers:
-                buffer.zero_()
-            if mine:
-                torch._foreach_copy_(list(itertools.compress(self._views, here)), mine)
-            self._used.copy_(torch.tensor(here, dtype=self._used.dtype))
+    def _fill(self) -> None:
+        """Copy the gradients of this rank into the buffers."""
+        views = []
+        grads = []
+        for p, view in zip(self._parameters, self._views, strict=True):
+            if p.grad is not None:
+                views.append(view)
+                grads.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+        if grads:
+            torch._foreach_copy_(views, grads)
         for i, rows in zip(self._sparse, self._rows, strict=True):
-            _note_rows(grads[i], rows)
+            _note_rows(self._parameters[i].grad, rows)
 
 
 def _note_rows(grad: torch.Tensor | None, rows: torch.Tensor) -> None:
