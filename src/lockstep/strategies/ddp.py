@@ -11,7 +11,6 @@ for the missing backward).
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -87,36 +86,33 @@ class DDPStep(RankStep):
         strategy: DDP,
     ) -> None:
         super().__init__(model, optimizer, job, world, exchange)
+        self._flat = self.reducer
         self._overlapped: OverlappedReducer | None = None
-        is_large = self._bytes() > _SMALL_GRADIENTS
-        overlaps = strategy.reduce == "overlapped" or (strategy.reduce == "auto" and is_large)
-        if overlaps and world.size > 1:
+        if job.step is None and world.size > 1 and self._overlaps(strategy.reduce):
             self._overlapped = OverlappedReducer(
                 model, world, self._forward_loss, strategy.bucket_mb
             )
             self._waits_in_backward = True
 
-    def gradients(self, batch: Batch) -> Loss:
-        """Sum gradients of total / size over micro-batches and ranks."""
+    def _overlaps(self, reduce: str) -> bool:
+        """Whether gradients are summed while backward runs."""
+        if reduce == "auto":
+            return self._bytes() > _SMALL_GRADIENTS
+        return reduce == "overlapped"
+
+    def _add_parts(self, batch: Batch) -> Loss:
         for p in self.trained.values:
             p.grad = None
-        self._buffers.follow()
-
         overlapped = self._begin_overlapped(batch)
+        self.reducer = overlapped or self._flat
         losses: list[Loss] = []
         for number, part in enumerate(batch.parts):
-            if self._exchange is not None:
-                self._exchange.begin(min(part.of, self.world.size))
+            self._begin_exchange(part)
             if part.size:
                 self.draws.begin_part(number)
                 is_last = number == len(batch.parts) - 1
                 losses.append(self._add_part(part, batch.size, overlapped, is_last=is_last))
-
-        loss = added(losses)
-        if self.world.size > 1:
-            loss = self._sum_over_ranks(loss, overlapped or self.reducer)
-        self._end_parts(batch)
-        return loss
+        return added(losses)
 
     def _begin_overlapped(self, batch: Batch) -> OverlappedReducer | None:
         """Give PyTorch's reducer, where this update is summed while backward runs."""
@@ -135,12 +131,10 @@ class DDPStep(RankStep):
         """Add the gradient of a part of a batch of so many samples, and give its loss."""
         part = self.placed(part)
         self._reduces = overlapped is not None and is_last
-        with nullcontext() if overlapped is None else overlapped.part(is_last=is_last):
-            if overlapped is None:
-                loss = self._forward_loss(self.model, part)
-            else:
-                loss = overlapped.forward(part, is_last=is_last)
-            return self._backward(loss, size)
+        if overlapped is None:
+            return self._backward(self._forward_loss(self.model, part), size)
+        with overlapped.part(is_last=is_last):
+            return self._backward(overlapped.forward(part, is_last=is_last), size)
 
     def _check_sums(self, batch: Batch) -> None:
         """Hold a batch to being the sum of its parts, outside of PyTorch's reducer."""

@@ -119,14 +119,7 @@ class ReplicaOfStages(RankStep, StagedStep):
         """Whether ``sync_batchnorm`` could be set: not where micro-batches overlap."""
         return super()._may_synchronise and self._accumulate == 1
 
-    def gradients(self, batch: Batch) -> Loss:
-        """Sum gradients of total / size over micro-batches and ranks."""
-        self._buffers.follow()
-        if self._exchange is not None:
-            # Batch norms are synchronised where there is one micro-batch.
-            self._exchange.begin(min(batch.parts[0].of, self.world.size))
-        loss = StagedStep.gradients(self, batch)
-        if self.world.size > 1:
-            loss = self._sum_over_ranks(loss, self.reducer)
-        self._end_parts(batch)
-        return loss
+    def _add_parts(self, batch: Batch) -> Loss:
+        # Batch norms are synchronised where there is one micro-batch.
+        self._begin_exchange(batch.parts[0])
+        return StagedStep.gradients(self, batch)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.data import Batch
+from lockstep.data import Batch, Part
 from lockstep.errors import InputError, RunError, StrategyError
 from lockstep.job import Job
 from lockstep.launch.observer import phase
@@ -53,13 +53,32 @@ class RankStep(Step):
         self._buffers = FollowedBuffers(model, world)
         self.reducer = FlatReducer(model, world)
 
+    def gradients(self, batch: Batch) -> Loss:
+        """Sum gradients of total / size over micro-batches and ranks."""
+        self._buffers.follow()
+        loss = self._add_parts(batch)
+        if self.world.size > 1:
+            loss = self._sum_over_ranks(loss)
+        self._end_parts(batch)
+        return loss
+
+    def _add_parts(self, batch: Batch) -> Loss:
+        """Leave the gradients of this rank's local batches, and return the sum of their losses."""
+        raise NotImplementedError
+
+    def _begin_exchange(self, part: Part) -> None:
+        """Let the batch norms of the ranks that have samples of a micro-batch exchange theirs."""
+        if self._exchange is not None:
+            self._exchange.begin(min(part.of, self.world.size))
+
     @phase("communicating", "reduce")
-    def _sum_over_ranks(self, loss: Loss, reducer: Reducer) -> Loss:
+    def _sum_over_ranks(self, loss: Loss) -> Loss:
         """Sum gradients, total, count and parts, and how many ranks were asked to stop."""
         names = self.part_names.of(loss)
         parts = {name: loss.parts.get(name, (0.0, 0)) for name in names}
         numbers = flattened([Loss(*loss, parts)])
-        asked, *sums = reducer.sum(self.trained.values, [self.world.asked_to_stop(), *numbers])
+        stops = self.world.asked_to_stop()
+        asked, *sums = self.reducer.sum(self.trained.values, [stops, *numbers])
         self.checks.agree_to_stop(asked)
         return nested(iter(sums), names)
 

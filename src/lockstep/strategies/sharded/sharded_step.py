@@ -81,13 +81,10 @@ class ShardedStep(RankStep):
 
     # ---- an update -------------------------------------------------------------------------------
 
-    def gradients(self, batch: Batch) -> Loss:
-        """Sum gradients of total / size over micro-batches and ranks; this rank keeps its part."""
+    def _add_parts(self, batch: Batch) -> Loss:
         for p in (*self.trained.values, *self.shards.cut.values()):
             p.grad = None
         self.watch.begin()
-        self._buffers.follow()
-
         losses: list[Loss] = []
         # In a loop of one's own no rank may have a sample of a part.
         parts = [part for part in batch.parts if part.of]
@@ -95,19 +92,15 @@ class ShardedStep(RankStep):
             if not self.sync_each_microbatch:
                 with self.shards.modules.of_pytorch() as model:
                     model.set_requires_gradient_sync(number == len(parts) - 1)
-            if self._exchange is not None:
-                self._exchange.begin(min(part.of, self.world.size))
+            self._begin_exchange(part)
             self.draws.begin_part(number)
             other = stand_in_for(part, self.world)
-            if other is not None:
+            if other is None:
+                loss = self._forward_loss(self.model, self.placed(part))
+                losses.append(self._backward(loss, batch.size))
+            else:
                 self._compute_in_vain(other)
-                continue
-            loss = self._forward_loss(self.model, self.placed(part))
-            losses.append(self._backward(loss, batch.size))
-
-        loss = self._sum_over_ranks(added(losses), self.reducer)
-        self._end_parts(batch)
-        return loss
+        return added(losses)
 
     def _compute_in_vain(self, part: Part) -> None:
         """Compute forward and backward of another rank's sample, times zero.
