@@ -58,20 +58,22 @@ def _attention(
     With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides
     take the root of the scale, and a row in which all is masked gives zeros.
     """
-    if not 0 < dropout_p < 1 or not query.is_cpu or (is_causal and attn_mask is not None):
+    if not 0 < dropout_p < 1 or not query.is_cpu:
         return NotImplemented
+    if enable_gqa or (is_causal and attn_mask is not None):
+        return NotImplemented
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    if scale < 0:
+        return NotImplemented
+
     dtype = query.dtype
     if dtype in (torch.float16, torch.bfloat16):
         query = query.float()
         key = key.float()
         value = value.float()
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
-    root = math.sqrt(abs(scale))
-    scores = (query * math.copysign(root, scale)) @ (key.transpose(-2, -1) * root)
+    root = math.sqrt(scale)
+    scores = (query * root) @ (key.transpose(-2, -1) * root)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
     if attn_mask is not None:
@@ -97,28 +99,36 @@ def _recurrent(generator: Generator, func: Any, *args: Any) -> Any:
     The arguments are those of ``torch._VF.lstm``, in either form: input, hidden, weights, ..., or
     with the batch sizes of packed data after the input. hidden: (layers x directions, batch, width).
     """
-    at = 3 if isinstance(args[3], (list, tuple)) else 2
-    hidden, weights, _, layers, dropout, trains = args[at - 1 : at + 5]
+    is_packed = isinstance(args[3], list | tuple)
+    at = 3 if is_packed else 2
+    hidden = args[at - 1]
+    weights = args[at]
+    layers, dropout, trains = args[at + 2 : at + 5]
     if not trains or dropout == 0 or layers == 1 or not args[0].is_cpu:
         return func(*args)
     if dropout == 1:
         return NotImplemented
-    is_one = isinstance(hidden, Tensor)
-    states = [state.chunk(layers) for state in ([hidden] if is_one else hidden)]
+
     each = len(weights) // layers
     given = list(args)
     given[at + 2] = 1
     given[at + 3] = 0.0
     ends: list[list[Tensor]] = []
     for layer in range(layers):
-        mine = [state[layer] for state in states]
-        given[at - 1] = mine[0] if is_one else mine
+        given[at - 1] = _of_layer(hidden, layer, layers)
         given[at] = weights[layer * each : (layer + 1) * each]
         output, *end = func(*given)
         ends.append(end)
         if layer < layers - 1:
             given[0] = output * _noise(generator, output, dropout)
     return output, *(torch.cat(end) for end in zip(*ends, strict=True))
+
+
+def _of_layer(hidden: Any, layer: int, layers: int) -> Any:
+    """Give the hidden state of one layer: of an LSTM there are two tensors."""
+    if isinstance(hidden, Tensor):
+        return hidden.chunk(layers)[layer]
+    return [state.chunk(layers)[layer] for state in hidden]
 
 
 WRITTEN: dict[Any, Callable[..., Any]] = {
