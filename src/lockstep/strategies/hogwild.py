@@ -164,7 +164,7 @@ _UNSCALED = {
 
 
 def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that ranks can't share the learning rate, the weights or the state of.
+    """Refuse an optimizer that ranks can't share the learning rate or the weights of.
 
     Raises:
         StrategyError: a smaller learning rate doesn't make its steps smaller, it has ``train()``
@@ -185,8 +185,8 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
         )
     if has_own_state(optimizer):
         raise StrategyError(
-            f"hogwild saves the mean of the ranks' optimizer states, which {name} has in a "
-            "state_dict() of its own: use ddp"
+            f"hogwild gives each rank its part of the learning rate, and {name}, which has a "
+            "state_dict() of its own, may keep others elsewhere: use ddp"
         )
 
 
