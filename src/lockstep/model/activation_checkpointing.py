@@ -199,22 +199,22 @@ class _Beginning(contextlib.AbstractContextManager[None]):
 
     def __init__(self, block: nn.Module) -> None:
         self.is_again = False
-        self._owners = [module._buffers for module in block.modules() if module._buffers]
-        self._first_buffers = [_clones(owner) for owner in self._owners]
+        self._buffers = [module._buffers for module in block.modules() if module._buffers]
+        self._first_buffers = [_clones(buffers) for buffers in self._buffers]
         self._first_states = other_states()
 
     def __enter__(self) -> None:
         self.is_again = True
-        self._buffers = [dict(owner) for owner in self._owners]
+        self._now = [dict(buffers) for buffers in self._buffers]
         self._states = other_states()
         set_other_states(self._first_states)
-        for owner, first in zip(self._owners, self._first_buffers, strict=True):
-            owner.update(_clones(first))
+        for buffers, first in zip(self._buffers, self._first_buffers, strict=True):
+            buffers.update(_clones(first))
 
     def __exit__(self, *raised: object) -> None:
         set_other_states(self._states)
-        for owner, before in zip(self._owners, self._buffers, strict=True):
-            owner.update(before)
+        for buffers, now in zip(self._buffers, self._now, strict=True):
+            buffers.update(now)
 
 
 def _clones(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:

@@ -146,7 +146,10 @@ class Snapshot:
 def same(one: Any, other: Any) -> bool:
     """Whether two tensors, or numbers, are equal; NaN is NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+        if type(one) is not type(other):
+            return False
+        are_nan = one != one and other != other
+        return bool(are_nan or one == other)
     if one.shape != other.shape or one.layout != other.layout:
         return False
     if one.layout is not torch.strided:  # PyTorch compares no sparse tensors
@@ -179,7 +182,7 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
 def _within(one: Any) -> list[Any]:
     """List what an object holds."""
     if isinstance(one, types.CellType):
-        one = (one.cell_contents,)
+        return [one.cell_contents]
     if isinstance(one, dict):
         one = tuple(one.values())
     if isinstance(one, list | tuple | set | collections.deque):
@@ -229,7 +232,9 @@ def _restore_tensor(one: Tensor, copied: Tensor) -> None:
 
 
 def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
-    if list(one) != list(copied) or [*map(id, one.values())] != [*map(id, copied.values())]:
+    values = list(map(id, one.values()))
+    copied_values = list(map(id, copied.values()))
+    if values != copied_values or list(one) != list(copied):
         _refill(one, copied)
 
 

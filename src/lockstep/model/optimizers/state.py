@@ -62,8 +62,10 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
     for group in optimizer.param_groups:
         if any(id(p) not in names for p in group["params"]):
             raise InputError(REPLACED)
-        settings = {key: group[key] for key in group if key not in ("params", "param_names")}
-        groups.append({**settings, "params": [names[id(p)] for p in group["params"]]})
+        settings = dict(group)
+        settings.pop("param_names", None)
+        settings["params"] = [names[id(p)] for p in group["params"]]
+        groups.append(settings)
 
     state = {}
     others = dict[Any, Any]()
@@ -74,7 +76,9 @@ def named_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) ->
             others[key] = values
 
     saved = {"kind": kind, "state": state, "groups": groups}
-    return {**saved, "others": others} if others else saved
+    if others:
+        saved["others"] = others
+    return saved
 
 
 def _refuse_held_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -126,8 +130,10 @@ def load_named_optimizer_state(
     names = _names_of(model)
     state_dict = optimizer.state_dict()
     numbers = _load_groups(optimizer, state_dict, saved["groups"], names)
-    state = {numbers[name]: values for name, values in saved["state"].items()}
-    state_dict["state"] = {**state, **saved.get("others", {})}
+    state = dict(saved.get("others", {}))
+    for name, values in saved["state"].items():
+        state[numbers[name]] = values
+    state_dict["state"] = state
     optimizer.load_state_dict(state_dict)
     _restore_formats(optimizer, names, saved["state"])
     begin_momentum(optimizer)
@@ -158,7 +164,7 @@ def _load_groups(
     numbers: dict[str, int] = {}
     for i, group in enumerate(groups):
         own_names = [names[id(p)] for p in group["params"]]
-        different = sorted({*own_names} ^ {*saved[i]["params"]})
+        different = sorted(set(own_names).symmetric_difference(saved[i]["params"]))
         if different:
             raise InputError(
                 f'the saved optimizer has other parameters in group {i}: "{different[0]}" is in '
@@ -191,5 +197,6 @@ def _restore_formats(
             if isinstance(saved_value, torch.Tensor) and not saved_value.dim():
                 value = value.to(saved_value.dtype)
             if value.shape == p.shape and value.layout == torch.strided:
-                value = torch.empty_like(p, dtype=value.dtype, device=value.device).copy_(value)
+                laid_out = torch.empty_like(p, dtype=value.dtype, device=value.device)
+                value = laid_out.copy_(value)
             values[key] = value
