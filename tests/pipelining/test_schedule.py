@@ -18,7 +18,7 @@ from lockstep.pipelining.schedule import (
     printed,
     straight,
 )
-from lockstep.report.timeline import Action, Timeline
+from lockstep.pipelining.timeline import Action, Timeline
 
 
 def parse(text: str) -> Schedule:

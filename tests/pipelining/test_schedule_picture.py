@@ -10,8 +10,8 @@ from lockstep.cli.command import main
 from lockstep.pipelining.planner.schedule_picture import draw, grid, key, summary
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES
-from lockstep.report.timeline import Action, Span, Timeline
-from lockstep.report.timeline_charts import Timelines
+from lockstep.pipelining.timeline import Action, Span, Timeline
+from lockstep.pipelining.timeline_charts import Timelines
 
 
 def test_the_grid_of_one_f_one_b_with_its_bubble(monkeypatch, capsys) -> None:

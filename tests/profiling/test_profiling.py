@@ -20,9 +20,9 @@ import lockstep
 from lockstep import Job, train
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.schedule import one_f_one_b
+from lockstep.pipelining.timeline import Action, Timeline
 from lockstep.profiling.profile_table import lines_of
 from lockstep.profiling.time_breakdown import KINDS, StepTimes, Track, times_of
-from lockstep.report.timeline import Action, Timeline
 from lockstep.run.events import Profile, TimesOf
 from lockstep.strategies.ddp import DDP
 from lockstep.strategies.dp import DP

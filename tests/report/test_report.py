@@ -31,8 +31,8 @@ from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError, SampleError
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.schedule import SCHEDULES
+from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks
-from lockstep.report.timeline_charts import turns_of
 from lockstep.run.events import TimesOf
 from lockstep.training.records.run_page import command
 from lockstep.training.records.run_page import write_page as page_of_run

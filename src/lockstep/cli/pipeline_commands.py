@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lockstep.job import Job
     from lockstep.jobfile import JobFile
     from lockstep.launch.devices import Device
-    from lockstep.report.timeline import Timeline
+    from lockstep.pipelining.timeline import Timeline
 
 
 def add_partition(commands: Any) -> None:

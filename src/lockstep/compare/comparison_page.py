@@ -22,10 +22,10 @@ from lockstep.compare.comparison_table import (
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.errors import counted
+from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, write
 from lockstep.report.table import Table
-from lockstep.report.timeline_charts import turns_of
 from lockstep.training.records.batch_shapes import written
 
 _IDS = 4

@@ -32,8 +32,8 @@ from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.stage_threads import StageThreads
+from lockstep.pipelining.timeline import Action, Span, Timeline
 from lockstep.pipelining.turns import Aborted, Turns
-from lockstep.report.timeline import Action, Span, Timeline
 from lockstep.tensors.seeding import states
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
-from lockstep.report.timeline import Action
+from lockstep.pipelining.timeline import Action
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""

@@ -21,8 +21,8 @@ from lockstep.launch.observer import Kind, Observer
 from lockstep.launch.world import now
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
+from lockstep.pipelining.timeline import Timeline
 from lockstep.profiling.time_breakdown import StepTimes, Track
-from lockstep.report.timeline import Timeline
 from lockstep.strategies.steps.step import Step
 
 

@@ -27,10 +27,10 @@ from lockstep.errors import SaveError
 from lockstep.launch.memory import begin_step_peak, step_peak
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.schedule_picture import key, lines_of
+from lockstep.pipelining.timeline import Timeline
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of as table_of
 from lockstep.profiling.time_breakdown import Track, times_of
-from lockstep.report.timeline import Timeline
 from lockstep.run.events import Line, Profile
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps.step import Step

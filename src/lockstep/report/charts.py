@@ -10,7 +10,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from lockstep.report.canvas import (
     COLOURS,
@@ -46,6 +46,16 @@ _NAME = 22
 """Letters of a name in one line; a longer one takes several."""
 
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
+
+
+class Chart(Protocol):
+    """What a page shows: bars, lines or what another room draws."""
+
+    def numbers(self) -> Numbers:
+        """Return what it shows as a table."""
+
+    def draw(self) -> Figure:
+        """Draw it."""
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,8 @@ from typing import Any
 
 from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import image
-from lockstep.report.charts import Bars, Cell, Lines, Stacks, short
+from lockstep.report.charts import Cell, Chart, short
 from lockstep.report.table import Table
-from lockstep.report.timeline_charts import Timelines
 from lockstep.tensors.new_file import write_over
 
 
@@ -41,7 +40,7 @@ class Figure:
 
     name: str
     title: str
-    chart: Bars | Stacks | Lines | Timelines
+    chart: Chart
     caption: str = ""
 
 

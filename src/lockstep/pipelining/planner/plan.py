@@ -30,7 +30,7 @@ from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.planner.stages import Partition
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.report.timeline import Timeline
+from lockstep.pipelining.timeline import Timeline
 from lockstep.tensors.byte_size import size as said
 from lockstep.tensors.rows import share_sizes
 

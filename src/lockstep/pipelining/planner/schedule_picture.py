@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.pipelining.timeline import Span, Timeline
+from lockstep.pipelining.timeline_charts import Timelines
 from lockstep.report.canvas import save
-from lockstep.report.timeline import Span, Timeline
-from lockstep.report.timeline_charts import Timelines
 
 IDLE = "·"
 LONG = "─"

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.schedule import Schedule, devices_of
-from lockstep.report.timeline import Action, Span, Timeline
+from lockstep.pipelining.timeline import Action, Span, Timeline
 
 Times = float | Sequence[float] | Sequence[Sequence[float]]
 """Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for

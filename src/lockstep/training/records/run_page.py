@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import StrategyError, counted
+from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, write
 from lockstep.report.table import Table
-from lockstep.report.timeline_charts import turns_of
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies import Strategy, kind_of
 

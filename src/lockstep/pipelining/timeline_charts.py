@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lockstep.pipelining.timeline import Timeline
 from lockstep.report.canvas import LETTERS, WIDTH, new_figure
 from lockstep.report.charts import Cell, Numbers
-from lockstep.report.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

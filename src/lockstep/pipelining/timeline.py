@@ -1,6 +1,4 @@
-"""A timeline: when each device did what, simulated or measured. Pipelines make timelines, and
-reports draw them.
-"""
+"""A timeline: when each device did what, simulated or measured."""
 
 from __future__ import annotations
 
