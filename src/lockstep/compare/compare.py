@@ -97,22 +97,18 @@ def compare(
             kept.remove()
         raise
 
-    command = ""
-    words = [*(strategies or ()), devices]
-    if isinstance(source, JobFile) and all(isinstance(word, str | int) for word in words):
-        asked = {
-            "strategies": strategies and list(strategies),
-            "devices": devices,
-            "sweep": sweep,
-            "device_map": device_map,
-            "rounds": rounds,
-            "seconds": seconds,
-            "no_parity": None if parity else True,
-        }
-        command = comparison_folder.command(source, asked)
+    asked = {
+        "strategies": strategies and list(strategies),
+        "devices": devices,
+        "sweep": sweep,
+        "device_map": device_map,
+        "rounds": rounds,
+        "seconds": seconds,
+        "no_parity": None if parity else True,
+    }
     found = Comparison(
         job=source.path if isinstance(source, JobFile) else "job",
-        command=command,
+        command=comparison_folder.command(source, asked),
         batch_size=loaded.batch_size,
         rounds=rounds,
         seconds=seconds,
@@ -190,10 +186,11 @@ class _Turns:
         """Train each strategy, and ``single`` on one device, for the job's epochs."""
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
             for entry in self.alive():
-                if entry.role != "all cores":
-                    self._train(entry, folder or Path(scratch))
-                    if folder is None:
-                        self.note(entry, run="")
+                if entry.role == "all cores":
+                    continue
+                self._train(entry, folder or Path(scratch))
+                if folder is None:
+                    self.note(entry, run="")
 
     def _train(self, entry: Entry, folder: Path) -> None:
         setup = entry.setup

@@ -25,6 +25,7 @@ from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.entries import job_words, option_words
 from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
+from lockstep.job import Job
 from lockstep.jobfile import JobFile
 
 
@@ -65,13 +66,19 @@ def json_of(found: Comparison) -> str:
     return json.dumps(values, indent=2) + "\n"
 
 
-def command(source: JobFile, asked: Mapping[str, Any]) -> str:
-    """Return the command that repeats the comparison of a job file.
+def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:
+    """Return the command that repeats a comparison; "" where the job, a strategy or a device has no
+    word.
 
     Args:
         source: the job file, with its settings.
         asked: arguments of ``compare``, None for what is as usual.
     """
+    if not isinstance(source, JobFile):
+        return ""
+    names = [*(asked["strategies"] or ()), asked["devices"]]
+    if not all(isinstance(name, str | int) for name in names):
+        return ""
     words = ["lockstep", "compare", *job_words(source)]
     for name, value in asked.items():
         if name == "sweep":

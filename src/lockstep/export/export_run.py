@@ -129,14 +129,14 @@ def export(
             "the job a loss"
         )
 
+    which = ""
+    if best:
+        which = "best"
+    elif weights is not None:
+        which = file.stem
     if out is None:
         folder_of_run = run.folder if isinstance(run, Run) else Path(run)
-        which = "best" if best else ""
-        if weights is not None and not best:
-            which = file.stem
-        hardware = "tensorrt" if format == "tensorrt" else ""
-        words = ["exported", which, quantize or dtype or "", hardware]
-        target = folder_of_run / ("-".join(filter(None, words)) + ENDINGS[format])
+        target = folder_of_run / _usual_name(format, which, quantize or dtype or "")
     else:
         target = Path(out)
     check_target(target, overwrite, (ENDINGS[format],))
@@ -147,10 +147,17 @@ def export(
         folder = folder_beside(target)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         world.tell = display.tell
-        path = folder / target.name
-        is_fixed = dynamic == "none"
         writing = _Export(
-            trained, file, path, format, is_fixed, dtype, quantize, tolerance, world, display
+            job=trained,
+            weights=file,
+            path=folder / target.name,
+            format=format,
+            is_fixed=dynamic == "none",
+            dtype=dtype,
+            quantize=quantize,
+            tolerance=tolerance,
+            world=world,
+            display=display,
         )
         if most is not None:
             made = writing.divided(most)
@@ -159,6 +166,24 @@ def export(
         else:
             made = writing.compared()
         return _moved(made, target.with_name(made.path.name), display)
+
+
+def _usual_name(format: str, which: str, less: str) -> str:
+    """Return the name of a file that nobody named.
+
+    Args:
+        format: of the file.
+        which: of the run's weights; "" for the last ones.
+        less: what the file computes in; "" for the run's own format.
+    """
+    words = ["exported"]
+    if which:
+        words.append(which)
+    if less:
+        words.append(less)
+    if format == "tensorrt":
+        words.append(format)
+    return "-".join(words) + ENDINGS[format]
 
 
 def _refuse_combinations(
@@ -241,8 +266,8 @@ class _Export:
         if whole != self.weights:
             whole.unlink()
 
-        number_of_parts = len(list(self.path.parent.iterdir())) - 1
-        parts = counted(number_of_parts, "part")
+        files = list(self.path.parent.iterdir())
+        parts = counted(len(files) - 1, "part")  # one is the index
         self.display.line(f"weights alone, in {parts}, as they are in {self.weights}")
         return Exported(index, 0.0, {})
 
@@ -269,12 +294,14 @@ class _Export:
         job = self.job
         step = Single().prepare(job, self.world)
         take_weights(step.model, self.weights)
-        sets = {} if job.eval_data is None else resolve_sets(job.eval_data, self.world)
+        sets = {}
+        kind = "training"
+        if job.eval_data is not None:
+            sets = resolve_sets(job.eval_data, self.world)
         if sets:
             kind = "evaluation"
             data = next(iter(sets.values()))
         else:
-            kind = "training"
             data = resolve(job.train_data, self.world)
 
         largest = job.eval_batch_size or job.batch_size
@@ -285,33 +312,46 @@ class _Export:
         what = self._exportable(step, batches)
 
         of_run = step.model
-        step.model = self._written(what, expected[0], max(largest, *sizes))
-        apart = max(map(_difference, expected, _outputs(step, batches, job.seed)))
+        of_file = self._written(what, expected[0], max(largest, *sizes))
+        step.model = of_file
+        found = _outputs(step, batches, job.seed)
+        apart = max(map(_difference, expected, found))
         self.display.line(
             f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the "
             "largest output"
         )
-        less = self.quantize or self.dtype
         own = str(dtype_of(of_run)).removeprefix("torch.")
+        less = self.quantize or self.dtype
+        self._refuse_other_outputs(apart, less or own)
+        if not less:
+            return Exported(self.path, apart, {})
+
+        metrics: dict[str, dict[str, float]] = {}
+        if not sets:
+            self.display.line("note: no metrics: no evaluation data", note=True)
+        elif self.is_fixed:
+            self.display.line("note: no metrics: it takes one shape", note=True)
+        else:
+            metrics[own] = self._evaluated(step, of_run, sets)
+            metrics[less] = self._evaluated(step, of_file, sets)
+            self._print_metrics(own, less, metrics)
+        return Exported(self.path, apart, metrics)
+
+    def _refuse_other_outputs(self, apart: float, dtype: str) -> None:
+        """Refuse a file whose outputs differ.
+
+        Args:
+            apart: by how much.
+            dtype: what the file computes in.
+        """
         bound = self.tolerance
         if bound is None:
-            bound = _TOLERANCES.get(less or own, 0.1)
+            bound = _TOLERANCES.get(dtype, 0.1)
         if apart > bound:
             raise NotEqual(
                 f"not equal: outputs of the file differ by {apart:.1e}, more than --tolerance "
                 f"{bound:g}"
             )
-
-        metrics: dict[str, dict[str, float]] = {}
-        if less and sets and not self.is_fixed:
-            of_file = step.model
-            metrics[own] = self._evaluated(step, of_run, sets)
-            metrics[less] = self._evaluated(step, of_file, sets)
-            self._print_metrics(own, less, metrics)
-        elif less:
-            why = "it takes one shape" if sets else "no evaluation data"
-            self.display.line(f"note: no metrics: {why}", note=True)
-        return Exported(self.path, apart, metrics)
 
     def _batch(self, data: Any, size: int) -> Batch:
         """Return a batch of up to so many samples, the first of a random order."""

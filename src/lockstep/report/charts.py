@@ -96,10 +96,7 @@ class Bars:
         """Draw lying bars."""
         figure, axes = _lying(self.names, self.unit)
         places = range(len(self.names))
-        kinds = self.kinds or [""] * len(self.names)
-        order = list(dict.fromkeys(kinds))
-        colours = [_colour(order.index(kind)) for kind in kinds]
-        axes.barh(places, self.values, height=_THICK, color=colours)
+        axes.barh(places, self.values, height=_THICK, color=self._colours())
         ends = self.values
         if self.spreads is not None:
             lowest, ends = zip(*self.spreads, strict=True)
@@ -110,6 +107,13 @@ class Bars:
             marks = [f"{mark}  {note}" for mark, note in zip(marks, self.notes, strict=True)]
         _mark(axes, ends, marks)
         return figure
+
+    def _colours(self) -> list[str]:
+        """Return the colour of each bar."""
+        if self.kinds is None:
+            return [_colour(0)] * len(self.names)
+        order = list(dict.fromkeys(self.kinds))
+        return [_colour(order.index(kind)) for kind in self.kinds]
 
 
 @dataclass(frozen=True)
@@ -200,23 +204,8 @@ class Lines:
         rows = math.ceil(len(self.series) / 2)
         figure = new_figure(WIDTH, 3.0 + 0.22 * rows, self.y)
         axes = plain_axes(figure)
-        for number, (name, points) in enumerate(self.series.items()):
-            xs = [x for x, _ in points]
-            ys = [y for _, y in points]
-            axes.plot(
-                xs,
-                ys,
-                color=_colour(number),
-                label=words(name),
-                # The first ones are the widest, so that they show beneath the others.
-                linewidth=max(1.4, 3.0 - 0.5 * number),
-                linestyle=_DASHES[number % len(_DASHES)],
-                marker="o",
-                markersize=3.5,
-            )
-            if name in self.spreads:
-                lowest, highest = zip(*self.spreads[name], strict=True)
-                axes.vlines(xs, lowest, highest, color=INK, linewidth=_FINE)
+        for number, name in enumerate(self.series):
+            self._draw_line(axes, number, name)
 
         axes.grid(axis="y", color=GRID, linewidth=0.8)
         axes.set_xlabel(words(self.x), fontsize=LETTERS, color=FAINT)
@@ -229,6 +218,26 @@ class Lines:
         if len(self.series) > 1:
             _legend(figure, 2)
         return figure
+
+    def _draw_line(self, axes: Axes, number: int, name: str) -> None:
+        """Draw a line, and its spreads."""
+        points = self.series[name]
+        xs = [x for x, _ in points]
+        ys = [y for _, y in points]
+        axes.plot(
+            xs,
+            ys,
+            color=_colour(number),
+            label=words(name),
+            # The first ones are the widest, so that they show beneath the others.
+            linewidth=max(1.4, 3.0 - 0.5 * number),
+            linestyle=_DASHES[number % len(_DASHES)],
+            marker="o",
+            markersize=3.5,
+        )
+        if name in self.spreads:
+            lowest, highest = zip(*self.spreads[name], strict=True)
+            axes.vlines(xs, lowest, highest, color=INK, linewidth=_FINE)
 
     def _mark_places(self, axes: Axes) -> None:
         """Mark the values that were chosen."""
@@ -276,7 +285,13 @@ def _lying(names: Sequence[str], unit: str) -> tuple[Figure, Axes]:
 
 
 def _mark(axes: Axes, ends: Sequence[float], marks: Sequence[str]) -> None:
-    """Write a text behind the end of each bar."""
+    """Write a text behind the end of each bar.
+
+    Args:
+        axes: of the bars.
+        ends: of the bars, or of the lines on them.
+        marks: the texts.
+    """
     longest = max(ends, default=0.0) or 1.0
     letters = max(map(len, marks), default=0)
     axes.set_xlim(0, longest * (1 + 0.035 * letters))

@@ -126,7 +126,9 @@ def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
     for row in rows:
         cells = [_word(cell) for cell in row]
         words.append(cells)
-        wordy |= {i for i, cell in enumerate(cells, 1) if len(cell) > 30}
+        for i, cell in enumerate(cells, start=1):
+            if len(cell) > _SENTENCE:
+                wordy.add(i)
 
     shown: dict[str, Any] = {
         "part": part,
@@ -142,10 +144,16 @@ def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
     return shown
 
 
+_SENTENCE = 30
+"""Letters of a cell from which on it is read as a sentence."""
+
+
 def _word(cell: Cell) -> str:
     if cell is None:
         return ""
-    return cell if isinstance(cell, str) else short(cell)
+    if isinstance(cell, str):
+        return cell
+    return short(cell)
 
 
 def _csv(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:

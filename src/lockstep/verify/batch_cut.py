@@ -97,7 +97,14 @@ def _cause_of_layer(
     layer: tuple[str, str],
     found: Comparison,
 ) -> Caveat:
-    """Find why a layer gives other outputs."""
+    """Find why a layer gives other outputs.
+
+    Args:
+        laboratory: where experiments run.
+        cut: one device with its batches cut against one without.
+        layer: its name and class.
+        found: the comparison that is to be explained.
+    """
     for name in found.apart_attributes:
         # Another module's attribute may be a record without effect.
         if name.rpartition(".")[0] == layer[0]:

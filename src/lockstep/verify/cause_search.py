@@ -28,6 +28,12 @@ from lockstep.verify.experiments import Laboratory, Noise
 class Diagnosis:
     """The search for why the two sides of an experiment differ.
 
+    Args:
+        laboratory: where further experiments run.
+        experiment: the strategy against one device.
+        found: what it gave.
+        noise: up to where a difference is rounding.
+
     Attributes:
         first: the first update that differs, if any.
     """
@@ -42,8 +48,9 @@ class Diagnosis:
         self.bounds = noise.bounds(found)
         self.first = self.bounds.first_apart(found)
 
-        number = None if self.first is None else self.first.number
-        self._again = experiment.but(updates=number)
+        self._again = experiment.but(updates=None)
+        if self.first is not None:
+            self._again = experiment.but(updates=self.first.number)
 
         # Known to differ, and held still in what follows, since it would hide other causes.
         self._still = experiment.still
@@ -80,7 +87,9 @@ class Diagnosis:
             return self.found.layer
 
         watched = self._try(self._again.but(watched=self.first.number))
-        return None if watched is None else watched.layer
+        if watched is None:
+            return None
+        return watched.layer
 
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
@@ -141,8 +150,9 @@ class Diagnosis:
             yield cause("batchnorm", left=without.worst)
 
     def _without(self, things: set[Thing]) -> Comparison | None:
-        """Compare the sides without these; None where that can't be done."""
-        return self._try(self._again.but(still=self.experiment.still | things))
+        """Compare the sides without these things in the model; None where that can't be done."""
+        still = self.experiment.still | things
+        return self._try(self._again.but(still=still))
 
     # ---- ranks, evaluation, and the batch's cut --------------------------------------------------
 

@@ -175,7 +175,11 @@ def cause(name: str, /, **seen: object) -> Caveat:
 def of_refusal(error: Exception) -> Caveat | None:
     """Return what a refusal, or a failure, under the strategy alone shows of the job.
 
-    None where the error has another reason than the job.
+    Args:
+        error: what the strategy raised.
+
+    Returns:
+        The cause; None where the error has another reason than the job.
     """
     if isinstance(error, DeviceError | FolderError):
         return None

@@ -20,6 +20,10 @@ class Laboratory:
     """The place where experiments run: this process, or ranks that stay for the next one.
 
     Ranks start as soon as it is entered.
+
+    Args:
+        strategy: that is compared with one device.
+        devices: those of the strategy.
     """
 
     def __init__(self, strategy: Strategy, devices: tuple[Device, ...]) -> None:
@@ -72,6 +76,10 @@ class Noise:
     The same things are taken out of the model as in the comparison that is judged: a bias before a
     batch norm has the gradient zero only while that normalises. Draws are always taken out, since
     they would fall on other samples once these are mixed.
+
+    Args:
+        laboratory: where noise is measured.
+        experiment: the strategy against one device; its number format sets the least bound.
     """
 
     def __init__(self, laboratory: Laboratory, experiment: Experiment) -> None:

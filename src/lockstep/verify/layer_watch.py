@@ -72,8 +72,9 @@ class Watch:
         call = self._mine.calls[name]
 
         for i, tensor in enumerate(tensors(outputs)):
-            is_dense = tensor.layout == torch.strided
-            if is_dense and tensor.is_floating_point() and tensor.numel():
+            if tensor.layout != torch.strided or not tensor.numel():
+                continue
+            if tensor.is_floating_point():
                 sums[name, kind, call, i] = _sums_of(tensor.detach())
 
     def forwarded(self) -> None:

@@ -74,10 +74,18 @@ def largest(tensor: torch.Tensor) -> float:
 
 
 def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
-    """Return an id for each of ``size`` samples; none where no tensor has a row for each.
+    """Return an id for each sample.
 
     An id is a hash of the bits of a sample's rows: the same in any order and on any rank, and equal
     samples have equal ids.
+
+    Args:
+        inputs: of the model.
+        targets: of the loss.
+        size: the number of samples.
+
+    Returns:
+        The ids; none where no tensor has a row for each sample.
     """
     found = []
     for tensor in tensors((inputs, targets)):
@@ -94,7 +102,12 @@ def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
 
 
 def samples_apart(ours: list[bytes], theirs: list[bytes]) -> int:
-    """Return how many samples, by their row ids, one side used oftener than the other."""
+    """Return how many samples one side used oftener than the other.
+
+    Args:
+        ours: the row ids of the strategy's samples, in any order.
+        theirs: those of one device.
+    """
     used = Counter(ours)
     wanted = Counter(theirs)
     return (used - wanted).total() + (wanted - used).total()

@@ -57,6 +57,10 @@ def both_sides(world: World, experiment: Experiment) -> Comparison | None:
 def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
     """Enter the world of ``single`` on rank 0, on the cores of all CPU devices, while the other
     ranks wait.
+
+    Args:
+        world: of ``single``.
+        devices: those of the strategy.
     """
     place = place_of(devices)
     before = _world.enter(world)
@@ -72,6 +76,10 @@ def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
 
 class _PairedRun:
     """An experiment on this rank; rank 0 has both sides.
+
+    Args:
+        world: of this rank, under the strategy.
+        experiment: what is compared.
 
     Attributes:
         found: what is compared.
@@ -138,7 +146,8 @@ class _PairedRun:
                 break
 
         self._compare_ranks()
-        if self.experiment.updates is None and not self.found.drifted:
+        goes_to_the_end = self.experiment.updates is None
+        if goes_to_the_end and not self.found.drifted:
             self._evaluate()
         ours.loader.close()
         if theirs is not None:
@@ -150,7 +159,8 @@ class _PairedRun:
         for name, p in theirs.step.model.named_parameters():
             self.start[name] = p.detach().clone()
         its = _digests(theirs.step.layout.weights())
-        self.found.start = _unequal(its, [_digests(mine)])
+        ours = _digests(mine)
+        self.found.start = _unequal(its, [ours])
 
     # ---- after an update -------------------------------------------------------------------------
 
@@ -168,7 +178,13 @@ class _PairedRun:
         self.world.barrier()
 
     def _compare(self, theirs: Side, rows: list[bytes], values: Tensors) -> None:
-        """Note how far the sides lie apart after an update."""
+        """Note how far the sides lie apart after an update.
+
+        Args:
+            theirs: the side of one device.
+            rows: ids of the samples that the strategy's forwards were given, on all ranks.
+            values: the strategy's parameters.
+        """
         ours = self.ours
         batch = theirs.batch
         self.reach += max(theirs.rates, default=0.0)
@@ -198,9 +214,11 @@ class _PairedRun:
         found = {}
         for name, p in theirs.step.model.named_parameters():
             if name in self.start and name in values:
-                value = real(p)
-                change = largest(value - real(self.start[name]))
-                apart = largest(real(values[name]) - value)
+                its = real(p)
+                start = real(self.start[name])
+                mine = real(values[name])
+                change = largest(its - start)
+                apart = largest(mine - its)
                 found[name] = change_apart(apart, change, self.reach)
 
         return found
@@ -275,11 +293,13 @@ class _PairedRun:
         found.normalises = any(map(normalizes_by_batch, model.modules()))
         found.whole_outputs = tuple(theirs.whole_outputs)
 
-        strategy = self.experiment.strategy
-        known = strategy.caveats(ours.job, ours.step.model, ours.step.replicas)
-        still = self.experiment.still
-        notes = dict.fromkeys([*known, *self.notes])
-        found.notes = tuple(note for note in notes if note.kind not in still)
+        step = ours.step
+        known = self.experiment.strategy.caveats(ours.job, step.model, step.replicas)
+        notes = []
+        for note in dict.fromkeys([*known, *self.notes]):
+            if note.kind not in self.experiment.still:
+                notes.append(note)
+        found.notes = tuple(notes)
 
 
 def _digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +311,12 @@ def _digests(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """Return the names whose values aren't the same in all of these."""
+    """Return the names whose values aren't the same in all of these.
+
+    Args:
+        its: values by name.
+        others: likewise; a name that one of them lacks is unequal.
+    """
     found: dict[str, None] = {}
     for other in others:
         for name in {**its, **other}:
@@ -301,7 +326,10 @@ def _unequal(its: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[str
 
 
 def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:
-    """Return by name how far the gradients lie apart."""
+    """Return by name how far the gradients lie apart, relative to those of one device.
+
+    A gradient that only one side has is infinitely far apart, unless it is zero.
+    """
     sizes = {name: largest(real(grad)) for name, grad in theirs.items()}
     # What is zero but for rounding (a bias before a batch norm) is compared with the others' size.
     small = 1e-3 * max(sizes.values(), default=0.0)
@@ -310,7 +338,8 @@ def _gradients_apart(ours: Tensors, theirs: Tensors) -> Differences:
     for name, grad in {**theirs, **ours}.items():
         if name in theirs and name in ours:
             apart = largest(real(ours[name]) - real(theirs[name]))
-            found[name] = apart / (max(sizes[name], small) or 1.0)
+            scale = max(sizes[name], small) or 1.0
+            found[name] = apart / scale
         else:
             found[name] = math.inf if largest(real(grad)) else 0.0
 

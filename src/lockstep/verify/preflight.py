@@ -30,7 +30,12 @@ def preflight(
 ) -> tuple[Experiment, list[str]]:
     """Find what to verify a job with: the experiment, and notes on what of the job is replaced.
 
-    Ranks take the job from ``source``. With ``whole``, batches are never cut to fewer samples.
+    Args:
+        source: the job, as ranks load it.
+        job: the same, loaded.
+        strategy: that is compared with one device.
+        devices: those of the strategy.
+        whole: never cut batches to fewer samples.
 
     Raises:
         LockstepError: ``single`` can't train the job.
@@ -128,7 +133,8 @@ def _seconds(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool]:
     taken: list[float] = []
 
     with alone((place_of(devices),)) as world:
-        side = Side(job, world, Experiment(job, Single(), devices, job.accumulate))
+        experiment = Experiment(job, Single(), devices, job.accumulate)
+        side = Side(job, world, experiment)
         # The first update prepares much.
         for batch, is_last in itertools.islice(side.batches(), 2):
             began = time.perf_counter()

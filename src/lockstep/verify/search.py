@@ -99,7 +99,7 @@ def _planned(strategy: Strategy, job: Job, devices: tuple[Device, ...]) -> Strat
     each = strategy.devices_per_rank
     if needs_one_process(strategy, devices):
         each = len(devices)
-    if each == 1:
+    if each == 1:  # nothing is left open
         return strategy
 
     with alone(devices[:each]) as world:
@@ -110,7 +110,15 @@ def _planned(strategy: Strategy, job: Job, devices: tuple[Device, ...]) -> Strat
 
 @dataclass(frozen=True)
 class _Search:
-    """How the answer is found."""
+    """How the answer is found.
+
+    Attributes:
+        source: the job, as ranks load it.
+        job: the same, loaded.
+        strategy: that is compared with one device.
+        devices: those of the strategy.
+        laboratory: where experiments run.
+    """
 
     source: Job | JobFile
     job: Job
@@ -172,6 +180,11 @@ class _Search:
     ) -> Verification:
         """Return the answer where the strategy refuses the job, or fails.
 
+        Args:
+            answer: without a comparison.
+            experiment: what was tried.
+            error: what it raised.
+
         Raises:
             Exception: the error has another reason than the job, or one device raises one, too.
         """
@@ -189,7 +202,13 @@ class _Search:
     def _with_whole_batches(
         self, answer: Verification, experiment: Experiment, noise: Noise
     ) -> Verification:
-        """Return the answer, once micro-batches are compared with whole batches."""
+        """Return the answer, once micro-batches are compared with whole batches.
+
+        Args:
+            answer: the strategy gives the numbers of one device with as many micro-batches.
+            experiment: what showed that.
+            noise: up to where a difference is rounding.
+        """
         assert answer.comparison is not None
         cut = whole_against_cut(experiment, answer.comparison)
         if cut is None:

@@ -113,7 +113,9 @@ class Side(Observer):
     def update(self, batch: Batch, is_last: bool) -> None:
         """Make one update as the training loop does.
 
-        After the last one of an epoch, do what the training loop does between epochs, too.
+        Args:
+            batch: to train on.
+            is_last: whether it is the last one of its epoch here: then the scheduler may move on.
         """
         self.batch = batch
         self.rows = []
@@ -163,7 +165,8 @@ class Side(Observer):
         sets = resolve_sets(job.eval_data, self.world)
         excerpts: Any = {}
         for name, loader in eval_loaders(job, self.world, sets).items():
-            excerpts[name] = Excerpt(loader, evaluated_places(loader))
+            places = evaluated_places(loader)
+            excerpts[name] = Excerpt(loader, places)
         return evaluate_sets(self.step, excerpts, job)
 
     def changed_attributes(self) -> dict[str, Any]:
@@ -230,7 +233,8 @@ def shuffled(batch: Batch) -> Batch:
         generator = torch.Generator().manual_seed(number + 1)
         order = torch.randperm(part.size, generator=generator)
         inputs, targets = _in_order((part.inputs, part.targets), order)
-        parts.append(replace(part, inputs=inputs, targets=targets, samples=None))
+        mixed = replace(part, inputs=inputs, targets=targets, samples=None)
+        parts.append(mixed)
 
     return replace(batch, parts=parts)
 
@@ -263,16 +267,20 @@ def _attribute_values(model: nn.Module) -> dict[str, Any]:
     found = {}
     for way, module in model.named_modules():
         for key, held in vars(module).items():
-            if key not in _OF_EVERY_MODULE:
-                found[f"{way}.{key}".lstrip(".")] = _value(held, own)
+            if key in _OF_EVERY_MODULE:
+                continue
+            name = f"{way}.{key}" if way else key
+            found[name] = _value(held, own)
 
     return found
 
 
 def _value(held: Any, own: set[int]) -> Any:
-    """Return what can be compared.
+    """Return what can be compared of an attribute; None where nothing can.
 
-    The model's own tensors (a list of an RNN's weights) are left out.
+    Args:
+        held: the attribute's value.
+        own: ids of the model's own tensors, which are left out (a list of an RNN's weights).
     """
     if isinstance(held, torch.Tensor):
         return None if id(held) in own else digest(held)
