@@ -5,11 +5,12 @@ from __future__ import annotations
 import builtins
 import importlib.machinery
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.run import terminal
 from lockstep.run.events import Event, Line, Progress
 from lockstep.run.terminal import Display
 
@@ -30,9 +31,11 @@ class Clock:
 def shown(capsys: pytest.CaptureFixture[str], *told: tuple[float, Any]) -> list[str]:
     """The lines of a display in a pipe that was told things at those seconds."""
     clock = Clock()
-    with Display(clock=clock) as display:
-        for clock.now, event in told:
-            display.tell(event)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "time", SimpleNamespace(monotonic=clock))
+        with Display() as display:
+            for clock.now, event in told:
+                display.tell(event)
     return capsys.readouterr().out.splitlines()
 
 

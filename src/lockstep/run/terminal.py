@@ -8,7 +8,7 @@ import importlib.util
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.run.events import Event, Line, Memory, Profile, Progress
@@ -32,12 +32,11 @@ class Display:
 
     Args:
         quiet: print nothing.
-        clock: gives seconds.
     """
 
-    def __init__(self, *, quiet: bool = False, clock: Callable[[], float] = time.monotonic) -> None:
-        self._quiet, self._clock = quiet, clock
-        self._printed = clock()  # when the last line was
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._printed = time.monotonic()  # when the last line was
         self._within = -math.inf  # when the last one within an epoch was
         self._log: str | None = None  # the last log, where it has not been printed
         self._live: Live | None = None
@@ -46,8 +45,10 @@ class Display:
         self._said: set[Line] = set()
 
     def __enter__(self) -> Self:
-        is_terminal = not self._quiet and sys.stdout.isatty()
-        if is_terminal or (not self._quiet and _is_notebook_with_widgets()):
+        if self._quiet:
+            return self
+        is_terminal = sys.stdout.isatty()
+        if is_terminal or _is_notebook_with_widgets():
             from rich.console import Console
             from rich.live import Live
 
@@ -92,7 +93,7 @@ class Display:
         """Print a line of the training; a note that another rank has logged is left out."""
         if event.kind == "log":
             self._log = event.text
-            if self._live is not None or self._clock() - self._within >= _APART:
+            if self._live is not None or time.monotonic() - self._within >= _APART:
                 self._line_within(event.text)
             return
         if event.kind == "plain":
@@ -113,18 +114,19 @@ class Display:
             # One row, however narrow: what doesn't fit is left out at its end.
             status = _status(event, self._memory)
             self._live.update(Text(status, no_wrap=True, overflow="ellipsis"))
-        elif self._clock() - max(self._printed, self._within) >= _APART:
+        elif time.monotonic() - max(self._printed, self._within) >= _APART:
             self._line_within(self._log or _status(event, {}))
 
     def _line_within(self, text: str) -> None:
-        self._log, self._within = None, self._clock()
+        self._log = None
+        self._within = time.monotonic()
         self.line(text)
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
         if self._quiet:
             return
-        self._printed = self._clock()
+        self._printed = time.monotonic()
         if self._console is not None:
             self._console.print(text, style="yellow" if note else None, markup=False)
         else:
