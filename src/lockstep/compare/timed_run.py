@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from time import monotonic as now
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.world import World, now
+from lockstep.launch.world import World
 from lockstep.run.events import Caveat, Line
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step

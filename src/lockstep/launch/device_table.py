@@ -5,6 +5,7 @@ that was taken on it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 from collections.abc import Sequence
@@ -58,30 +59,29 @@ def _name(device: Device) -> str:
 
 def _physical(index: int) -> str:
     """The device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
-    visible = [
-        word.strip()
-        for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        if word.strip()
-    ]
-    return visible[index] if index < len(visible) else str(index)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
+    numbers = [word for word in visible.split(",") if word]
+    return numbers[index] if index < len(numbers) else str(index)
 
 
 def _links(here: tuple[Device, ...]) -> list[str]:
-    cuda = [d for d in here if d.type == "cuda"]
-    pairs = [(a, b) for i, a in enumerate(cuda) for b in cuda[i + 1 :]]
-    direct = [f"{a}-{b}" for a, b in pairs if torch.cuda.can_device_access_peer(a.index, b.index)]
-    return [f"direct links: {', '.join(direct) if direct else 'none'}"] if pairs else []
+    """Return a line on which CUDA devices reach one another's memory, where there are several."""
+    cuda = [device for device in here if device.type == "cuda"]
+    if len(cuda) < 2:
+        return []
+    direct = []
+    for one, other in itertools.combinations(cuda, 2):
+        if torch.cuda.can_device_access_peer(one.index, other.index):
+            direct.append(f"{one}-{other}")
+    return [f"direct links: {', '.join(direct) or 'none'}"]
 
 
 def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(
-                (line.split(":")[1].strip() for line in file if line.startswith("model name")),
-                "CPU",
-            )
-    except OSError:
-        return "CPU"
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":")[1].strip()
+    return "CPU"
 
 
 def _host_memory() -> int:

@@ -45,8 +45,9 @@ def step_peak(world: World) -> int | None:
     if not world.device.is_slot:
         return sum(peak_memory(world))
     with contextlib.suppress(OSError), open("/proc/self/status") as file:
-        found = next((line.split()[1] for line in file if line.startswith("VmHWM:")), None)
-        return None if found is None else int(found) * 1024
+        for line in file:
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return None
 
 
@@ -55,9 +56,8 @@ _highest = [0]
 
 
 def _most_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_memory(world: World) -> None:
@@ -81,10 +81,10 @@ def free_memory(device: Device) -> int:
     """Bytes of an accelerator that tensors may still take: the system's, and what this process's
     allocator has kept.
     """
-    kept = torch.accelerator.memory_reserved(device.torch) - torch.accelerator.memory_allocated(
-        device.torch
-    )
-    return torch.accelerator.get_memory_info(device.torch)[0] + kept
+    kept = torch.accelerator.memory_reserved(device.torch)
+    taken = torch.accelerator.memory_allocated(device.torch)
+    free, _ = torch.accelerator.get_memory_info(device.torch)
+    return free + kept - taken
 
 
 def _resident() -> int:

@@ -341,8 +341,3 @@ def not_within_a_rank() -> None:
             "launch before the ranks, "
             'once; in a job file or a script, below if __name__ == "__main__":'
         )
-
-
-def now() -> float:
-    """Seconds on the clock that all processes of this machine share."""
-    return time.monotonic()

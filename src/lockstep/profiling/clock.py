@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from time import monotonic as now
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch.profiler import record_function
 
 from lockstep.data import Batch
 from lockstep.launch.observer import Kind, Observer
-from lockstep.launch.world import now
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.timeline import Timeline
