@@ -53,6 +53,8 @@ def structure_of(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         hooks = [len(getattr(module, kind)) for kind in _OF_MODULES]
-        found.append((id(module), id(vars(module).get("forward")), hooks))
-    found += [(id(p), is_hooked(p)) for p in model.parameters()]
+        own_forward = vars(module).get("forward")
+        found.append((id(module), id(own_forward), hooks))
+    for p in model.parameters():
+        found.append((id(p), is_hooked(p)))
     return found

@@ -35,7 +35,8 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 def has_own_train(module: nn.Module) -> bool:
     """Whether a module's class has a ``train`` or an ``eval`` of its own."""
-    return type(module).train is not nn.Module.train or type(module).eval is not nn.Module.eval
+    kind = type(module)
+    return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
 
 
 def draws_dropout(module: nn.Module) -> bool:

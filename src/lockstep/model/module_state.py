@@ -20,7 +20,10 @@ from lockstep.tensors.state_tree import encoded
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:
     """Copy the extra state of each module to the CPU, by its name in a state dict."""
-    return {name: _on_cpu(module.get_extra_state()) for name, module in _with_extra_state(model)}
+    found = {}
+    for name, module in _with_extra_state(model):
+        found[name] = each(_on_cpu, module.get_extra_state())
+    return found
 
 
 def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -85,9 +88,9 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield f"{name}.{EXTRA_STATE}".removeprefix("."), module
 
 
-def _on_cpu(nest: Any) -> Any:
-    """Copy a nest of tensors and plain values, so that later updates leave it alone."""
-    return each(lambda tensor: tensor.detach().to("cpu", copy=True), nest)
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor, so that later updates leave it alone."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -32,14 +32,16 @@ def can_be_fused(
         on: the type of the devices that the parameters will be on; None if they are there already.
         wanted: whether the person asked for it; then ``amsgrad`` is no obstacle.
     """
+    if type(optimizer) not in _FUSED or sparse_parameters(model):
+        return False
     parameters = [p for p in model.parameters() if p.requires_grad]
     devices = {on or p.device.type for p in parameters}
-    if type(optimizer) not in _FUSED or not devices.issubset(_FUSED_ON):
-        return False
-    if sparse_parameters(model):
+    if not devices.issubset(_FUSED_ON):
         return False
     for group in optimizer.param_groups:
-        if group.get("differentiable") or (group.get("amsgrad") and not wanted):
+        if group.get("differentiable"):
+            return False
+        if group.get("amsgrad") and not wanted:
             return False
     # The kernel of SGD on CPU skips whole vectors of parameters of 16 bits (torch 2.13).
     refuses_halves = type(optimizer) is torch.optim.SGD and "cpu" in devices
@@ -60,8 +62,8 @@ def fuse(optimizer: torch.optim.Optimizer, *, wanted: bool) -> None:
     Groups with dampening keep theirs: momentum that begins at zero would have other numbers then.
     """
     for group in optimizer.param_groups:
-        is_chosen = group.get("foreach") is not None or group.get("fused") is not None
-        if is_chosen and not wanted:  # a person who chose an implementation keeps it
+        chosen = [group.get("foreach"), group.get("fused")]
+        if chosen != [None, None] and not wanted:  # a person's choice is kept
             continue
         if group.get("dampening"):
             continue
@@ -87,5 +89,8 @@ def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
             if not group["fused"] or not group["momentum"]:
                 continue
             for p in group["params"]:
-                if p.requires_grad and one.state[p].get("momentum_buffer") is None:
-                    one.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                if not p.requires_grad:
+                    continue
+                state = one.state[p]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)

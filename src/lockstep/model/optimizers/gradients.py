@@ -17,7 +17,8 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
         parameters: have the gradients, which are scaled in place.
         largest: the norm that all gradients together may have.
     """
-    if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
+    given = [p.grad for p in parameters if p.grad is not None]
+    if not any(grad.is_sparse for grad in given):
         return nn.utils.clip_grad_norm_(parameters, largest)
     grads = gradient_values(parameters)
     norm = nn.utils.get_total_norm(grads)
@@ -52,4 +53,5 @@ def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: fl
     for grad in grads:
         alike.setdefault((grad.device, grad.dtype), []).append(grad)
     for (device, dtype), some in alike.items():
-        torch._foreach_mul_(some, factor.to(device, torch.promote_types(dtype, torch.float32)))
+        wide = torch.promote_types(dtype, torch.float32)
+        torch._foreach_mul_(some, factor.to(device, wide))
