@@ -138,7 +138,9 @@ class UpdateChecks:
         if not is_of_one_sample(error):
             return None
         sizes = [part.of for part in batch.parts]
-        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {batch.size}"
+        # One is of this rank alone under hogwild, the other where a rank of an own loop has none.
+        whole = max(batch.size, sum(sizes))
+        what = f"step {world.step}: BatchNorm was given one sample only, of a batch of {whole}"
         # It would see more samples only where a micro-batch has more than this one.
         if step._may_synchronise and max(sizes) > 1:
             return RunError(
