@@ -14,6 +14,7 @@ from torch import nn
 
 from lockstep.errors import RunError
 from lockstep.launch.world import World
+from lockstep.tensors.array_file import take_room
 
 _LINE = 64
 """Bytes of a cache line: where a tensor begins."""
@@ -75,7 +76,9 @@ def _mapped(world: World, size: int) -> torch.Tensor:
     if world.is_first:
         file, path = _made()
         try:
-            _reserve(file, size)
+            os.truncate(file, size)
+            # A lack of memory would show as a crash, when it is written.
+            take_room(file, size)
         except OSError as error:
             raise RunError(
                 f"hogwild: there is no room for {size >> 20:,} MiB of shared weights: {error}"
@@ -96,10 +99,3 @@ def _made() -> tuple[int, str]:
         return tempfile.mkstemp(prefix="lockstep-")
     file = os.memfd_create("lockstep")
     return file, f"/proc/{os.getpid()}/fd/{file}"
-
-
-def _reserve(file: int, size: int) -> None:
-    """Take memory for a file; else a lack of it would show as a crash, when it is written."""
-    os.truncate(file, size)
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file, 0, size)

@@ -149,10 +149,10 @@ def create(folder: Path, arrays: Sequence[Array]) -> None:
         with writing(path, array.size), path.open("xb") as file:
             file.write(array.header)
             file.truncate(array.size)
-            _take_room(file.fileno(), array.size)
+            take_room(file.fileno(), array.size)
 
 
-def _take_room(file: int, size: int) -> None:
+def take_room(file: int, size: int) -> None:
     """Have the disk reserve the bytes of a file, where system and disk can."""
     if not size or not hasattr(os, "posix_fallocate"):
         return

@@ -8,7 +8,6 @@ part of each.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lockstep.errors import FolderError
+from lockstep.tensors.array_file import take_room
 
 _SMALL = 1 << 16
 """Bytes that are not worth a file."""
@@ -52,25 +52,16 @@ def parameters_on_disk(folder: str | None) -> Iterator[None]:
 def _mapped(p: nn.Parameter, folder: str | None) -> nn.Parameter:
     """Return the parameter in the memory of a file."""
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".parameter-") as file:
-        _reserve(file.fileno(), p.nbytes, file.name)
+        try:
+            # Writing to memory for which the disk has no room would kill the process.
+            take_room(file.fileno(), p.nbytes)
+        except OSError as error:
+            raise FolderError(
+                f"{Path(file.name).parent}: no room for a parameter of {p.nbytes / 1e6:,.1f} MB "
+                f"({error.strerror}), which build_on_disk needs for each rank's whole model: free "
+                "some space, or give another --folder"
+            ) from error
         flat = torch.from_file(file.name, shared=True, size=p.numel(), dtype=p.dtype)
     mapped = flat.view(p.shape)
     mapped.copy_(p.detach())
     return nn.Parameter(mapped, requires_grad=p.requires_grad)
-
-
-def _reserve(file: int, size: int, path: str) -> None:
-    """Take the room of a file before it is mapped.
-
-    Writing to memory for which the disk has no room kills the process.
-    """
-    if not hasattr(os, "posix_fallocate"):
-        return
-    try:
-        os.posix_fallocate(file, 0, size)
-    except OSError as error:
-        raise FolderError(
-            f"{Path(path).parent}: no room for a parameter of {size / 1e6:,.1f} MB "
-            f"({error.strerror}), which build_on_disk needs for each rank's whole model: free "
-            "some space, or give another --folder"
-        ) from error
