@@ -9,7 +9,7 @@ is gathered for all of forward and backward.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -115,7 +115,10 @@ class FSDP(Strategy):
         from lockstep.strategies.sharded.shards import Shards
 
         self.refuse_other_processes(world)
-        with parameters_on_disk(world.folder) if self.build_on_disk else nullcontext():
+        building: AbstractContextManager[None] = nullcontext()
+        if self.build_on_disk:
+            building = parameters_on_disk(world.folder)
+        with building:
             # The whole may be too large for a device.
             model = build_model(job, world, place=world.size == 1)
         self.refuse(model, world.size)
@@ -171,7 +174,10 @@ class FSDP(Strategy):
         """Say why ranks can't gather the whole model to check sums of parts; None if they can."""
         if self.build_on_disk:
             return "build_on_disk"
-        return next(filter(None, world.gather_objects(_no_room(whole, world))), None)
+        for why in world.gather_objects(_no_room(whole, world)):
+            if why is not None:
+                return why
+        return None
 
     def _is_elementwise(self, optimizer: torch.optim.Optimizer) -> bool:
         return bool(getattr(optimizer, "elementwise", self.elementwise))

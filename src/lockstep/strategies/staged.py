@@ -105,8 +105,11 @@ class StagedStep(Step):
             return self._backward(made, batch.size)
 
         found = self._stages(Work(begin, forward, backward, len(parts)))
-        # Targets, and so counts, are not where the loss is.
-        return added(found, self.world.device.torch if self.staged.moves else None)
+        home = None
+        if self.staged.moves:
+            # Targets, and so counts, are not where the loss is.
+            home = self.world.device.torch
+        return added(found, home)
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:
@@ -123,14 +126,19 @@ class StagedStep(Step):
         numbers = self.draws.stream
         if numbers is None:
             return stream(lambda: streams.generator(number))
-        key = mixed(*numbers, number) if number else mixed(*numbers)
+        key = mixed(*numbers)
+        if number:
+            key = mixed(*numbers, number)
         return stream(lambda: torch.Generator().manual_seed(key))
 
     def _move_parameters(self, size: int, count: Number) -> None:
+        if not self._is_small:
+            super()._move_parameters(size, count)
+            return
         # A second thread waited for 6 to 12 ms behind the first, until the system moved it to the
         # core that the last stage had left (Linux 6.18). In that time one thread updates some
         # million parameters.
-        with occupied(Device("cpu", 0)) if self._is_small else nullcontext():
+        with occupied(Device("cpu", 0)):
             super()._move_parameters(size, count)
 
     def _check_sums(self, batch: Batch) -> None:

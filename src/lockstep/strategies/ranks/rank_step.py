@@ -32,6 +32,10 @@ from lockstep.threads.sync_batchnorm import synchronise
 class RankStep(Step):
     """One of several ranks, each with a local batch.
 
+    Args:
+        exchange: between the batch norms of the ranks; None where they aren't synchronised.
+        stages: of the model, where it has several.
+
     Attributes:
         reducer: sums gradients over the ranks.
     """

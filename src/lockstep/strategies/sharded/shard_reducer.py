@@ -68,18 +68,19 @@ class ShardReducer(Reducer):
     def _sum_numbers(self, numbers: list[Number]) -> tuple[Iterable[Number], list[float]]:
         """Sum numbers, and count the ranks that used each parameter; compare orders of blocks."""
         order = self._watch.order.order
-        used = [name in self._watch.used for name in self._cut]
-        flags = torch.tensor([*used, order, order**2], dtype=torch.float64)
+        flags = [float(name in self._watch.used) for name in self._cut]
+        flags += [order, order**2]
+        more = torch.tensor(flags, dtype=torch.float64)
         beside = as_tensor(numbers, self._world.device.torch)
         sums: Iterable[Number]
         if self._world.device.is_slot:
-            found = self._world.all_reduce(torch.cat([beside, flags])).tolist()
+            found = self._world.all_reduce(torch.cat([beside, more])).tolist()
             sums = found[: len(numbers)]
             found = found[len(numbers) :]
         else:
             # The host doesn't wait for the sums of the loss.
             sums = self._world.all_reduce(beside)
-            found = self._world.all_reduce(flags.to(self._world.exchange_device)).tolist()
+            found = self._world.all_reduce(more.to(self._world.exchange_device)).tolist()
 
         *uses, orders, squares = found
         self._watch.order.refuse_others(orders, squares)

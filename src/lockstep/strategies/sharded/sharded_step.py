@@ -37,7 +37,19 @@ from lockstep.threads.replica_collectives import RankExchange
 
 
 class ShardedStep(RankStep):
-    """One rank's local batch, and its shard of the model."""
+    """One rank's local batch, and its shard of the model.
+
+    Args:
+        exchange: between the batch norms of the ranks; None where they aren't synchronised.
+        shards: of the model.
+        elementwise: whether the optimizer treats each element of a parameter by itself.
+
+    Attributes:
+        shards: of the model.
+        watch: finds what forward and backward do with gathered parameters.
+        sync_each_microbatch: whether gradients of each micro-batch are summed into shards, else
+            only those of the last one.
+    """
 
     of_own_loop = (OF_OWN_LOOP,)
     _evaluator_kind = ShardedEvaluator
