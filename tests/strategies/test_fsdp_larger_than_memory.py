@@ -124,6 +124,18 @@ def test_parameters_on_disk_stay_tied_and_are_drawn_alike(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_parameters_are_built_on_a_disk_that_reserves_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(file: int, offset: int, size: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(os, "posix_fallocate", unsupported)
+    with parameters_on_disk(str(tmp_path)):
+        layer = nn.Linear(160, 160)
+    assert layer.weight.untyped_storage().filename is not None
+
+
 def test_a_full_disk_is_said_where_parameters_are_built_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
