@@ -153,7 +153,7 @@ class DDPStep(RankStep):
         super()._explain(error, batch)
 
     def bytes_communicated(self) -> int:
-        """The gradients; how often they are sent depends on the backend."""
+        """Count the gradients; how often they are sent depends on the backend."""
         return self._bytes() if self.world.size > 1 else 0
 
     def _bytes(self) -> int:

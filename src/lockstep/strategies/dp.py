@@ -249,7 +249,7 @@ class DPStep(Step):
             self.copies.follow_modes()
 
     def bytes_communicated(self) -> int:
-        """The gradients of a replica, or the parameters that the first accelerator gives."""
+        """Count the gradients of a replica, or the parameters that the first accelerator gives."""
         if self.replicas == 1:
             return 0
         gradients = sum(p.nbytes for p in self.trained.values)

@@ -37,14 +37,14 @@ class Product(Strategy):
 
     @classmethod
     def usual(cls) -> dict[str, Any]:
-        """The usual value of each setting but the sizes, which the name says."""
+        """Give the usual value of each setting but the sizes, which the name says."""
         settings = super().usual()
         del settings["sizes"]
         return settings
 
     @property
     def devices_needed(self) -> int:
-        """The devices of all replicas."""
+        """Count the devices of all replicas."""
         return self.sizes[0] * self.sizes[1]
 
     @property

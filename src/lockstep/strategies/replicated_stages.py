@@ -46,7 +46,7 @@ class ReplicatedPP(Product, PP):
 
     @property
     def devices_per_rank(self) -> int:
-        """The devices of a replica."""
+        """Count the devices of a replica."""
         return self.sizes[1]
 
     def layout(self, devices: int) -> Layout:
@@ -64,7 +64,7 @@ class ReplicatedPP(Product, PP):
         return drawn(self.layout(len(devices)), devices, self.chunks_on(self.sizes[1]))
 
     def seen_by_a_replica(self, job: Job) -> Job:
-        """The job with batches of the largest local batch."""
+        """Give the job with batches of the largest local batch."""
         return job.replace(batch_size=-(-job.batch_size // self.sizes[0]))
 
     def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:

@@ -85,7 +85,7 @@ class StagedStep(Step):
         self.timed = "device" if world.device.is_slot else "rank"
 
     def gradients(self, batch: Batch) -> Loss:
-        """Gradients summed over the micro-batches by autograd itself."""
+        """Sum gradients over the micro-batches, by autograd itself."""
         for p in self.trained.values:
             p.grad = None
         streams = Streams()

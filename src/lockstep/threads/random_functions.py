@@ -29,7 +29,7 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
-    """Dropout of single elements, in any shape."""
+    """Compute dropout of single elements, in any shape."""
     if not training or not 0 < p < 1 or not input.is_cpu:
         return NotImplemented
     noise = _noise(generator, input, p)
@@ -37,7 +37,7 @@ def _dropout(
 
 
 def _noise(generator: Generator, like: Tensor, p: float) -> Tensor:
-    """What dropout multiplies by: 0 with probability p, else 1 / (1 - p)."""
+    """Give what dropout multiplies by: 0 with probability p, else 1 / (1 - p)."""
     return torch.empty_like(like).bernoulli_(1 - p, generator=generator()).div_(1 - p)
 
 
@@ -53,7 +53,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Attention with a mask. query: (..., length, width); key, value: (..., source, width).
+    """Compute attention with a mask. query: (..., length, width); key, value: (..., source, width).
 
     With dropout the CPU has no fused kernel. This is what it does instead, step by step: both sides
     take the root of the scale, and a row in which all is masked gives zeros.
@@ -84,7 +84,7 @@ def _attention(
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a mask adds to scores: minus infinity where a boolean one is False.
+    """Give what a mask adds to scores: minus infinity where a boolean one is False.
 
     mask: (..., length, source).
     """
@@ -94,7 +94,7 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _recurrent(generator: Generator, func: Any, *args: Any) -> Any:
-    """Layers of an LSTM, GRU or RNN one after the other, with dropout between them.
+    """Compute layers of an LSTM, GRU or RNN one after the other, with dropout between them.
 
     The arguments are those of ``torch._VF.lstm``, in either form: input, hidden, weights, ..., or
     with the batch sizes of packed data after the input. hidden: (layers x directions, batch, width).

@@ -49,7 +49,7 @@ def stream(generator: Source | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def current() -> torch.Generator | None:
-    """The generator of the innermost ``stream`` that this thread is in, or None outside of any."""
+    """Give the generator of the innermost ``stream`` that this thread is in, or None."""
     found = source()
     return found() if callable(found) else found
 
@@ -73,7 +73,7 @@ class Streams:
         self._seed: int | None = None
 
     def generator(self, number: int) -> torch.Generator:
-        """A new one, for thread ``number``."""
+        """Make a new one, for thread ``number``."""
         with self._lock:
             if self._seed is None:
                 caller = self._caller() if callable(self._caller) else self._caller
@@ -100,14 +100,14 @@ class _Stream(TorchFunctionMode):
 
     @property
     def generator(self) -> torch.Generator:
-        """What the thread draws from."""
+        """Give what the thread draws from."""
         if not isinstance(self._source, torch.Generator):
             self._source = self._source()
         return self._source
 
     @property
     def resolved(self) -> Source:
-        """The generator if it is there already, else a function that makes it."""
+        """Give the generator if it is there already, else a function that makes it."""
         return self._source if isinstance(self._source, torch.Generator) else lambda: self.generator
 
     def __enter__(self) -> _Stream:
@@ -169,7 +169,7 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _with_generator(func: OpOverload) -> OpOverload | None:
-    """The overload of an operator that takes a generator; None where there is none."""
+    """Find the overload of an operator that takes a generator; None where there is none."""
     packet = func.overloadpacket
     name = func._overloadname
     for overload in (name, _GENERATOR_OVERLOADS.get(name, name)):
@@ -203,7 +203,7 @@ def _is_on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _unhandled(function: Any) -> Any:
-    """A copy of a Python function of PyTorch's that doesn't ask for a mode's handler.
+    """Copy a Python function of PyTorch's into one that doesn't ask for a mode's handler.
 
     Inside a handler the mode is off. With the mode on again the function would only ask for the
     handler again; so in its copy that question is always answered with no.

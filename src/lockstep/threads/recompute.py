@@ -62,7 +62,7 @@ def install(later: Later | None = None) -> None:
 
 
 def checkpoints() -> int:
-    """How many have begun since they were made to replay."""
+    """Count the checkpoints that have begun since they were made to replay."""
     return _checkpoints
 
 
@@ -78,7 +78,7 @@ def _is_replayed(args: tuple[Any, ...]) -> bool:
 
 
 def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[..., Any]:
-    """The function, which draws in each later run what it draws now."""
+    """Make of a function one that draws in each later run what it draws now."""
     global _checkpoints
     _checkpoints += 1
     around = [again for again in (ask() for ask in _asked) if again is not None]
@@ -103,7 +103,7 @@ def _replaying(function: Callable[..., Any], *, is_first: bool) -> Callable[...,
 
 
 def _stream_again(generator: torch.Generator) -> Context:
-    """Makes contexts in which the thread's stream is as it is now."""
+    """Give a function that makes contexts in which the thread's stream is as it is now."""
     start = generator.get_state()
 
     @contextlib.contextmanager

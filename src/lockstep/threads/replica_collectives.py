@@ -36,7 +36,7 @@ class ThreadExchange:
     The caller calls ``begin`` before each step, each replica's thread ``enter`` before each of its
     micro-batches. The backward of a micro-batch must run in the thread of its forward (on
     accelerators autograd has a thread for each device, which will do), and ``abort`` must be called
-    where a replica raises: ``team.on_abort.append(x.abort)``.
+    where a replica raises: ``pool.on_abort.append(x.abort)``.
 
     Args:
         parties: how many replicas there are.
@@ -71,7 +71,7 @@ class ThreadExchange:
         self._rooms[micro_batch].leave(replica)
 
     def session(self) -> Session:
-        """The place of the calling thread, since its last ``enter``."""
+        """Give the place of the calling thread, since its last ``enter``."""
         seat: _Seat | None = getattr(self._here, "session", None)
         if seat is None or seat.room not in self._rooms:
             raise StrategyError(
@@ -137,7 +137,7 @@ class _Seat:
 
     @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``.
+        """Gather everybody's tensor, in the order of the parties: ``(parties, *tensor.shape)``.
 
         Raises:
             StrategyError: another party has left, or has failed.
@@ -161,7 +161,7 @@ class _Seat:
 
     @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's tensors, the same bits for all.
+        """Give the sum of everybody's tensors, the same bits for all.
 
         Raises:
             StrategyError: backward runs in another thread than forward.
@@ -212,12 +212,12 @@ class RankExchange:
             self._groups[parties] = group
 
     def session(self) -> Session:
-        """The place of this rank in the present micro-batch, until the next ``begin``."""
+        """Give the place of this rank in the present micro-batch, until the next ``begin``."""
         return self
 
     @_exchanging
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Everybody's tensor, in the order of the ranks."""
+        """Gather everybody's tensor, in the order of the ranks."""
         if self.parties == 1:
             return tensor[None]
         tensor = tensor.contiguous()
@@ -231,7 +231,7 @@ class RankExchange:
 
     @_exchanging
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of everybody's tensors, the same bits for all."""
+        """Give the sum of everybody's tensors, the same bits for all."""
         if self.parties == 1:
             return tensor
         return self._world.all_reduce(tensor.clone(), group=self._groups.get(self.parties))

@@ -105,7 +105,7 @@ def _gathered(session: Session, mine: torch.Tensor, number: int) -> torch.Tensor
 def _over_all(
     exchange: Exchange, number: int
 ) -> Callable[[_BatchNorm, torch.Tensor], torch.Tensor]:
-    """The forward of batch norm ``number``, with the statistics of all parties in training."""
+    """Make the forward of batch norm ``number``, with the statistics of all parties in training."""
 
     def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
         if not self.training or (session := exchange.session()).parties == 1:
@@ -200,7 +200,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """The gradients of a share: those of weight and bias are the replica's own sums."""
+        """Give the gradients of a share: those of weight and bias are the replica's own sums."""
         input, weight, mean, var, total = ctx.saved_tensors
         wants_input, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
@@ -229,7 +229,7 @@ class _Normalise(torch.autograd.Function):
 
 
 def _statistics(input: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of each channel, over samples and positions.
+    """Compute mean and biased variance of each channel, over samples and positions.
 
     Args:
         input: (batch, channels, ...).

@@ -139,7 +139,7 @@ class _Started(Future[T]):
     """A function that was started."""
 
     def report(self, number: int, result: T, error: BaseException | None) -> None:
-        """Called by the thread at the end."""
+        """Take what the thread reports at the end."""
         if error is None:
             self.set_result(result)
         else:
@@ -171,7 +171,7 @@ class _Call:
         self._finished.acquire()
 
     def report(self, number: int, result: Any, error: BaseException | None) -> None:
-        """Called by each thread as it ends; the first failure frees those that wait for it."""
+        """Take what a thread reports as it ends; the first failure frees those that wait for it."""
         self.results[number] = result
         with self._lock:
             is_first = error is not None and self.error is None
@@ -279,7 +279,7 @@ def _end_all() -> None:
 def _work(
     device: Device, tasks: SimpleQueue[Any], ready: SimpleQueue[BaseException | None]
 ) -> None:
-    """What a thread does: settle on its device, then compute one task after another.
+    """Settle on a device, in a thread of its own, and compute one task after another.
 
     Args:
         device: where it computes.
@@ -306,7 +306,7 @@ def _work(
 def _attempt(
     function: Callable[[], Any], device: Device, caller: Caller
 ) -> tuple[Any, BaseException | None]:
-    """The function's result, or what it raised."""
+    """Give the function's result, or what it raised."""
     try:
         return caller.run(function, device), None
     except BaseException as error:
@@ -321,7 +321,7 @@ needs no lock.
 
 @contextlib.contextmanager
 def borrowed(devices: Sequence[Device], role: str = "replica") -> Iterator[ThreadPool]:
-    """A pool of threads that are idle now, or new ones; they are handed back at the end.
+    """Lend a pool of threads that are idle now, or new ones; they are handed back at the end.
 
     Calls inside calls, and from several threads, get threads of their own: they never wait for one
     another.

@@ -101,7 +101,7 @@ class RankStep(Step):
         take_first(self.world, buffers_of(self.model))
 
     def replicated(self) -> Iterable[tuple[str, nn.Parameter]]:
-        """The parameters that every rank has whole."""
+        """Give the parameters that every rank has whole."""
         return self.model.named_parameters()
 
     def after_events(self) -> None:
@@ -167,7 +167,7 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
 
 
 def _sizes_of_microbatches(job: Recipe) -> list[int]:
-    """The sizes of the micro-batches of a training, as far as its data are known."""
+    """Find the sizes of the micro-batches of a training, as far as its data are known."""
     if not isinstance(job, Job):
         return []
     sizes: set[int] = set()

@@ -57,7 +57,7 @@ class ShardedEvaluator(Evaluator):
         return []
 
     def evaluate(self, inputs: Any, targets: Any = None) -> tuple[Any, Number, Number]:
-        """Outputs, total and count of this rank's share; every rank calls this."""
+        """Compute outputs, total and count of this rank's share; every rank calls this."""
         if isinstance(inputs, Batch):
             inputs, targets = inputs
         with self.evaluating():

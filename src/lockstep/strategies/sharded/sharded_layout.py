@@ -55,23 +55,23 @@ class ShardedLayout(ParameterLayout):
         return self._whole.cut()
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """By name, what this process has of each parameter."""
+        """Give, by name, what this process has of each parameter."""
         return dict(self._shards.mine)
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor of the shape of a parameter, or all of a buffer."""
+        """Give this rank's part of a tensor of the shape of a parameter, or all of a buffer."""
         return self._shards.part(name, whole)
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which the ranks have parts."""
+        """Gather the whole tensor of which the ranks have parts."""
         return self._shards.joined(name, part)
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
-        """The whole tensor, or the rows of it that this rank has."""
+        """Give the whole tensor, or the rows of it that this rank has."""
         return self._shards.rows(self._shards.as_rows(name, part))
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """How many rows each rank has of a parameter, or of what the optimizer keeps of the same
+        """Tell how many rows each rank has of a parameter, or of an optimizer's tensor of the same
         shape.
         """
         kind, _, rest = name.partition("/")
@@ -85,7 +85,7 @@ class ShardedLayout(ParameterLayout):
         return self._shards.rows_of(p)
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
-        """The model's state dict, gathered on every rank, or this rank's rows."""
+        """Give the model's state dict, gathered on every rank, or this rank's rows."""
         given = self._shards.gathered if whole else self._shards.rows
         with self.own():
             weights: dict[str, Any] = dict(self._model.state_dict())
@@ -104,7 +104,7 @@ class ShardedLayout(ParameterLayout):
             super().take_weights(parts)
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
-        """The optimizer's state, gathered on every rank, or this rank's rows."""
+        """Give the optimizer's state, gathered on every rank, or this rank's rows."""
         states = {}
         with self.own():
             kept = named_optimizer_state(self._optimizer, self._named)

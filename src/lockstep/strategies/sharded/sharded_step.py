@@ -151,7 +151,7 @@ class ShardedStep(RankStep):
         return not self.world.all_reduce(torch.tensor(is_unfit, device=self.world.exchange_device))
 
     def bytes_communicated(self) -> int:
-        """This rank's shard, gathered in forward and in backward, and the whole gradients."""
+        """Count this rank's shard, gathered in forward and in backward, and the whole gradients."""
         return 2 * self.shards.bytes_here + sum(p.nbytes for p in self.trained.held.values())
 
     def _refuse_gaps(self, here: list[bool]) -> None:
@@ -178,5 +178,5 @@ class ShardedStep(RankStep):
     # ---- the whole model -------------------------------------------------------------------------
 
     def replicated(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that couldn't be cut, which every rank has whole."""
+        """Give the parameters that couldn't be cut, which every rank has whole."""
         return [(name, self.shards.mine[name]) for name in self.shards.whole]
