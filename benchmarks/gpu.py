@@ -47,9 +47,9 @@ from benchmarks.timing import HERE, Benchmark, Ratio, measured, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
 from lockstep.launch import devices as places
-from lockstep.launch import world as worlds
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Device, accelerators, slots
+from lockstep.launch.processes import group
 from lockstep.launch.world import World
 from lockstep.parallel import DataParallel
 from lockstep.strategies import MP, Strategy
@@ -282,10 +282,10 @@ def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
     """
     cores, threads = places.usable_cores(), torch.get_num_threads()
     world = World(devices=(card.device,))
-    worlds.join(world, dist.HashStore())
+    group.join(world, dist.HashStore())
 
     def left() -> None:
-        worlds.leave(world)
+        group.leave(world)
         torch.set_num_threads(threads)
         with contextlib.suppress(AttributeError, OSError):
             os.sched_setaffinity(0, cores)

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import lockstep
-from benchmarks.timing import HERE, machine
+from benchmarks.timing import HERE
+from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Device, occupied
 from lockstep.parallel import Balanced, DataParallel, Level, ParallelLoss, largest_batch, level_of
 

@@ -17,8 +17,9 @@ from typing import Any
 
 import lockstep
 from benchmarks.pipelining import JOBS
-from benchmarks.timing import HERE, in_turns, machine
+from benchmarks.timing import HERE, in_turns
 from lockstep.data import Batch
+from lockstep.launch.device_table import machine
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.pipelining.planner.benchmark import ModelBenchmark

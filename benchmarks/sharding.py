@@ -15,6 +15,7 @@ from benchmarks.pipelining import char_lm_job
 from benchmarks.timing import ROOT, Benchmark, Ratio, rate, torchrun
 from lockstep.data import Loader
 from lockstep.launch.devices import slots
+from lockstep.profiling.profiler import bytes_kept
 
 JOBS: dict[str, Callable[[], lockstep.Job]] = {
     "stack": models.stack_job,
@@ -52,7 +53,7 @@ def kept(world: Any) -> int:
     )
     for _ in range(3):
         step(*batch)
-    return step.bytes_kept()
+    return bytes_kept(step)
 
 
 def rarity(devices: int) -> Callable[[], float]:

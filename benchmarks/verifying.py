@@ -74,7 +74,7 @@ def _seconds(world: World, plain: Plain) -> float:
         for name, loader in sets.items():
             excerpts[name] = Excerpt(loader, evaluated_places(loader))
         began = time.perf_counter()
-        evaluate_sets(step, excerpts, job.metrics, world, job.seed)
+        evaluate_sets(step, excerpts, job)
         taken += time.perf_counter() - began
     return taken
 

@@ -385,10 +385,10 @@ class Turning(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.turn = nn.Parameter(torch.randn(6, 8, dtype=torch.complex128))
-        self.out = nn.Linear(8, 3)
+        self.out = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out((x.to(self.turn.dtype) @ self.turn).abs().to(self.out.weight.dtype))
+        return self.out((x.to(self.turn.dtype) @ self.turn).abs().to(self.out[0].weight.dtype))
 
 
 def parametrized() -> nn.Module:

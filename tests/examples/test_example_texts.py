@@ -121,9 +121,11 @@ def test_fine_tuning_ends_where_one_device_does(
     strategy: str, words: list[str], tmp_path: Path, pretrained
 ) -> None:
     fp64 = ["--precision", "fp64"]
-    accumulate = ["--accumulate", "2"] if strategy == "pp" else []
+    # GPT-2 computes its own loss in float32. In two micro-batches backward begins with total / n, as
+    # it does under dp and ddp, so that rounding is the same.
+    accumulate = [] if strategy == "mp" else ["--accumulate", "2"]
     one = weights(trained(tmp_path / "one", pretrained, "single", *words, *fp64, *accumulate))
-    cut = ["--microbatches", "2"] if accumulate else []
+    cut = ["--microbatches", "2"] if strategy == "pp" else []
     many = trained(tmp_path / "many", pretrained, strategy, *words, *fp64, *cut)
     for name, tensor in weights(many).items():
         assert (tensor - one[name]).abs().max() <= 1e-10, name

@@ -190,10 +190,12 @@ def test_a_model_of_hugging_face_has_one_devices_numbers(
     ]
     runs = {}
     for way, devices in WAYS.items():
-        assert (
-            main(["train", GPT2, "--strategy", way, "--devices", devices, "--folder", way, *words])
-            == 0
-        )
+        command = ["train", GPT2, "--strategy", way, "--devices", devices, "--folder", way, *words]
+        if way == "single":
+            # GPT-2 computes its own loss in float32. In two micro-batches backward begins with
+            # total / n, as it does under dp and ddp, so that rounding is the same.
+            command += ["--accumulate", "2"]
+        assert main(command) == 0
         runs[way] = Run.open(next(Path(way).iterdir()))
     job = JobFile(GPT2, knobs).load()
     for way in ("dp", "ddp"):

@@ -125,10 +125,13 @@ FAST = [("bert with its outputs", "dp")]
     ],
 )
 def test_a_model_of_hugging_face_ends_where_one_device_does(kind: str, way: str) -> None:
-    found = parity(JOBS[kind], way, "2xcpu")
+    # GPT-2 computes its own loss in float32 also where the model is in float64, and T5 its norms. In
+    # two micro-batches backward begins with total / n, as it does under dp and ddp, so that rounding
+    # is the same.
+    settings = {} if "bert" in kind else {"accumulate": 2}
+    found = parity(JOBS[kind], way, "2xcpu", against_settings=settings)
     assert found.worst < BOUND, str(found)
     assert any(found.moved.values())
-    # GPT-2 computes its own loss in float32 also where the model is in float64.
     assert max(found.history.values()) < (1e-6 if "gpt2" in kind else BOUND)
 
 

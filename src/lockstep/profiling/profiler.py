@@ -139,7 +139,7 @@ class Profiler:
         tracks: list[Track] = []
         for of_rank in world.gather_objects(clock.replicas):
             tracks += of_rank
-        bytes_of = world.gather_objects((_bytes_kept(self._step), self._peak))
+        bytes_of = world.gather_objects((bytes_kept(self._step), self._peak))
         if not world.is_first:
             return
 
@@ -276,7 +276,7 @@ def _all_threads(devices: int) -> Any:
     return None
 
 
-def _bytes_kept(step: Step) -> int:
+def bytes_kept(step: Step) -> int:
     """Return the bytes of weights, gradients and the optimizer's state of this process, between
     updates.
     """

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from torch import nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lockstep.data import AnyLoader, job_loader
 from lockstep.data.job_loaders import OF_COLLATE
@@ -237,6 +238,11 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
     if replicas > 1 and job.sync_batchnorm and bare:
         text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
         yield Caveat("batchnorm evaluation", text)
+
+    has_spectral_norm = any(isinstance(m, _SpectralNorm) for m in model.modules())
+    if has_spectral_norm and job.accumulate > 1:
+        text = "a spectral norm iterates once per micro-batch, not once per batch"
+        yield Caveat("buffer", text, "whole batches keep the results")
 
     instances = [m for m in model.modules() if isinstance(m, nn.modules.instancenorm._InstanceNorm)]
     if any(norm.track_running_stats for norm in instances):

@@ -111,6 +111,8 @@ def cells() -> Iterator[Any]:
 def test_a_case_is_stopped_or_logged_where_it_differs_and_never_stopped_elsewhere(
     case: Case, way: str, dtype: torch.dtype
 ) -> None:
+    if case.name == "hidden-state-kept" and way == "replicas":
+        pytest.skip("of other numbers of samples than these: BatchSums chooses them, see below")
     what = found(case, dtype, in_turn=way == "in turn")
     if way not in WAYS[case.cut]:
         assert what != "stopped"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lockstep.model.modes import draws_dropout
 from lockstep.tensors.pytree import doubled
@@ -17,6 +18,7 @@ from lockstep.tensors.pytree import doubled
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _KNOWN = (
     _BATCH_NORMS,
+    _SpectralNorm,
     nn.modules.instancenorm._InstanceNorm,
     nn.modules.dropout._DropoutNd,
     nn.RReLU,
@@ -29,7 +31,8 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Let known layers compute as in evaluation.
 
     Batch norms take their running statistics; those that have none take a mean of 0 and a variance
-    of 1. Dropout leaves nothing out, also where a module has its rate, as attention and RNNs do.
+    of 1. Spectral norms keep their vectors. Dropout leaves nothing out, also where a module has its
+    rate, as attention and RNNs do.
     """
     like = next(model.parameters(), torch.zeros(()))
     before = []
