@@ -167,6 +167,23 @@ def test_an_optimizer_of_another_models_parameters_is_refused() -> None:
         lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, devices="1xcpu")
 
 
+def frozen_whole(world: Any) -> None:
+    model = mlp()
+    where = {"strategy": "single", "devices": 1} if world is None else {}
+    step = lockstep.parallelize(model, nn.CrossEntropyLoss(), sgd, **where)
+    step(drawn(4, 6), labels(4, 3))
+    model.requires_grad_(False)
+    step(drawn(4, 6), labels(4, 3))
+
+
+def test_a_model_that_is_frozen_as_a_whole_is_refused() -> None:
+    """Found by trial: ddp ended in an IndexError, and single made updates of nothing."""
+    with pytest.raises(StrategyError, match="all parameters that the optimizer has are frozen now"):
+        frozen_whole(None)
+    with pytest.raises(StrategyError, match="all parameters that the optimizer has are frozen now"):
+        lockstep.launch(frozen_whole, devices="2xcpu")
+
+
 def test_a_parameter_that_is_frozen_on_one_rank_only_is_named() -> None:
     def loop(world: lockstep.World) -> None:
         torch.manual_seed(0)
