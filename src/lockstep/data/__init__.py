@@ -3,13 +3,13 @@
 ::
 
     order.py           the indices of an epoch, computed slice by slice where they are many
-    shares.py          which samples make global batch k of an epoch, and which of them a process gets
+    shares.py          which samples make a global batch, and which of them a process gets
     own_batches.py     the batches of a loop of one's own, cut in micro-batches
-    fetch.py           samples made into (inputs, targets), with random numbers that belong to the sample
+    fetch.py           samples made into (inputs, targets), with random numbers of their own
     loader_workers.py  the same in loader workers
     loader.py          all of that, epoch by epoch
     copy_ahead.py      batches copied to an accelerator while the one before is used
-    stream.py          the same for a dataset that can only be gone through: every rank reads it, and keeps its share
+    stream.py          the same for a stream: every rank reads it, and keeps its share
     dataset_state.py   the state of a dataset that has one
     source.py          the dataset of a job, or the callable that gives one; evaluation sets by name
     fingerprint.py     whether data are the same on every rank, and as when a run was begun

@@ -79,8 +79,8 @@ def workers_here(
 
 
 def free_cores() -> tuple[int, ...]:
-    """Return the cores that this process was given, also after its computing thread was pinned to some of
-    them.
+    """Return the cores that this process was given, also after its computing thread was pinned to
+    some of them.
 
     Threads keep the mask they began with, so the widest of this process's threads knows.
     """

@@ -124,8 +124,8 @@ def _hashed(numbers: Tensor, key: int, size: int) -> Tensor:
 
 
 def permutation(n: int, seed: int, epoch: int) -> Order:
-    """Return the order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other generator
-    moved.
+    """Return the order of a shuffled epoch: ``n`` indices from (seed, epoch), with no other
+    generator moved.
     """
     if n > _IN_MEMORY:
         return Scattered(n, seed, epoch)
