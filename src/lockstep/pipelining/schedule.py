@@ -120,8 +120,11 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
     schedule: Schedule = []
     for device in range(devices):
         stages = range(device, devices * chunks, devices)
-        forwards = [Action(s, "F", m) for group in groups for s in stages for m in group]
-        backwards = [Action(s, "B", m) for group in groups for s in stages[::-1] for m in group]
+        forwards = []
+        backwards = []
+        for group in groups:
+            forwards += [Action(stage, "F", m) for stage in stages for m in group]
+            backwards += [Action(stage, "B", m) for stage in stages[::-1] for m in group]
         # So many forwards ahead, then a forward and a backward in turns while there are forwards,
         # then what is left.
         ahead = devices - device - 1
@@ -241,8 +244,10 @@ def _greedy(
     kinds = [action.kind for action in schedule[-1]]
     forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
     forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
-    steps = [1 if a.kind == "F" else -1 for a in schedule[0] if a.stage == 0]
-    most = microbatches if forward_first else max(*itertools.accumulate(steps), len(forwards))
+    most = microbatches
+    if not forward_first:
+        steps = [1 if a.kind == "F" else -1 for a in schedule[0] if a.stage == 0]
+        most = max(*itertools.accumulate(steps), len(forwards))
     begun = [0] * len(route)
     ended: dict[Key, float] = {}
 

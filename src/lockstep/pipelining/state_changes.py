@@ -102,12 +102,13 @@ def _state(value: Any) -> list[Any]:
 
 def _items(value: Any) -> Collection[Any]:
     """List what lies in a container, or in an object that layers share; of long ones the length."""
+    items: Collection[Any] = ()
     if isinstance(value, dict):
-        items: Collection[Any] = value.values()
+        items = value.values()
     elif isinstance(value, list | set):
         items = value
     elif hasattr(value, "__dict__") and not isinstance(value, _CODE):
         items = vars(value).values()
-    else:
-        return ()
-    return list(items) if len(items) <= _LONG else [len(items)]
+    if len(items) > _LONG:
+        return [len(items)]
+    return list(items)

@@ -88,26 +88,26 @@ class Timeline:
         """Return what a file can hold: for each device a list of (word of the action, start, end),
         from the first action on.
         """
-        return [
-            [[str(action), start - self.start, end - self.start] for action, start, end in spans]
-            for spans in self.devices
-        ]
+        first = self.start
+        kept = []
+        for spans in self.devices:
+            kept.append([[str(action), start - first, end - first] for action, start, end in spans])
+        return kept
 
     @classmethod
     def of(cls, kept: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
         """Return the timeline that ``plain`` gave the values of."""
-        return cls(
-            tuple(tuple(Span(Action.parse(word), a, b) for word, a, b in spans) for spans in kept)
-        )
+        devices = []
+        for spans in kept:
+            devices.append(tuple(Span(Action.parse(word), a, b) for word, a, b in spans))
+        return cls(tuple(devices))
 
     def times(self, factor: float) -> Timeline:
         """Return the same timeline in another unit of time."""
-        return Timeline(
-            tuple(
-                tuple(Span(action, start * factor, end * factor) for action, start, end in spans)
-                for spans in self.devices
-            )
-        )
+        devices = []
+        for spans in self.devices:
+            devices.append(tuple(Span(a, start * factor, end * factor) for a, start, end in spans))
+        return Timeline(tuple(devices))
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
         """Return what each device holds at most, of micro-batches after their forward and before
@@ -122,7 +122,9 @@ class Timeline:
             now = peak = 0.0
             for action, _, _ in spans:
                 size = 1.0 if sizes is None else sizes[action.stage]
-                now += size if action.kind == "F" else -size
+                if action.kind == "B":
+                    size = -size
+                now += size
                 peak = max(peak, now)
             peaks.append(peak)
         return tuple(peaks)

@@ -88,7 +88,9 @@ class Stage:
 def _time(seconds: float) -> str:
     if seconds < 1e-4:
         return f"{seconds * 1e6:.3g} µs"
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds:.3g} s"
 
 
 @dataclass(frozen=True)
