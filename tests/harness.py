@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,9 +53,30 @@ class Differences:
         """The largest difference of any parameter or buffer."""
         return max([*self.parameters.values(), *self.buffers.values()])
 
+    def within(self, bound: float) -> bool:
+        """Whether every parameter, buffer, loss and metric differs by less than ``bound``."""
+        return self.worst < bound and max(self.history.values()) < bound
+
     def __str__(self) -> str:
-        name, value = max({**self.parameters, **self.buffers}.items(), key=lambda item: item[1])
+        every = {**self.parameters, **self.buffers, **self.history}
+        name, value = max(every.items(), key=lambda item: item[1])
         return f"largest difference {value:.1e} ({name})"
+
+
+def trained(job: Job, folder: Path, strategy: str = "single", **settings: Any) -> Run:
+    """Train a job on CPU devices: one under ``single``, three under ``dp``, two under others.
+
+    Three replicas leave one without a sample in some batches.
+
+    Args:
+        job: what to train.
+        folder: of the run.
+        strategy: its name.
+        settings: of ``train``, or fields of the job to replace.
+    """
+    devices = {"single": "1xcpu", "dp": "3xcpu"}.get(strategy, "2xcpu")
+    settings = {"devices": devices, "quiet": True, **settings}
+    return train(job, strategy=strategy, folder=folder, **settings)
 
 
 def parity(

@@ -183,8 +183,7 @@ def compare(
     way = PP(None, microbatches, schedule)
     run = train(job, strategy=way, devices=f"{stages}xcpu", folder=made.mktemp("pp"), quiet=True)
     found = differences(job, run, _singles[key])
-    assert found.worst < BOUND, str(found)
-    assert max(found.history.values()) < BOUND
+    assert found.within(BOUND), str(found)
 
 
 FAST = [

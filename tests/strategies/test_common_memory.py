@@ -15,6 +15,8 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job
 from lockstep.errors import StrategyError
+
+from harness import trained  # isort: skip
 from zoo import drawn, sgd, slow
 
 SAMPLES = 21  # in batches of 8: 8, 8, 5
@@ -77,24 +79,20 @@ def plain_loop() -> tuple[nn.Module, float]:
 @pytest.mark.parametrize("way", ["single", "dp", "pp", slow("ddp")])
 def test_parameters_in_common_memory_are_not_converted(way: str, tmp_path: Path) -> None:
     """With precision="fp64" each got memory of its own: 0.9172 for 0.8890."""
-    where = "1xcpu" if way == "single" else "2xcpu"
     with pytest.raises(StrategyError, match=r"have memory in common .* moved or converted"):
-        lockstep.train(
-            job(precision="fp32"), strategy=way, devices=where, folder=tmp_path, quiet=True
-        )
+        trained(job(precision="fp32"), tmp_path, way)
 
 
 @pytest.mark.parametrize("way", ["single", "dp", "pp", slow("ddp")])
 def test_parameters_in_common_memory_stay_so(way: str, tmp_path: Path) -> None:
-    where = "1xcpu" if way == "single" else "2xcpu"
-    run = lockstep.train(job(), strategy=way, devices=where, folder=tmp_path, quiet=True)
+    run = trained(job(), tmp_path, way)
     expected, loss = plain_loop()
     assert run.metrics["loss"] == pytest.approx(loss, abs=1e-12)
     weights = run.model().state_dict()
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(weights[name], value, atol=1e-12, rtol=0)
     assert torch.equal(weights["encoder.weight"].t(), weights["decoder.weight"])
-    half = lockstep.train(job(), strategy=way, devices=where, folder=tmp_path, quiet=True, steps=4)
+    half = trained(job(), tmp_path, way, steps=4)
     resumed = lockstep.train(job(), resume=half.folder, quiet=True)
     assert resumed.metrics["loss"] == run.metrics["loss"]
 
@@ -113,6 +111,4 @@ def test_hogwild_refuses_it(tmp_path: Path) -> None:
     with pytest.raises(
         StrategyError, match=r"hogwild: .* have memory in common without being one parameter"
     ):
-        lockstep.train(
-            job(eval_data=None), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True
-        )
+        trained(job(eval_data=None), tmp_path, "hogwild")

@@ -157,8 +157,7 @@ def test_parts_are_those_of_one_device(kind: str, way: str) -> None:
     found = parity(
         job, strategy, devices, against_settings={"accumulate": strategy.num_microbatches(job)}
     )
-    assert found.worst < BOUND, str(found)
-    assert max(found.history.values()) < BOUND
+    assert found.within(BOUND), str(found)
     for name in NAMES[kind.partition(",")[0]]:
         assert {f"train_{name}", f"eval_{name}"} <= found.history.keys()
 

@@ -15,20 +15,12 @@ from lockstep.callbacks import EMA, SWA, TrainingContext
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, StrategyError
 
-from harness import same_bits  # isort: skip
+from harness import same_bits, trained  # isort: skip
 from zoo import ZOO, mlp, sgd, slow, state_of
-
-WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu"}
 
 
 def job(*callbacks: Any, kind: str = "mlp", **settings: Any) -> Job:
     return ZOO[kind].replace(callbacks=callbacks, precision="fp64", optimizer=sgd, **settings)
-
-
-def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(
-        its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings
-    )
 
 
 def apart(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
@@ -53,7 +45,7 @@ class Keeps(Callback):
 
 
 def test_a_moving_average_is_that_of_its_formula_and_is_what_is_evaluated(tmp_path: Path) -> None:
-    run = trained(job(Keeps(), EMA(0.8)), "single", tmp_path)
+    run = trained(job(Keeps(), EMA(0.8)), tmp_path, "single")
     first, *others = torch.load(run.folder / "weights.pt")
     for name, average in first.items():
         for weights in others:
@@ -76,7 +68,7 @@ def test_a_moving_average_is_that_of_its_formula_and_is_what_is_evaluated(tmp_pa
 def test_averages_are_those_of_one_device(way: str, tmp_path: Path) -> None:
     its = job(EMA(0.9), SWA(start=2))
     cut = {"accumulate": 4} if way == "pp" else {}
-    one, several = trained(its, "single", tmp_path, **cut), trained(its, way, tmp_path)
+    one, several = trained(its, tmp_path, "single", **cut), trained(its, tmp_path, way)
     for file in ("ema.safetensors", "swa.safetensors", "model.safetensors"):
         assert apart(load_weights(one.folder / file), load_weights(several.folder / file)) < 1e-10
     assert one.metrics["loss"] == pytest.approx(several.metrics["loss"], rel=1e-10)
@@ -89,7 +81,7 @@ def test_averages_of_running_statistics_and_tied_weights_are_those_of_one_device
     kind: str, tmp_path: Path
 ) -> None:
     its = job(SWA(), EMA(0.5, every=2), kind=kind)
-    one, several = trained(its, "single", tmp_path), trained(its, "ddp", tmp_path)
+    one, several = trained(its, tmp_path, "single"), trained(its, tmp_path, "ddp")
     for file in ("ema.safetensors", "swa.safetensors"):
         mine, theirs = load_weights(one.folder / file), load_weights(several.folder / file)
         assert apart(mine, theirs) < 1e-10
@@ -97,7 +89,7 @@ def test_averages_of_running_statistics_and_tied_weights_are_those_of_one_device
 
 
 def test_the_mean_over_epochs_is_that_of_their_ends(tmp_path: Path) -> None:
-    run = trained(job(Keeps(), SWA(start=2), epochs=4), "single", tmp_path)
+    run = trained(job(Keeps(), SWA(start=2), epochs=4), tmp_path, "single")
     weights = torch.load(run.folder / "weights.pt")
     for name, p in run.model("swa.safetensors").named_parameters():
         mean = torch.stack([weights[step][name] for step in (8, 12, 16)]).mean(0)
@@ -113,9 +105,9 @@ LAID_OUT = "channels_last in volumes and in images"
 )
 def test_an_average_goes_on_to_the_bit(before: str, after: str, kind: str, tmp_path: Path) -> None:
     its = job(EMA(0.9), SWA(), kind=kind)
-    whole = trained(its, before, tmp_path)
-    half = trained(its.replace(steps=6), before, tmp_path)
-    again = trained(its, after, tmp_path, resume=half.folder)
+    whole = trained(its, tmp_path, before)
+    half = trained(its.replace(steps=6), tmp_path, before)
+    again = trained(its, tmp_path, after, resume=half.folder)
     for file in ("ema.safetensors", "swa.safetensors"):
         mine, theirs = load_weights(again.folder / file), load_weights(whole.folder / file)
         assert apart(mine, theirs) <= (0 if before == after else 1e-12)
@@ -125,7 +117,7 @@ def test_an_average_goes_on_to_the_bit(before: str, after: str, kind: str, tmp_p
 def test_an_average_of_16_bits_moves_by_less_than_they_show(tmp_path: Path) -> None:
     its = ZOO["mlp"].replace(model=lambda: mlp().bfloat16(), callbacks=[EMA(0.999)], eval_data=None)
     data = [(inputs.bfloat16(), target) for inputs, target in its.train_data]
-    run = trained(its.replace(train_data=data, metrics={}), "single", tmp_path)
+    run = trained(its.replace(train_data=data, metrics={}), tmp_path, "single")
     average = state_of(run.folder)["callbacks"]["EMA"]["average"]
     assert all(not torch.equal(of, of.bfloat16().float()) for of in average.values())
 

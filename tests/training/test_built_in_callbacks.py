@@ -31,22 +31,14 @@ from lockstep.errors import JobError
 from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.monitors import png_of
 
-from harness import same_bits  # isort: skip
+from harness import same_bits, trained  # isort: skip
 from docs_pages import ROOT, blocks
 from service_stand_in import calls, service
 from zoo import ZOO, drawn, sgd, slow
 
-WAYS = {"dp": "3xcpu", "ddp": "2xcpu", "mp": "2xcpu", "pp": "2xcpu", "hogwild": "2xcpu"}
-
 
 def job(*callbacks: Any, **settings: Any) -> Job:
     return ZOO["mlp"].replace(callbacks=callbacks, precision="fp64", optimizer=sgd, **settings)
-
-
-def trained(its: Job, folder: Path, way: str = "single", **settings: Any) -> lockstep.Run:
-    return lockstep.train(
-        its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=folder, quiet=True, **settings
-    )
 
 
 def minus_weight(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[float, int]:

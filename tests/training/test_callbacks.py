@@ -18,26 +18,13 @@ import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import EMA, TrainingContext
 from lockstep.errors import JobError, LockstepError, StrategyError
-from zoo import ZOO, drawn, labels, slow
 
-WAYS = {
-    "single": "1xcpu",
-    "dp": "2xcpu",
-    "ddp": "2xcpu",
-    "fsdp": "2xcpu",
-    "pp": "2xcpu",
-    "hogwild": "2xcpu",
-}
+from harness import trained  # isort: skip
+from zoo import ZOO, drawn, labels, slow
 
 
 def job(*callbacks: Any, **settings: Any) -> Job:
     return ZOO["mlp"].replace(callbacks=callbacks, precision="fp64", **settings)
-
-
-def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(
-        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
-    )
 
 
 class Writes(Callback):
@@ -76,7 +63,7 @@ class Writes(Callback):
 
 @pytest.mark.parametrize("way", [slow("single"), "ddp", slow("hogwild")])
 def test_each_rank_is_called_at_each_point(way: str, tmp_path: Path) -> None:
-    run = trained(job(Writes()), way, tmp_path)
+    run = trained(job(Writes()), tmp_path, way)
     epochs = [
         [*(f"step {e}.{4 * e - 4 + i}" for i in (1, 2, 3, 4)), *(f"{k} {e}.{4 * e}" for k in ENDS)]
         for e in (1, 2)
@@ -99,18 +86,18 @@ class Measures(Callback):
 
 
 def test_metrics_that_callbacks_add_are_numbers(tmp_path: Path) -> None:
-    assert trained(job(Measures(torch.tensor(1.5))), "single", tmp_path).history[-1]["mine"] == 1.5
+    assert trained(job(Measures(torch.tensor(1.5))), tmp_path, "single").history[-1]["mine"] == 1.5
     with pytest.raises(
         JobError, match="callbacks: Measures: mine is a list, and a metric is a number"
     ):
-        trained(job(Measures([1.5])), "single", tmp_path)
+        trained(job(Measures([1.5])), tmp_path, "single")
 
 
 def test_two_callbacks_do_not_write_one_file(tmp_path: Path) -> None:
     with pytest.raises(
         JobError, match=r"callbacks: several would write ema\.safetensors: leave one"
     ):
-        trained(job(EMA(0.5), EMA(0.9)), "single", tmp_path)
+        trained(job(EMA(0.5), EMA(0.9)), tmp_path, "single")
 
 
 class Remembers(Callback):
@@ -152,7 +139,7 @@ Goes.__name__ = "Remembers"  # the state goes by the name
 def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(
     way: str, tmp_path: Path
 ) -> None:
-    run = trained(job(Remembers(), epochs=3), way, tmp_path)
+    run = trained(job(Remembers(), epochs=3), tmp_path, way)
     assert run.summary["steps"] == 6
     assert [record["step"] for record in run.history] == [4, 6], "it was evaluated where it stopped"
     again = lockstep.train(job(Goes(), epochs=3), resume=run.folder, quiet=True)
@@ -162,7 +149,7 @@ def test_one_that_stops_at_a_step_stops_all_there_and_its_state_goes_on(
         for rank in range(1 if way == "single" else 2)
     }
     if way != "hogwild":
-        whole = trained(job(Goes(), epochs=3), way, tmp_path)
+        whole = trained(job(Goes(), epochs=3), tmp_path, way)
         assert said == {(whole.folder / "remembers-0").read_text()}
     assert all(text.startswith("12 ") for text in said)
 
@@ -235,7 +222,7 @@ def test_what_is_changed_on_one_rank_only_is_named(
     change: Changes, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(LockstepError, match=says):
-        trained(job(change), "ddp", tmp_path)
+        trained(job(change), tmp_path, "ddp")
 
 
 @pytest.mark.parametrize("what", [slow("frozen"), "rate", slow("attribute")])
@@ -243,8 +230,8 @@ def test_what_is_changed_on_all_ranks_alike_acts_as_on_one_device(
     what: str, tmp_path: Path
 ) -> None:
     change = Changes(what, (0, 1), at=3)
-    one, two = (trained(job(change), way, tmp_path).model() for way in ("single", "ddp"))
-    left = trained(job(), "single", tmp_path).model()
+    one, two = (trained(job(change), tmp_path, way).model() for way in ("single", "ddp"))
+    left = trained(job(), tmp_path, "single").model()
     assert all(
         torch.allclose(a, b, atol=1e-12)
         for a, b in zip(one.parameters(), two.parameters(), strict=True)
@@ -262,9 +249,9 @@ class Noise(Callback):
 def test_what_callbacks_draw_is_the_same_on_any_devices_and_with_micro_batches(
     tmp_path: Path,
 ) -> None:
-    one = trained(job(Noise()), "single", tmp_path).model()
+    one = trained(job(Noise()), tmp_path, "single").model()
     for its, way in ((job(Noise(), accumulate=2), "single"), (job(Noise()), "ddp")):
-        other = trained(its, way, tmp_path).model()
+        other = trained(its, tmp_path, way).model()
         assert all(
             torch.allclose(a, b, atol=1e-12)
             for a, b in zip(one.parameters(), other.parameters(), strict=True)
@@ -303,16 +290,16 @@ def test_hooks_that_a_callback_adds_are_refused_for_replicas_in_one_process(
     if on_parameters and step:  # the sum check comes first; at the start an evaluation does
         says = 'results depend on where a batch is cut: .*the gradient of "0.weight"'
     with pytest.raises(LockstepError, match=says):
-        trained(job(Hooks(on_parameters, step)), "dp", tmp_path)
+        trained(job(Hooks(on_parameters, step)), tmp_path, "dp")
 
 
 def test_hooks_on_parameters_that_a_callback_adds_are_refused_where_they_see_parts(
     tmp_path: Path,
 ) -> None:
-    trained(job(Hooks(True, 0)), "single", tmp_path)
+    trained(job(Hooks(True, 0)), tmp_path, "single")
     for step, update in ((0, 1), (3, 4)):
         with pytest.raises(StrategyError, match=rf'in update {update}, .*the gradient of "'):
-            trained(job(Hooks(True, step), accumulate=2), "single", tmp_path)
+            trained(job(Hooks(True, step), accumulate=2), tmp_path, "single")
 
 
 class Thaws(Callback):
@@ -363,8 +350,8 @@ def test_momentum_that_a_callback_takes_away_begins_anew(way: str, tmp_path: Pat
     def sgd(named: Any, **settings: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(named, lr=0.1, momentum=0.9, **settings)
 
-    one = trained(job(BeginsAnew(), optimizer=partial(sgd, foreach=False)), "single", tmp_path)
-    other = trained(job(BeginsAnew(), optimizer=sgd), way, tmp_path)
+    one = trained(job(BeginsAnew(), optimizer=partial(sgd, foreach=False)), tmp_path, "single")
+    other = trained(job(BeginsAnew(), optimizer=sgd), tmp_path, way)
     found, wanted = other.model().state_dict(), one.model().state_dict()
     assert all((found[name] - wanted[name]).abs().max() < 1e-12 for name in wanted)
 
@@ -386,18 +373,18 @@ def test_what_is_no_callback_is_refused_before_the_first_step(
     callback: Any, says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(JobError, match=f"callbacks: .*{says}"):
-        trained(job(callback), "single", tmp_path)
+        trained(job(callback), tmp_path, "single")
     assert not list(tmp_path.iterdir())
 
 
 def test_callbacks_of_a_job_are_copied_for_each_training(tmp_path: Path) -> None:
     remembers = Remembers()
-    trained(job(remembers), "single", tmp_path)
+    trained(job(remembers), tmp_path, "single")
     assert remembers.steps == 0
 
 
 def test_callbacks_that_a_resumed_run_has_anew_or_lost_are_said(tmp_path: Path, capfd: Any) -> None:
-    run = trained(job(Remembers()), "single", tmp_path)
+    run = trained(job(Remembers()), tmp_path, "single")
     lockstep.train(job(Goes(), Goes()), resume=run.folder, steps=7)
     assert "callbacks: Remembers-2 begins anew: the run had none" in "".join(capfd.readouterr())
     lockstep.train(job(), resume=run.folder, steps=8)
@@ -441,7 +428,7 @@ def test_what_a_callback_changes_in_a_dataset_reaches_loader_workers_with_the_ne
             epochs=3,
             loader_workers=workers,
         )
-        run = trained(its, "single", tmp_path)
+        run = trained(its, tmp_path, "single")
         found.append(run.model().state_dict() | {"loss": torch.tensor(run.metrics["loss"])})
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
@@ -473,7 +460,7 @@ def test_what_a_callback_holds_of_the_job_is_that_of_the_job(
         return job(*callbacks, epochs=2, eval_data=None, metrics={}, loss=loss, train_data=data)
 
     with_it, without = (
-        trained(made(changes=changes), way, tmp_path).history[-1] for changes in (True, False)
+        trained(made(changes=changes), tmp_path, way).history[-1] for changes in (True, False)
     )
     assert with_it["train_loss"] != without["train_loss"]
 
@@ -491,7 +478,7 @@ def sharing(folder: Path, way: str) -> float:
             scale = 1 / (1 + training.epoch)
 
     its = dataclasses.replace(job(Annealing(), epochs=2, eval_data=None, metrics={}), loss=scaled)
-    return trained(its, way, folder).history[-1]["train_loss"]
+    return trained(its, folder, way).history[-1]["train_loss"]
 
 
 def test_a_variable_that_a_callback_rebinds_is_that_of_the_loss(tmp_path: Path) -> None:
@@ -516,7 +503,7 @@ def test_what_two_callbacks_hold_is_one(tmp_path: Path) -> None:
     """Found by trial: each had a copy of its own, also under single."""
     held = {"lr": 0.1}
     run = trained(
-        job(Raising(held, sets=False), Raising(held, sets=True), epochs=1), "single", tmp_path
+        job(Raising(held, sets=False), Raising(held, sets=True), epochs=1), tmp_path, "single"
     )
     assert abs(run.history[-1]["lr"] - (0.1 + 0.01 * run.history[-1]["step"])) < 1e-12
 
@@ -531,8 +518,8 @@ def test_what_a_partial_keeps_is_of_the_updates_alone(tmp_path: Path) -> None:
     loss = partial(running_mean, kept={"calls": 0})
     run = trained(
         dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss),
-        "single",
         tmp_path,
+        "single",
     )
     assert loss.keywords["kept"]["calls"] == run.history[-1]["step"]
 
@@ -553,8 +540,8 @@ def test_what_a_function_of_a_loss_keeps_is_of_the_updates_alone(tmp_path: Path)
     loss = Chain(lambda outputs, wanted: running_mean(outputs, wanted, kept))
     run = trained(
         dataclasses.replace(job(epochs=1, eval_data=None, metrics={}), loss=loss),
-        "single",
         tmp_path,
+        "single",
     )
     assert kept["calls"] == run.history[-1]["step"]
 
@@ -584,7 +571,7 @@ def taught(folder: Path, way: str) -> float:
         return torch.nn.functional.cross_entropy(outputs, wanted) * (1 + float(near))
 
     its = dataclasses.replace(job(Teaching(), epochs=2, eval_data=None, metrics={}), loss=loss)
-    return trained(its, way, folder).history[-1]["train_loss"]
+    return trained(its, folder, way).history[-1]["train_loss"]
 
 
 @pytest.mark.parametrize("way", ["dp"])

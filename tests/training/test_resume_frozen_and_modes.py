@@ -13,9 +13,9 @@ import lockstep
 from lockstep import Callback, Job
 from lockstep.callbacks import Freeze, TrainingContext
 from lockstep.errors import InputError
-from zoo import ZOO, slow
 
-WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu", "mp": "2xcpu"}
+from harness import trained  # isort: skip
+from zoo import ZOO, slow
 
 
 class Body(nn.Module):
@@ -55,12 +55,6 @@ def job(*callbacks: Any, **settings: Any) -> Job:
     return ZOO["momentum"].replace(model=Body, callbacks=callbacks, precision="fp64", **settings)
 
 
-def trained(its: Job, way: str, folder: Path, **settings: Any) -> lockstep.Run:
-    return lockstep.train(
-        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
-    )
-
-
 def differ(a: lockstep.Run, b: lockstep.Run) -> float:
     pairs = zip(a.model().state_dict().values(), b.model().state_dict().values(), strict=True)
     return max(float((one - other).abs().max()) for one, other in pairs if one.is_floating_point())
@@ -72,13 +66,13 @@ def set_scale(model: nn.Module) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("change", [frozen, still])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["single", "dp", "ddp", "fsdp", "mp"])
 def test_what_a_callback_froze_in_mid_run_is_frozen_in_a_resumed_run(
     change: Any, way: str, tmp_path: Path
 ) -> None:
     its = job(At(2, change))
-    whole = trained(its, way, tmp_path / "whole", steps=7)
-    run = trained(its, way, tmp_path / "cut", steps=3)
+    whole = trained(its, tmp_path / "whole", way, steps=7)
+    run = trained(its, tmp_path / "cut", way, steps=3)
     assert differ(lockstep.train(its, resume=run.folder, steps=7), whole) == 0.0
 
 
@@ -94,7 +88,7 @@ class Begins(Callback):
 
 
 def test_what_callbacks_do_when_a_run_begins_is_done_again(tmp_path: Path) -> None:
-    whole = trained(job(Begins()), "single", tmp_path / "whole", steps=7)
+    whole = trained(job(Begins()), tmp_path / "whole", "single", steps=7)
     run = lockstep.train(
         job(Begins()), strategy="single", devices="1xcpu", folder=tmp_path / "cut", steps=3
     )
@@ -103,15 +97,15 @@ def test_what_callbacks_do_when_a_run_begins_is_done_again(tmp_path: Path) -> No
 
 def test_what_freeze_has_frozen_is_frozen_again(tmp_path: Path) -> None:
     its = job(Freeze("first", start=2))
-    whole = trained(its, "single", tmp_path / "whole", steps=7)
-    run = trained(its, "single", tmp_path / "cut", steps=3)
+    whole = trained(its, tmp_path / "whole", "single", steps=7)
+    run = trained(its, tmp_path / "cut", "single", steps=3)
     assert differ(lockstep.train(its, resume=run.folder, steps=7), whole) == 0.0
 
 
 def test_freezing_for_a_time_goes_on_after_a_resume(tmp_path: Path) -> None:
     its = job(Freeze("first", until=5))
-    whole = trained(its, "single", tmp_path / "whole", steps=7)
-    run = trained(its, "single", tmp_path / "cut", steps=3)
+    whole = trained(its, tmp_path / "whole", "single", steps=7)
+    run = trained(its, tmp_path / "cut", "single", steps=3)
     assert differ(lockstep.train(its, resume=run.folder, steps=7, quiet=True), whole) == 0.0
 
 
@@ -123,7 +117,7 @@ def test_a_layer_that_the_optimizer_does_not_know_is_refused(tmp_path: Path) -> 
     with pytest.raises(
         InputError, match="the optimizer has a parameter that the model hasn't any more"
     ):
-        trained(job(At(2, untrained)), "single", tmp_path, steps=3)
+        trained(job(At(2, untrained)), tmp_path, "single", steps=3)
 
 
 @pytest.mark.parametrize("way", ["ddp", slow("fsdp")])
@@ -135,13 +129,14 @@ def test_a_batch_norm_in_evaluation_mode_has_the_first_ones_statistics_everywher
     """
     its = job(At(2, still))
     assert (
-        differ(trained(its, "dp", tmp_path, steps=5), trained(its, way, tmp_path, steps=5)) < 1e-12
+        differ(*(trained(its, tmp_path, one, steps=5, devices="2xcpu") for one in ("dp", way)))
+        < 1e-12
     )
 
 
 def test_other_settings_of_a_job_that_is_no_file_are_said(tmp_path: Path, capsys: Any) -> None:
     its = ZOO["momentum"].replace(epochs=1)
-    run = trained(its, "single", tmp_path)
+    run = trained(its, tmp_path, "single")
     capsys.readouterr()
     lockstep.train(its.replace(epochs=2, keep=1), resume=run.folder)
     assert "begun" not in capsys.readouterr().out

@@ -17,18 +17,9 @@ from lockstep import Callback, Job, Run
 from lockstep.callbacks import EMA, KeepWeights, TrainingContext
 from lockstep.errors import FolderError, JobError, RunError
 
-from harness import same_bits  # isort: skip
+from harness import same_bits, trained  # isort: skip
 from zoo import ZOO, drawn, sgd, slow, state_of
 
-WAYS = {
-    "single": "1xcpu",
-    "dp": "3xcpu",
-    "ddp": "2xcpu",
-    "mp": "2xcpu",
-    "pp": "2xcpu",
-    "fsdp": "2xcpu",
-    "hogwild": "2xcpu",
-}
 FROZEN = {"0.weight", "0.bias"}
 
 
@@ -49,12 +40,6 @@ def job(*callbacks: Callback, **settings: Any) -> Job:
         "batch_size": 10,
     }
     return ZOO["mlp"].replace(callbacks=callbacks, **{**fields, **settings})
-
-
-def trained(its: Job, folder: Path, way: str = "single", **settings: Any) -> Run:
-    return lockstep.train(
-        its, strategy=way, devices=WAYS[way], folder=folder, quiet=True, **settings
-    )
 
 
 def names_in(file: Path) -> set[str]:
