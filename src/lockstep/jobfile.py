@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import cloudpickle
 from torch import nn
@@ -123,7 +123,11 @@ class JobFile:
         return _typed(function, asked, label="{}")
 
 
-def as_job(job: Job | JobFile | Callable[[], Job] | str | Path) -> Job | JobFile:
+AnyJob: TypeAlias = Job | JobFile | Callable[[], Job] | str | Path
+"""What a person may give as a job: a Job, a function that returns one, or the path of a job file."""
+
+
+def as_job(job: AnyJob) -> Job | JobFile:
     """Make a job of what a person gives: a Job, a function that returns one, or a file's path."""
     if isinstance(job, str | Path):
         return JobFile(str(job))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, with_settings
+from lockstep.jobfile import AnyJob, JobFile, as_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
@@ -27,7 +27,7 @@ from lockstep.training.setup import Plan
 
 
 def train(
-    job: Job | JobFile | Callable[[], Job] | str | Path,
+    job: AnyJob,
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = None,

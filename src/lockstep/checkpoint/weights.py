@@ -75,16 +75,7 @@ def save_weights(
         SaveError: it can't be written; the one before is still there.
         InputError: an extra state can't be written.
     """
-    plain: dict[str, torch.Tensor | RowShard] = {}
-    others: dict[str, Any] = {}
-    for name, value in weights.items():
-        if _is_plain(value):
-            plain[name] = value
-        else:
-            others[name] = value
-    tree, in_tree = encoded(others)
-    plain |= in_tree
-
+    plain, tree = _encoded(weights)
     own = {}
     shards = {}
     for name, tensor in plain.items():
@@ -116,6 +107,19 @@ def save_weights(
         kept = f"{path.name} of before" if path.exists() else ""
         saved = bool(CheckpointFolder(path.with_name("checkpoints")).steps())
         raise could_not_write(path, error, kept, resumable=saved) from error
+
+
+def _encoded(weights: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+    """Return the tensors that safetensors has a place for, and a tree of all else."""
+    plain = {}
+    others = {}
+    for name, value in weights.items():
+        if _is_plain(value):
+            plain[name] = value
+        else:
+            others[name] = value
+    tree, tensors = encoded(others)
+    return plain | tensors, tree
 
 
 def _for_a_file(tensor: torch.Tensor) -> torch.Tensor:

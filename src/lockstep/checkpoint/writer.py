@@ -120,12 +120,8 @@ class Writer:
         tree, tensors = encoded(dict(state))
         ranks = self._writing() if self._alike else [0]
         folder = self._made(step)
-        everywhere = {}
-        for name, tensor in tensors.items():
-            if name.startswith(_ON_ALL) or isinstance(tensor, RowShard):
-                everywhere[name] = tensor
         rows = {name: [Rows(0)] for name in tensors}
-        rows |= shared_out(everywhere, len(ranks))
+        rows |= shared_out(_on_all_ranks(tensors), len(ranks))
         if self._world.rank not in ranks:
             return
         part = _Part(folder, ranks.index(self._world.rank), len(ranks))
@@ -308,6 +304,15 @@ class Writer:
                 part.word(f"failed-{number}").touch()
         except OSError:
             self._error = self._failed(error)
+
+
+def _on_all_ranks(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors that all ranks have, or have rows of."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.startswith(_ON_ALL) or isinstance(tensor, RowShard):
+            found[name] = tensor
+    return found
 
 
 def _step_back() -> None:

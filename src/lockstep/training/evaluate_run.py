@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.data import eval_loaders, is_stream, resolve_sets
 from lockstep.errors import InputError, JobError
 from lockstep.job import Job
-from lockstep.jobfile import JobFile, as_job, the_job, with_settings
+from lockstep.jobfile import AnyJob, JobFile, as_job, the_job, with_settings
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Devices
 from lockstep.launch.placement import check_backend, on_devices
@@ -35,7 +35,7 @@ class _Evaluation:
 
 
 def evaluate(
-    what: Run | Job | JobFile | Callable[[], Job] | str | Path,
+    what: Run | AnyJob,
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
@@ -43,7 +43,7 @@ def evaluate(
     best: bool = False,
     weights: str | Path | None = None,
     job_parameters: Mapping[str, Any] | None = None,
-    job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
+    job: AnyJob | None = None,
     trust_job: bool = False,
     **settings: Any,
 ) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index
 from lockstep.errors import FolderError, InputError, counted
 from lockstep.job import Job
-from lockstep.jobfile import HIDDEN, JobFile, as_job, the_job
+from lockstep.jobfile import HIDDEN, AnyJob, JobFile, as_job, the_job
 from lockstep.model.build import trained_model
 from lockstep.run.run_folder import RunFolder
 
@@ -143,7 +143,7 @@ def trained_of(
     best: bool = False,
     weights: str | Path | None = None,
     job_parameters: Mapping[str, Any] | None = None,
-    job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
+    job: AnyJob | None = None,
     trust: bool = False,
 ) -> tuple[Job | JobFile, Path]:
     """Return the job of a run, and the file of its weights.

@@ -107,21 +107,7 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
     if not starts:
         raise FolderError(f"{folder}: it was trained without an audit: train it with --audit")
 
-    epochs: dict[int, Uses] = {}
-    last_step = 0
-    end: float = float("inf")  # where the next start began
-
-    for number in sorted(starts, reverse=True):
-        for lines in starts[number]:
-            for step, epoch, _, samples in lines[1:]:
-                if step > end:
-                    continue
-                last_step = max(last_step, step)
-                uses = epochs.setdefault(epoch, {})
-                for sample in samples:
-                    uses.setdefault(sample, []).append(step)
-        end = min(end, _began(starts[number]))
-
+    epochs, last_step = _uses_by_epoch(starts)
     first = _began(starts[min(starts)])
     lines = [f"{counted(len(starts), 'start')}, {counted(last_step, 'step')}"]
     if first:
@@ -147,6 +133,26 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
             lines.append(f"{line}, each once")
 
     return lines, is_right
+
+
+def _uses_by_epoch(starts: dict[int, list[list[Any]]]) -> tuple[dict[int, Uses], int]:
+    """Return the uses of samples in each epoch, and the last step; what was lost doesn't count."""
+    epochs: dict[int, Uses] = {}
+    last_step = 0
+    end: float = float("inf")  # where the next start began
+
+    for number in sorted(starts, reverse=True):
+        for lines in starts[number]:
+            for step, epoch, _, samples in lines[1:]:
+                if step > end:
+                    continue
+                last_step = max(last_step, step)
+                uses = epochs.setdefault(epoch, {})
+                for sample in samples:
+                    uses.setdefault(sample, []).append(step)
+        end = min(end, _began(starts[number]))
+
+    return epochs, last_step
 
 
 def _starts(run: RunFolder) -> dict[int, list[list[Any]]]:
