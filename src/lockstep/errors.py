@@ -227,11 +227,14 @@ def told(error: BaseException) -> str:
     import traceback
     from pathlib import Path
 
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if is_own_code(f.filename) and not f.filename.startswith("<")]
-    where = f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
-    text = str(error).strip().split("\n")[0]
-    return f"{type(error).__name__}{': ' if text else ''}{text}{where}{_hint(error)}"
+    line = type(error).__name__
+    if str(error).strip():
+        line += f": {first_line(error)}"
+    where = ""
+    for file, number, _, _ in traceback.extract_tb(error.__traceback__):
+        if is_own_code(file) and not file.startswith("<"):
+            where = f" ({Path(file).name}, line {number})"
+    return line + where + _hint(error)
 
 
 def _hint(error: BaseException) -> str:

@@ -87,9 +87,8 @@ class JobFile:
                 "that returns one"
             )
         for name, value in job.settings.items():
-            if name in self.settings or name not in self.kept:
-                continue
-            if value != self.kept[name]:
+            is_given = name in self.settings
+            if not is_given and value != self.kept.get(name, value):
                 self.unfollowed[name] = value
         return job.replace(**{**self.kept, **self.settings})
 
@@ -120,7 +119,7 @@ class JobFile:
                 value = checked_setting(name, self.settings[name])
                 if value is not None:
                     asked[name] = value
-        return _typed(function, asked, label="{}")
+        return asked
 
 
 AnyJob: TypeAlias = Job | JobFile | Callable[[], Job] | str | Path
@@ -196,13 +195,10 @@ def loaded(path: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    try:
-        is_folder = path.is_dir()
-    except OSError as error:  # the name is too long, say
-        raise JobError(f"{path}: {error.strerror}") from error
-    if is_folder:
-        is_run = (path / "config.json").is_file()
-        what = "the folder of a run: --resume it, or evaluate it" if is_run else "a folder"
+    if path.is_dir():
+        what = "a folder"
+        if (path / "config.json").is_file():
+            what = "the folder of a run: --resume it, or evaluate it"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
     if not path.is_file():
         raise JobError(
@@ -243,12 +239,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _typed(
-    function: Callable[..., Any], given: Mapping[str, Any], label: str = "--set {}"
-) -> dict[str, Any]:
-    """Convert what was given to the types of the function's annotations or defaults; ``label``
-    names a parameter in messages.
-    """
+def _typed(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert what was given to the types of the function's annotations or defaults."""
     parameters = inspect.signature(function).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     try:
@@ -264,7 +256,8 @@ def _typed(
                 )
             there = nearest(name, list(parameters)) if parameters else "it has none"
             raise JobError(f"--set {name}: the job has no such parameter; {there}")
-        typed[name] = convert(value, _hint(name, hints, parameters, value), label.format(name))
+        hint = _hint(name, hints, parameters, value)
+        typed[name] = convert(value, hint, f"--set {name}")
     return typed
 
 

@@ -100,7 +100,8 @@ def parallelize(
         if not isinstance(world.tell, _Warns):
             world.tell = _Warns(world.tell)
         step.tell_once((*step.caveats(), *step.of_own_loop))
-        step.tell_once([_PUT_IN_TRAINING] if was_in_evaluation else [])
+        if was_in_evaluation:
+            step.tell_once([_PUT_IN_TRAINING])
     return step
 
 

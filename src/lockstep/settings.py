@@ -22,21 +22,15 @@ _POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_b
 """Settings that are above zero; other numbers may be zero."""
 
 
-_PLAIN = {"int", "float", "bool", "str", "None", "Literal"}
-"""The words of the types of settings that a command line can give."""
-
-
 def plain_fields(kind: type) -> dict[str, Any]:
     """Return the fields of a dataclass that are plain values, with their types.
 
-    The types of other fields are not evaluated: a job's name torch, which need not be imported.
+    Other types have names that are not known here: a job's name torch, which need not be imported.
     """
     found = {}
     for field in dataclasses.fields(kind):
-        written = str(field.type)
-        words = re.findall(r"\w+", re.sub("'.*?'", "", written))
-        if set(words) <= _PLAIN:
-            found[field.name] = eval(written, {"Literal": Literal})
+        with contextlib.suppress(NameError):
+            found[field.name] = eval(str(field.type), {"Literal": Literal})
     return found
 
 
@@ -97,8 +91,14 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 
 _WORDS = {
-    **dict.fromkeys(("true", "yes", "on", "1"), True),
-    **dict.fromkeys(("false", "no", "off", "0"), False),
+    "true": True,
+    "yes": True,
+    "on": True,
+    "1": True,
+    "false": False,
+    "no": False,
+    "off": False,
+    "0": False,
 }
 
 
@@ -155,9 +155,12 @@ class Every:
         """
         if value is None or str(value).lower() == "none":
             return cls(epochs=Fraction(1))
+        number = Fraction(0)
+        unit = ""
         found = _EVERY.fullmatch(str(value).strip())
-        number = Fraction(found[1]) if found else Fraction(0)
-        unit = found[2] if found else ""
+        if found:
+            number = Fraction(found[1])
+            unit = found[2]
         if number > 0 and unit in _SECONDS:
             return cls(seconds=float(number * _SECONDS[unit]))
         if number > 0 and unit.startswith("epoch"):

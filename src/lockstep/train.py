@@ -153,13 +153,10 @@ def _check_batch_size_per_device(
     given = dict(settings)
     if isinstance(job, JobFile):
         given |= job.settings
-    what = str(size)
-    if "batch_size" in given:
-        what += f" and batch_size {given['batch_size']}"
-    elif size >= 1:
-        return
-
-    raise InputError(f"batch_size_per_device: {what}: give one of them, from 1")
+    if size < 1 or "batch_size" in given:
+        raise InputError(
+            f"batch_size_per_device: {size}: give a number from 1, and no batch_size beside it"
+        )
 
 
 def _has_begun() -> bool:

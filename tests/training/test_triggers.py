@@ -507,10 +507,12 @@ def test_a_batch_size_per_device_says_what_it_makes(
 
 def test_one_batch_size_is_given(tmp_path: Path) -> None:
     for settings, says in (
-        ({"batch_size": 8}, "4 and batch_size 8: give one"),
+        ({"batch_size": 8}, "4: give a number from 1, and no batch_size"),
         ({"batch_size_per_device": 0}, "0: "),
     ):
         with pytest.raises(InputError, match=f"batch_size_per_device: {says}"):
             train(a_job(), folder=tmp_path, **{"batch_size_per_device": 4, **settings})
-    with pytest.raises(InputError, match="batch_size_per_device: 4 and batch_size 8: give one"):
+    with pytest.raises(
+        InputError, match="batch_size_per_device: 4: give a number from 1, and no batch_size"
+    ):
         train(JobFile("digits.py", {}, {"batch_size": "8"}), batch_size_per_device=4)
