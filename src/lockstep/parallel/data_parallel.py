@@ -286,8 +286,9 @@ def data_parallel(
         given: tuple[Any, ...] = ()
     else:
         given = inputs if isinstance(inputs, tuple) else (inputs,)
+    keywords = module_kwargs or {}
     net = DataParallel(module, devices, output_device, dim)
-    output = net(*given, **(module_kwargs or {}))
+    output = net(*given, **keywords)
     if len(devices) == 1 and output_device is not None:
         return pytree.to_device(output, net.output_device)
     return output

@@ -56,7 +56,9 @@ def gathered(
     """
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
-    whole = _joined(list(outputs), target_devices.one(target_device), dim, list(outputs))
+    column = list(outputs)
+    place = target_devices.one(target_device)
+    whole = _joined(column, place, dim, column)
     if says and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
@@ -125,7 +127,9 @@ def _gone_through(item: Any) -> list[Any]:
     if not isinstance(item, Iterable) or isinstance(item, (str, bytes, Iterator, Set)):
         return []
     parts = list(item)
-    return parts if any(True for _ in pytree.tensors(parts)) else []
+    if next(pytree.tensors(parts), None) is None:
+        return []
+    return parts
 
 
 def _agreed(column: list[Any]) -> Any:

@@ -267,7 +267,8 @@ class _Spread(torch.autograd.Function):
         spread: list[Tensor] = []
         unwanted: list[Tensor] = []
         for place in places:
-            for tensor, is_wanted in zip(tensors, ctx.needs_input_grad[1:], strict=True):
+            wanted = ctx.needs_input_grad[1:]
+            for tensor, is_wanted in zip(tensors, wanted, strict=True):
                 copy = target_devices.move(tensor.detach(), place)
                 spread.append(copy)
                 if not is_wanted:

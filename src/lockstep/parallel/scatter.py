@@ -62,7 +62,9 @@ def scatter(
     """
     places = target_devices.many(target_gpus)
     shares = _shares(inputs, places, dim, sizes)
-    return tuple(shares) if isinstance(inputs, Tensor) else shares
+    if isinstance(inputs, Tensor):
+        return tuple(shares)
+    return shares
 
 
 def scatter_kwargs(
@@ -82,8 +84,10 @@ def scatter_kwargs(
     given = dict(kwargs or {})
     if not inputs and not given:
         return (), ()
-    both = _shares((tuple(inputs), given), target_devices.many(target_gpus), dim, sizes)
-    return tuple(args for args, _ in both), tuple(named for _, named in both)
+    places = target_devices.many(target_gpus)
+    both = _shares((tuple(inputs), given), places, dim, sizes)
+    args, named = zip(*both, strict=True)
+    return args, named
 
 
 def refuse_uncuttable(inputs: Any) -> None:
@@ -130,7 +134,8 @@ def _shares(
     total = _batch_size(inputs, dim)
     homes = [device.torch for device in places]
     if len(places) == 1 and sizes is None:  # as it is: nothing is cut
-        return [pytree.each(lambda tensor: target_devices.move(tensor, homes[0]), inputs)]
+        (home,) = homes
+        return [pytree.each(lambda tensor: target_devices.move(tensor, home), inputs)]
     if total is None:
         return _cut(inputs, homes, dim, [])
 

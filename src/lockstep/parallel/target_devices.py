@@ -29,16 +29,19 @@ def one(wanted: Device | torch.device | str | int) -> torch.device:
     """
     if isinstance(wanted, Device):
         return wanted.torch
-    if wanted == -1 or str(wanted).split(":")[0] == "cpu":
+    kind, _, _ = str(wanted).partition(":")
+    if wanted == -1 or kind == "cpu":
         return torch.device("cpu")
-    return many([wanted])[0].torch
+    first = many([wanted])[0]
+    return first.torch
 
 
 def _indexed(item: Device | torch.device | str | int) -> Device | torch.device | str | int:
     """``torch.device("cuda")`` means the current device of its type, not all of them."""
-    if isinstance(item, torch.device) and item.type != "cpu" and item.index is None:
-        return torch.device(item.type, torch.accelerator.current_device_index())
-    return item
+    if not isinstance(item, torch.device) or item.type == "cpu" or item.index is not None:
+        return item
+    current = torch.accelerator.current_device_index()
+    return torch.device(item.type, current)
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
