@@ -148,13 +148,6 @@ def test_a_command_that_can_t_be_done(
     assert not list(job.glob("runs/*"))
 
 
-def test_many_loader_workers_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lockstep.train(MLP, devices="1xcpu", folder=tmp_path, loader_workers=9, epochs=1)
-    assert "note: 9 loader workers, on " in capsys.readouterr().out
-    lockstep.train(MLP, devices="1xcpu", folder=tmp_path, loader_workers=2, epochs=1)
-    assert "loader workers" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("word", "near"),
     [
