@@ -30,6 +30,7 @@ from lockstep.launch.devices import Device, slots
 from lockstep.launch.processes import failure_records, fork_server, supervisor
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.local_ranks import StandingRanks
+from lockstep.launch.processes.pickling import loads, pickled
 from lockstep.launch.processes.supervisor import Lines
 from zoo import ZOO
 
@@ -1023,3 +1024,35 @@ def test_tensors_that_share_memory_do_so_on_the_ranks() -> None:
     found = launch(filled, "2xcpu", (layer, others))[1]
     assert [t.tolist() for t in found] == [[[5.0] * 3] * 2, [[5.0] * 3], [0, 2], [1.0, 1.0]]
     assert [t.requires_grad for t in found] == [False, False, False, True]
+
+
+def shared_variable() -> tuple[Any, Any, Any]:
+    number = 1
+
+    def get() -> int:
+        return number
+
+    def set_it(value: int) -> None:
+        nonlocal number
+        number = value
+
+    def factorial(n: int) -> int:
+        return 1 if n < 2 else n * factorial(n - 1)
+
+    def unassigned() -> Any:
+        return later
+
+    if number > 1:
+        later = 0
+    return get, set_it, (factorial, unassigned)
+
+
+def test_functions_that_share_a_variable_share_it_in_the_ranks() -> None:
+    """Found by trial: each had its own there, and what a callback rebound the loss never saw."""
+    get, set_it, (factorial, unassigned) = loads(
+        pickled({"a function": shared_variable, "variables": shared_variable()})
+    )[1][0]
+    set_it(7)
+    assert get() == 7 and factorial(5) == 120
+    with pytest.raises(NameError):
+        unassigned()
