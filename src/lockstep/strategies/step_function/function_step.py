@@ -70,10 +70,10 @@ class FunctionStep(Step):
         self._order = list(optimizer.by_name)
         self.part_names.known = tuple(self._order)
         # By the name of each optimizer, the parameters that it moves; they may be shared.
-        self._parts: dict[str, list[nn.Parameter]] = {}
+        self._parameters_of: dict[str, list[nn.Parameter]] = {}
         for name in self._order:
             own = set(map(id, model.get_submodule(name).parameters()))
-            self._parts[name] = [p for p in self.trained.values if id(p) in own]
+            self._parameters_of[name] = [p for p in self.trained.values if id(p) in own]
         self._reducers = {name: FlatReducer(model, world) for name in self._order}
         self._losses_of: dict[str, list[Loss]] = {}
         self._has_samples = True
@@ -136,7 +136,7 @@ class FunctionStep(Step):
         Raises:
             InputError: there is no such optimizer, or the replicas make different calls.
         """
-        if name not in self._parts:
+        if name not in self._parameters_of:
             raise InputError(
                 f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}'
             )
@@ -163,7 +163,7 @@ class FunctionStep(Step):
                 f'update("{name}"): the loss became {total.item()} at step {self.world.step} on '
                 f"{self.world.device}"
             )
-        trained = [p for p in self._parts[name] if p.requires_grad]
+        trained = [p for p in self._parameters_of[name] if p.requires_grad]
         if not trained:
             # That part of the model is frozen now.
             return
@@ -184,7 +184,7 @@ class FunctionStep(Step):
         self._move_parameters(samples, loss.count)
         # Fused optimizers leave versions as they are: a later backward of what was computed before
         # would take the moved weights.
-        moved = [p for p in self._parts[name] if p.requires_grad]
+        moved = [p for p in self._parameters_of[name] if p.requires_grad]
         torch.autograd.graph.increment_version(moved)
         self._clear_gradients()
 
@@ -232,7 +232,7 @@ class FunctionStep(Step):
     def _sum_over_ranks_of(self, name: str, loss: Loss) -> Loss:
         """Sum the loss, and the gradients of its optimizer, over the ranks."""
         numbers = [self.world.asked_to_stop(), *loss]
-        asked, total, count = self._reducers[name].sum(self._parts[name], numbers)
+        asked, total, count = self._reducers[name].sum(self._parameters_of[name], numbers)
         self.checks.agree_to_stop(asked)
         return Loss(total, count)
 

@@ -181,7 +181,8 @@ class BatchSums:
             return coprime_sizes(wanted)
         for samples in itertools.chain(range(wanted, available + 1), range(wanted, 2, -1)):
             sizes = coprime_sizes(samples)
-            if each not in (samples, *sizes):
+            is_even = 3 * min(sizes) >= max(sizes)
+            if is_even and each not in (samples, *sizes):
                 return sizes
         return coprime_sizes(wanted)
 
