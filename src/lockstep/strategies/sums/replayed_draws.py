@@ -106,8 +106,11 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if kind.name == "native_dropout":
             mask = self._replaced(made[1])
             return args[0] * mask / (1 - args[1]), mask
-        if kind.name == "randperm" and not self._records and self._kept().shape != made.shape:
-            self._at += 1  # one over samples, whose rows mean nothing
+        draws_rows = kind.name == "multinomial" and args[0].dim() == 1
+        is_of_samples = draws_rows or kind.name == "randperm"
+        if is_of_samples and not self._records and self._kept().shape != made.shape:
+            self._at += 1  # the numbers of samples of the whole mean nothing in a part
+            self.is_lost |= draws_rows
             return made
         return self._replaced(made) if isinstance(made, Tensor) else made
 
