@@ -191,60 +191,60 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 261_848
+TOTAL = 258_332
 """Code tokens of the package, at most."""
 
 TOKENS = {
-    "checkpoint": 6_927,
-    "cli": 6_782,
-    "compare": 15_639,
-    "data": 12_582,
-    "export": 5_484,
-    "launch": 20_512,
-    "map": 5_631,
-    "model": 18_979,
-    "parallel": 13_816,
-    "pipelining": 22_398,
-    "prediction": 4_255,
-    "profiling": 4_564,
-    "report": 5_152,
-    "run": 3_952,
-    "strategies": 50_008,
-    "tensors": 8_680,
-    "threads": 7_216,
-    "top": 7_093,
-    "training": 28_524,
-    "verify": 13_658,
+    "checkpoint": 6_898,
+    "cli": 6_647,
+    "compare": 14_750,
+    "data": 12_260,
+    "export": 5_552,
+    "launch": 20_471,
+    "map": 5_249,
+    "model": 18_585,
+    "parallel": 14_083,
+    "pipelining": 24_002,
+    "prediction": 4_302,
+    "profiling": 4_441,
+    "report": 3_313,
+    "run": 3_946,
+    "strategies": 49_160,
+    "tensors": 8_483,
+    "threads": 7_184,
+    "top": 7_133,
+    "training": 28_155,
+    "verify": 13_718,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.
 """
 
 DENSITY = {
-    "checkpoint": 5.15,
-    "cli": 5.2,
-    "compare": 5.86,
-    "data": 4.91,
-    "export": 6.02,
-    "launch": 4.84,
-    "map": 5.27,
-    "model": 5.13,
-    "parallel": 5.21,
-    "pipelining": 5.5,
-    "prediction": 5.03,
-    "profiling": 5.5,
-    "report": 5.55,
-    "run": 4.77,
-    "strategies": 5.35,
-    "tensors": 4.88,
-    "threads": 4.94,
-    "top": 4.5,
-    "training": 5.18,
-    "verify": 5.15,
+    "checkpoint": 5.0,
+    "cli": 4.76,
+    "compare": 5.68,
+    "data": 4.9,
+    "export": 5.81,
+    "launch": 4.88,
+    "map": 4.99,
+    "model": 5.06,
+    "parallel": 5.04,
+    "pipelining": 5.44,
+    "prediction": 4.97,
+    "profiling": 5.52,
+    "report": 5.19,
+    "run": 4.74,
+    "strategies": 5.29,
+    "tensors": 4.8,
+    "threads": 4.89,
+    "top": 4.45,
+    "training": 5.0,
+    "verify": 4.98,
 }
 """Code tokens a line in each room, at most; 5.0 is wanted."""
 
-CALLS = {"single": (200, 70), "dp": (2_950, 135), "pp": (2_700, 140)}
+CALLS = {"single": (200, 60), "dp": (2_950, 120), "pp": (2_700, 130)}
 """Python calls of the first update, and of one that isn't checked, beyond those of the bare
 step, at most.
 """
@@ -263,7 +263,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_498
+    assert bars.lines_of_the_reading_path() <= 2_479
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

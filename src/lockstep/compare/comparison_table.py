@@ -166,10 +166,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     cells = cells_of(found)
     if cells:
         lines += table("", "", cells, SPEED).lines(width)
-    for row in found.rows:
-        if not row.rates:
-            lines.append(row.name)
-            lines += _wrapped([row.reason], width, "    ")
+    lines += _failed(found, width)
     if cells:
         below = explained(found)
         if found.on_slots:
@@ -189,6 +186,16 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
     best = best_of(found)
     if best is not None and best.line:
         lines.append(f"  {best.line}")
+    return lines
+
+
+def _failed(found: Comparison, width: int) -> list[str]:
+    """Return why strategies could not be measured."""
+    lines = []
+    for row in found.rows:
+        if not row.rates:
+            lines.append(row.name)
+            lines += _wrapped([row.reason], width, "    ")
     return lines
 
 

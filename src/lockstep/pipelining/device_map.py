@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -51,18 +52,7 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
             raise StrategyError(
                 f'device map: the model has no "{prefix}": {nearest(prefix, names)}'
             )
-        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-            raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
-            )
-        if stages is not None and stage >= stages:
-            those = f"{stages} devices are stages 0 to {stages - 1}"
-            if stages == 1:
-                those = "1 device is stage 0 alone"
-            raise StrategyError(
-                f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} '
-                "devices, or another map"
-            )
+        _refuse_stage(prefix, stage, stages)
     found: dict[str, int] = {}
     for name in sorted(known):
         place = longest(name, device_map)
@@ -83,6 +73,22 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
                 f"use {counted(len(used), 'device')}, or give it a layer"
             )
     return found
+
+
+def _refuse_stage(prefix: str, stage: Any, stages: int | None) -> None:
+    """Refuse a stage that is no whole number from 0, or is beyond those there are."""
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+        raise StrategyError(
+            f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
+        )
+    if stages is not None and stage >= stages:
+        those = f"{stages} devices are stages 0 to {stages - 1}"
+        if stages == 1:
+            those = "1 device is stage 0 alone"
+        raise StrategyError(
+            f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} '
+            "devices, or another map"
+        )
 
 
 def read_map(word: str) -> dict[str, int]:
