@@ -76,7 +76,10 @@ def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
 
 
 def _apart(
-    world: World, job: Job, strategy: Strategy, devices: tuple[Device, ...]
+    world: World,
+    job: Job,
+    strategy: Strategy,
+    devices: tuple[Device, ...],
 ) -> tuple[float, int]:
     """Return the largest difference of any parameter or buffer after the updates, and the
     strategy's own micro-batches.

@@ -125,7 +125,10 @@ class _Turns:
     """What is measured of each entry: its row, by name."""
 
     def __init__(
-        self, source: Job | JobFile, entries: Sequence[Entry], say: Callable[[str], None]
+        self,
+        source: Job | JobFile,
+        entries: Sequence[Entry],
+        say: Callable[[str], None],
     ) -> None:
         self.source = source
         self.entries = entries

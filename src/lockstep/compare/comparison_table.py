@@ -239,7 +239,10 @@ def _wrapped(texts: Sequence[str], width: int, indent: str = "") -> list[str]:
     lines = []
     for text in texts:
         lines += textwrap.wrap(
-            text, max(20, width), initial_indent=indent, subsequent_indent=indent
+            text,
+            max(20, width),
+            initial_indent=indent,
+            subsequent_indent=indent,
         ) or [""]
     return lines
 

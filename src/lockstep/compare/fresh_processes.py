@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 
 def in_fresh_processes(
-    function: Callable[..., T], job: Job | JobFile, setup: Setup, **settings: Any
+    function: Callable[..., T],
+    job: Job | JobFile,
+    setup: Setup,
+    **settings: Any,
 ) -> T:
     """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the setup.
 

@@ -146,7 +146,10 @@ def _workers(job: Job, world: World, data: Any) -> int | None:
     if job.loader_workers is not None:
         return job.loader_workers
     return workers_here(
-        data, world, readers=world.data.local_batches, on_accelerator=not world.device.is_slot
+        data,
+        world,
+        readers=world.data.local_batches,
+        on_accelerator=not world.device.is_slot,
     )
 
 

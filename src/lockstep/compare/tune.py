@@ -430,7 +430,10 @@ def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
 
 
 def _placements(
-    strategy: str | None, chosen: tuple[Device, ...], count: int, batch_size: int
+    strategy: str | None,
+    chosen: tuple[Device, ...],
+    count: int,
+    batch_size: int,
 ) -> dict[str, Setup]:
     """Return one device, and each exact strategy on 2, 4, ... and all ``count`` devices."""
     setups = []

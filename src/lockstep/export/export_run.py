@@ -119,7 +119,12 @@ def export(
     most = None if max_shard_size is None else bytes_of(max_shard_size, "max_shard_size")
     check_installed(format)
     its, file = trained_of(
-        run, best=best, weights=weights, job_parameters=job_parameters, job=job, trust=trust_job
+        run,
+        best=best,
+        weights=weights,
+        job_parameters=job_parameters,
+        job=job,
+        trust=trust_job,
     )
     trained = _to_export(the_job(with_settings(its, settings)))
     if trained.loss is None and format != "safetensors":
@@ -187,7 +192,11 @@ def _usual_name(format: str, which: str, less: str) -> str:
 
 
 def _refuse_combinations(
-    format: str, dynamic: str, dtype: str | None, quantize: str | None, max_shard_size: str | None
+    format: str,
+    dynamic: str,
+    dtype: str | None,
+    quantize: str | None,
+    max_shard_size: str | None,
 ) -> None:
     """Refuse settings of `export` that don't exist, or don't go together."""
     convert(format, Literal["safetensors", "torch-export", "onnx", "tensorrt"], "format")
@@ -356,7 +365,11 @@ class _Export:
     def _batch(self, data: Any, size: int) -> Batch:
         """Return a batch of up to so many samples, the first of a random order."""
         job = self.job.replace(
-            batch_size=size, accumulate=1, shuffle=True, order=None, loader_workers=0
+            batch_size=size,
+            accumulate=1,
+            shuffle=True,
+            order=None,
+            loader_workers=0,
         )
         loader = job_loader(job, self.world, data)
         return next(iter(loader.epoch(0)))

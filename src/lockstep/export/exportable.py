@@ -85,7 +85,11 @@ class Exportable:
     """
 
     def __init__(
-        self, model: nn.Module, batches: list[Any], sizes: list[int], dtype: torch.dtype | None
+        self,
+        model: nn.Module,
+        batches: list[Any],
+        sizes: list[int],
+        dtype: torch.dtype | None,
     ) -> None:
         kinds = {repr(each(lambda t: f"{t.dtype} {t.dim()}", batch)) for batch in batches}
         if len(kinds) > 1:
@@ -174,7 +178,10 @@ class Exportable:
         try:
             with torch.no_grad():
                 program = torch.export.export(
-                    self.model, *split(self.example), dynamic_shapes=dynamic, strict=False
+                    self.model,
+                    *split(self.example),
+                    dynamic_shapes=dynamic,
+                    strict=False,
                 )
         except Exception as error:
             raise self._refusal(error) from error

@@ -111,13 +111,18 @@ def _write_engine(what: Exportable, path: Path, most: int) -> None:
             least.append(1 if d in its else size)
             largest.append(most if its.get(d) == "batch" else size)
         return torch_tensorrt.Input(
-            min_shape=least, opt_shape=list(tensor.shape), max_shape=largest, dtype=tensor.dtype
+            min_shape=least,
+            opt_shape=list(tensor.shape),
+            max_shape=largest,
+            dtype=tensor.dtype,
         )
 
     ranges, named_ranges = split(each(sizes, what.example))
     args, kwargs = split(what.example)
     engine = torch_tensorrt.dynamo.compile(
-        what.program(), arg_inputs=ranges, kwarg_inputs=named_ranges
+        what.program(),
+        arg_inputs=ranges,
+        kwarg_inputs=named_ranges,
     )
     torch_tensorrt.save(engine, str(path), arg_inputs=args, kwarg_inputs=kwargs)
 

@@ -69,7 +69,10 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
 
 
 def _write_part(
-    part: Path, file: Any, shapes: Mapping[str, torch.Tensor], dtype: torch.dtype | None
+    part: Path,
+    file: Any,
+    shapes: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None,
 ) -> None:
     """Write some tensors of a file to another one, and compare them."""
 

@@ -122,7 +122,10 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def named_blocks(
-    model: nn.Module, wanted: str, setting: str, error: type[LockstepError]
+    model: nn.Module,
+    wanted: str,
+    setting: str,
+    error: type[LockstepError],
 ) -> dict[str, nn.Module]:
     """Find the modules that a person named. A list or a dict of modules stands for its members.
 
@@ -222,7 +225,10 @@ def _clones(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
 
 
 def _with_copied_objects(
-    run: Callable[..., Any], beginning: _Beginning, args: tuple[Any, ...], kwargs: dict[str, Any]
+    run: Callable[..., Any],
+    beginning: _Beginning,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Callable[..., Any]:
     """Make ``run`` get copies of the objects among its arguments in each recomputation, as the
     objects are now.

@@ -190,7 +190,10 @@ class _Joined(torch.autograd.Function):
 
 
 def _sums(
-    found: list[dict[int, Tensor | None]], count: int, *, in_place: bool
+    found: list[dict[int, Tensor | None]],
+    count: int,
+    *,
+    in_place: bool,
 ) -> list[Tensor | None]:
     """Add the gradients of replicas, which are given by the number of the tensor.
 

@@ -194,7 +194,10 @@ class DataParallel(nn.Module, Generic[M]):
         return whole
 
     def _outputs(
-        self, shares: Sequence[Arguments], devices: Sequence[Device], given: list[Versioned]
+        self,
+        shares: Sequence[Arguments],
+        devices: Sequence[Device],
+        given: list[Versioned],
     ) -> list[Any]:
         """Call a replica for each share; the tensors that replicas are given are added to
         ``given``.
@@ -221,13 +224,19 @@ class DataParallel(nn.Module, Generic[M]):
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 
     def parallel_apply(
-        self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Sequence[Any] | None
+        self,
+        replicas: Sequence[Any],
+        inputs: Sequence[Any],
+        kwargs: Sequence[Any] | None,
     ) -> list[Any]:
         """Call replicas at the same time. To be called or overridden, as ``replicate``."""
         return parallel_apply(replicas, inputs, kwargs, self.devices[: len(replicas)])
 
     def scatter(
-        self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], device_ids: Sequence[Device]
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        device_ids: Sequence[Device],
     ) -> tuple[Sequence[tuple[Any, ...]], Sequence[dict[str, Any]]]:
         """Cut the arguments in shares. To be overridden where they are to be cut in another way."""
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)

@@ -20,7 +20,9 @@ from lockstep.tensors import pytree
 
 
 def gather(
-    outputs: Sequence[Any], target_device: Device | torch.device | str | int, dim: int = 0
+    outputs: Sequence[Any],
+    target_device: Device | torch.device | str | int,
+    dim: int = 0,
 ) -> Any:
     """Put ``outputs``, one nest per device, together in one nest on ``target_device``.
 

@@ -227,7 +227,9 @@ def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> An
 
 
 def _spread(
-    tensors: list[Tensor], places: list[torch.device], detach: bool
+    tensors: list[Tensor],
+    places: list[torch.device],
+    detach: bool,
 ) -> list[Sequence[Tensor]]:
     """Return for each place the tensors as its replica has them.
 

@@ -31,7 +31,11 @@ def chunk_sizes(total: int, count: int) -> list[int]:
 
 
 def scatter(
-    inputs: Any, target_gpus: Devices, dim: int = 0, *, sizes: Sequence[int] | None = None
+    inputs: Any,
+    target_gpus: Devices,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
 ) -> Sequence[Any]:
     """Cut ``inputs`` along ``dim``, and bring each share to its device.
 
@@ -126,7 +130,10 @@ def is_plain(tensor: Tensor) -> bool:
 
 
 def _shares(
-    inputs: Any, places: tuple[Device, ...], dim: int, sizes: Sequence[int] | None
+    inputs: Any,
+    places: tuple[Device, ...],
+    dim: int,
+    sizes: Sequence[int] | None,
 ) -> list[Any]:
     if len(places) > 1:
         refuse_uncuttable(inputs)
@@ -200,7 +207,11 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, dim: int, sizes: list[int], places: list[torch.device]
+        ctx: Any,
+        tensor: Tensor,
+        dim: int,
+        sizes: list[int],
+        places: list[torch.device],
     ) -> tuple[Tensor, ...]:
         ctx.dim = dim
         ctx.home = tensor.device

@@ -194,7 +194,11 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, place: torch.device, queues: CardQueues, back: Any
+        ctx: Any,
+        tensor: Tensor,
+        place: torch.device,
+        queues: CardQueues,
+        back: Any,
     ) -> Tensor:
         ctx.source = tensor.device
         ctx.queues = queues

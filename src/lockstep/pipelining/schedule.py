@@ -226,7 +226,10 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
 
 
 def _greedy(
-    route: Route, places: Mapping[int, int], schedule: Schedule, microbatches: int
+    route: Route,
+    places: Mapping[int, int],
+    schedule: Schedule,
+    microbatches: int,
 ) -> list[list[Key]]:
     """Order the visits of each device: whenever it is free, it takes what it can at that moment.
 

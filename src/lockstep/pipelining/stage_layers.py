@@ -43,7 +43,10 @@ class StagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, stage_of: Mapping[str, int], devices: Sequence[Device]
+        self,
+        model: nn.Module,
+        stage_of: Mapping[str, int],
+        devices: Sequence[Device],
     ) -> None:
         self._places = [device.torch for device in devices]
         self.moves = len(set(self._places)) > 1

@@ -34,7 +34,9 @@ class StageThreads:
         self._pool: ThreadPool | None = None
 
     def run(
-        self, functions: Sequence[Callable[[], T]], on_abort: Sequence[Callable[[], None]] = ()
+        self,
+        functions: Sequence[Callable[[], T]],
+        on_abort: Sequence[Callable[[], None]] = (),
     ) -> list[T]:
         """Call functions at the same time, each in a thread.
 

@@ -95,7 +95,11 @@ def _explain(figure: Figure) -> None:
         Patch(color=_WAITING, label="waiting; a number is a micro-batch"),
     ]
     figure.legend(
-        handles=handles, loc="outside lower left", ncols=2, frameon=False, fontsize=LETTERS
+        handles=handles,
+        loc="outside lower left",
+        ncols=2,
+        frameon=False,
+        fontsize=LETTERS,
     )
 
 

@@ -144,7 +144,11 @@ class TransferMode(TorchFunctionMode):
         return self._queued(self._queues, func, args, kwargs)
 
     def _queued(
-        self, queues: CardQueues, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        queues: CardQueues,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Any:
         """Call a function; where it computes on another stage's device, that is behind the copies
         made there.
@@ -190,7 +194,10 @@ class TransferMode(TorchFunctionMode):
         return found
 
     def _together(
-        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Move arguments to one device: that of what is written to, else of the stage that
         computes.

@@ -92,7 +92,9 @@ def write(page: Page, folder: Path) -> Path:
         ) from None
     here = importlib.resources.files("lockstep.report")
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     template = environment.from_string((here / "page.html").read_text())
     css = (here / "page.css").read_text()

@@ -38,7 +38,10 @@ class StagedEvaluator(Evaluator):
     _step: StagedStep
 
     def over(
-        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
+        self,
+        batches: Iterable[Batch],
+        compute: Callable[[Batch], T],
+        seed: int | None = None,
     ) -> Iterator[tuple[Batch, T]]:
         """Compute whole batches one after the other: cut they might give other numbers.
 

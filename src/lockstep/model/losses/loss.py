@@ -61,7 +61,10 @@ class Loss(tuple[Any, Any]):
     count = property(operator.itemgetter(1), doc="The number of items.")
 
     def __new__(
-        cls, total: Any, count: Any, parts: Mapping[str, tuple[Any, Any]] | None = None
+        cls,
+        total: Any,
+        count: Any,
+        parts: Mapping[str, tuple[Any, Any]] | None = None,
     ) -> Loss:
         """Make the tuple, with parts as an attribute."""
         made = super().__new__(cls, (total, count))
@@ -236,7 +239,11 @@ class Totalled:
         return self._as_loss(value, samples)
 
     def _explained(
-        self, error: Exception, outputs: Any, targets: Any, samples: int
+        self,
+        error: Exception,
+        outputs: Any,
+        targets: Any,
+        samples: int,
     ) -> LossError | None:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
         if is_out_of_memory(error):

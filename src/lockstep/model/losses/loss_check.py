@@ -102,7 +102,14 @@ class LossCheck:
             self.notes.append(note)
 
     def __call__(
-        self, outputs: Any, targets: Any, whole: Loss, samples: int, *, step: int, waits: bool
+        self,
+        outputs: Any,
+        targets: Any,
+        whole: Loss,
+        samples: int,
+        *,
+        step: int,
+        waits: bool,
     ) -> Tensor | None:
         """Check the loss of one local batch. Random numbers go on as if nothing had happened.
 
@@ -129,7 +136,14 @@ class LossCheck:
         return wrong
 
     def _compared(
-        self, outputs: Any, targets: Any, whole: Loss, samples: int, step: int, *, waits: bool
+        self,
+        outputs: Any,
+        targets: Any,
+        whole: Loss,
+        samples: int,
+        step: int,
+        *,
+        waits: bool,
     ) -> Tensor | None:
         """Compare the loss of one local batch with those of two parts of it; see ``__call__``."""
         nest = self._nest_to_cut(outputs, targets, samples)
@@ -211,7 +225,11 @@ class LossCheck:
         return not self._has_passed and _holds_numbers_of_all(nest, samples)
 
     def _repeated(
-        self, nest: Nest, whole: Loss, parts: list[Loss] | None, samples: int
+        self,
+        nest: Nest,
+        whole: Loss,
+        parts: list[Loss] | None,
+        samples: int,
     ) -> tuple[Loss, list[Loss]] | None:
         """Give whole and parts of a loss that is the same again.
 
@@ -345,7 +363,11 @@ def _add_up(sums: Iterable[tuple[Any, ...]], tolerance: float) -> Any:
 
 
 def not_additive(
-    loss: Totalled, whole: Loss, parts: list[Loss], samples: int, step: int
+    loss: Totalled,
+    whole: Loss,
+    parts: list[Loss],
+    samples: int,
+    step: int,
 ) -> LossError:
     """Give the error of a loss that isn't additive, with the numbers that don't add up.
 

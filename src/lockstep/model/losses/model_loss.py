@@ -127,7 +127,10 @@ class ModelLoss:
         logits, wanted = _aligned(outputs, labels)
         wide = logits if logits.dtype == torch.float64 else logits.float()
         expected = nn.functional.cross_entropy(
-            wide, wanted.to(wide.device), ignore_index=_IGNORED, reduction="sum"
+            wide,
+            wanted.to(wide.device),
+            ignore_index=_IGNORED,
+            reduction="sum",
         )
         bound = 1e-5
         if logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type):

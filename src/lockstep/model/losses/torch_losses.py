@@ -172,7 +172,9 @@ class _Mean(NamedTuple):
 
 _MEANS: dict[type[nn.Module], _Mean] = {
     nn.CrossEntropyLoss: _Mean(
-        F.cross_entropy, ("weight", "ignore_index", "label_smoothing"), _kept_targets
+        F.cross_entropy,
+        ("weight", "ignore_index", "label_smoothing"),
+        _kept_targets,
     ),
     nn.NLLLoss: _Mean(F.nll_loss, ("weight", "ignore_index"), _kept_targets),
     nn.MSELoss: _Mean(F.mse_loss, (), _elements),
@@ -181,7 +183,9 @@ _MEANS: dict[type[nn.Module], _Mean] = {
     nn.HuberLoss: _Mean(F.huber_loss, ("delta",), _elements),
     nn.BCELoss: _Mean(F.binary_cross_entropy, ("weight",), _elements),
     nn.BCEWithLogitsLoss: _Mean(
-        F.binary_cross_entropy_with_logits, ("weight", "pos_weight"), _elements
+        F.binary_cross_entropy_with_logits,
+        ("weight", "pos_weight"),
+        _elements,
     ),
     nn.KLDivLoss: _Mean(F.kl_div, ("log_target",), _elements),
     nn.PoissonNLLLoss: _Mean(F.poisson_nll_loss, ("log_input", "full", "eps"), _elements),
@@ -190,7 +194,9 @@ _MEANS: dict[type[nn.Module], _Mean] = {
     nn.MultiMarginLoss: _Mean(F.multi_margin_loss, ("p", "margin", "weight"), _rows),
     nn.MultiLabelMarginLoss: _Mean(F.multilabel_margin_loss, (), _rows),
     nn.MultiLabelSoftMarginLoss: _Mean(
-        F.multilabel_soft_margin_loss, ("weight",), _elements_by_class
+        F.multilabel_soft_margin_loss,
+        ("weight",),
+        _elements_by_class,
     ),
 }
 """The losses of PyTorch that take two arguments and are a mean."""

@@ -16,7 +16,10 @@ from lockstep.recipe import NamedParameters, Recipe
 
 
 def build_optimizer(
-    job: Recipe, model: nn.Module, *, on: str | None = None
+    job: Recipe,
+    model: nn.Module,
+    *,
+    on: str | None = None,
 ) -> torch.optim.Optimizer:
     """Make the job's optimizer over the model's named parameters.
 
@@ -121,7 +124,9 @@ def _refuse_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_other_parameters(
-    optimizer: torch.optim.Optimizer, model: nn.Module, named: NamedParameters
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    named: NamedParameters,
 ) -> None:
     """Refuse an optimizer over more parameters than the model's, or fewer than ``named``.
 

@@ -22,7 +22,11 @@ def sparse_parameters(model: nn.Module) -> set[int]:
 
 
 def can_be_fused(
-    optimizer: torch.optim.Optimizer, model: nn.Module, *, on: str | None, wanted: bool
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    *,
+    on: str | None,
+    wanted: bool,
 ) -> bool:
     """Whether PyTorch has a fused implementation of this optimizer for these parameters.
 

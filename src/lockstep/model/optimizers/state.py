@@ -94,7 +94,9 @@ def _refuse_held_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_named_optimizer_state(
-    optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    saved: Mapping[str, Any],
 ) -> None:
     """Give an optimizer the state that ``named_optimizer_state`` took from one over the same names.
 
@@ -179,7 +181,9 @@ def _load_groups(
 
 
 def _restore_formats(
-    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    saved: Mapping[str, Any],
 ) -> None:
     """Give loaded state the dtype that it was saved in, and its parameter's memory layout.
 

@@ -140,7 +140,11 @@ class ParallelLoss:
         recompute.install()
 
     def __call__(
-        self, hidden: Tensor | Balanced | Any, targets: Any, *, count: Count | None = None
+        self,
+        hidden: Tensor | Balanced | Any,
+        targets: Any,
+        *,
+        count: Count | None = None,
     ) -> Summed:
         """Compute the loss of a batch.
 

@@ -43,7 +43,10 @@ class Criterion:
         self._probed = self._totalled.is_known
 
     def __call__(
-        self, outputs: Any, targets: Any, count: Count | None = None
+        self,
+        outputs: Any,
+        targets: Any,
+        count: Count | None = None,
     ) -> tuple[Tensor, Count]:
         """Give total and count of some rows: outputs (rows, classes), targets (rows, ...), or what
         the criterion takes.

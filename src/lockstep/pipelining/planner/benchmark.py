@@ -192,7 +192,10 @@ def measured(
 
 
 def _round(
-    model: nn.Module, names: Sequence[str], total: Callable[[], Tensor], device: Device
+    model: nn.Module,
+    names: Sequence[str],
+    total: Callable[[], Tensor],
+    device: Device,
 ) -> dict[tuple[str, str], float]:
     """Time one forward ("F") and backward ("B"), in seconds by kind and block."""
     taken = dict.fromkeys(itertools.product("FB", names), 0.0)

@@ -123,7 +123,11 @@ def _segments_of(names: Sequence[str], segments: Sequence[Segment]) -> list[list
 
 
 def _block(
-    model: nn.Module, name: str, segments: Sequence[Segment], crossing: int, calls: int
+    model: nn.Module,
+    name: str,
+    segments: Sequence[Segment],
+    crossing: int,
+    calls: int,
 ) -> Block:
     module = model.get_submodule(name)
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -144,7 +148,9 @@ def _block(
 
 
 def loose_of(
-    model: nn.Module, names: Sequence[str], first_use: Mapping[str, int]
+    model: nn.Module,
+    names: Sequence[str],
+    first_use: Mapping[str, int],
 ) -> dict[str, int]:
     """Find the parameters and buffers outside of all blocks; one that forward doesn't use goes with
     what is named before.
@@ -177,7 +183,9 @@ def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def block_names(
-    model: nn.Module, called: Mapping[str, float], repeated: Collection[str] = ()
+    model: nn.Module,
+    called: Mapping[str, float],
+    repeated: Collection[str] = (),
 ) -> list[str]:
     """List a model's blocks, in the order of the model's modules.
 

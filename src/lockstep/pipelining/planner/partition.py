@@ -82,7 +82,12 @@ def partition(
     loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
     schedule = one_f_one_b(len(chosen), microbatches)
     return found_for(
-        loaded, chosen, schedule, capacities(chosen, memory), measure=measured, seconds=seconds
+        loaded,
+        chosen,
+        schedule,
+        capacities(chosen, memory),
+        measure=measured,
+        seconds=seconds,
     )
 
 
@@ -147,7 +152,12 @@ def divided(
     if given is None:
         names = list(map(str, devices))
         bounds = split(
-            blocks, len(devices), need=need, capacity=capacity, devices=names, slack=SLACK
+            blocks,
+            len(devices),
+            need=need,
+            capacity=capacity,
+            devices=names,
+            slack=SLACK,
         )
         runs = [blocks[i:j] for i, j in itertools.pairwise(bounds)]
         device_map = map_of(bench.model, measured, bounds)

@@ -311,7 +311,11 @@ def planned(
     # (Where none is left they were asked for, and the first update says what is wrong with them.)
     numbers = [number for number in numbers if batch // number > too_small] or numbers
     choice = choose_schedule(
-        batch, plans, capacity=capacity, schedules=schedules, microbatches=numbers
+        batch,
+        plans,
+        capacity=capacity,
+        schedules=schedules,
+        microbatches=numbers,
     )
     return partitions[choice.best.plan.places], choice
 
@@ -335,7 +339,9 @@ def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int,
 
 
 def _costs(
-    bench: ModelBenchmark, by_size: Mapping[int, ModelBlocks], found: Partition
+    bench: ModelBenchmark,
+    by_size: Mapping[int, ModelBlocks],
+    found: Partition,
 ) -> tuple[Costs, ...]:
     """Sum what each stage of a partition costs, at each size with which forward goes the same way."""
     names = {block.name for block in found.blocks}

@@ -98,7 +98,10 @@ def _scale(timeline: Timeline, cell: int) -> float:
 
 
 def _row(
-    spans: tuple[Span, ...], timeline: Timeline, scale: float, names: Mapping[Any, str]
+    spans: tuple[Span, ...],
+    timeline: Timeline,
+    scale: float,
+    names: Mapping[Any, str],
 ) -> str:
     """One device's line, all of it."""
     row = [IDLE] * max(1, round(timeline.makespan * scale))

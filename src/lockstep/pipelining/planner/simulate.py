@@ -28,7 +28,10 @@ each micro-batch.
 
 
 def simulate(
-    schedule: Schedule, forward: Times = 1.0, backward: Times = 1.0, transfer: float = 0.0
+    schedule: Schedule,
+    forward: Times = 1.0,
+    backward: Times = 1.0,
+    transfer: float = 0.0,
 ) -> Timeline:
     """Find when each action would begin and end.
 

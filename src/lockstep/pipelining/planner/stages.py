@@ -148,7 +148,11 @@ class Partition:
         lines += [*textwrap.wrap(pasting, width), ""]
         pasted = f"device_map={json.dumps(self.device_map)}"
         return lines + textwrap.wrap(
-            pasted, width, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+            pasted,
+            width,
+            subsequent_indent="    ",
+            break_long_words=False,
+            break_on_hyphens=False,
         )
 
     def __str__(self) -> str:

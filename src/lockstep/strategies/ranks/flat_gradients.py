@@ -41,7 +41,10 @@ class FlatGradients:
     """
 
     def __init__(
-        self, parameters: list[nn.Parameter], numbers: int, sparse: Collection[int] = ()
+        self,
+        parameters: list[nn.Parameter],
+        numbers: int,
+        sparse: Collection[int] = (),
     ) -> None:
         self._parameters = parameters
         self._numbers = numbers
@@ -159,7 +162,11 @@ def _make_sparse(p: nn.Parameter, rows: torch.Tensor) -> None:
         return
     indices = rows.nonzero().T.to(p.device)
     p.grad = torch.sparse_coo_tensor(
-        indices, p.grad[indices[0]], p.shape, is_coalesced=True, check_invariants=False
+        indices,
+        p.grad[indices[0]],
+        p.shape,
+        is_coalesced=True,
+        check_invariants=False,
     )
 
 

@@ -36,7 +36,9 @@ class ReplicaEvaluator(Evaluator):
         return found
 
     def of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
+        self,
+        function: Callable[[nn.Module, Part], T],
+        batch: Batch,
     ) -> list[tuple[Part, T]]:
         """Call a function for each replica that has samples of a batch, in its thread."""
         replicas = self._step.copies

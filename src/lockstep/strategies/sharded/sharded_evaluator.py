@@ -40,7 +40,9 @@ class ShardedEvaluator(Evaluator):
                     self._step.shards.modules.reshard()
 
     def of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
+        self,
+        function: Callable[[nn.Module, Part], T],
+        batch: Batch,
     ) -> list[tuple[Part, T]]:
         """Call a function for this rank's samples; without any, compute others for the gathers."""
         step = self._step

@@ -30,7 +30,11 @@ class ShardedLayout(ParameterLayout):
     keeps_shards = True
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Shards,
+        world: World,
     ) -> None:
         super().__init__(model, optimizer)
         self._shards = shards

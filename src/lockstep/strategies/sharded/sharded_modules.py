@@ -75,7 +75,10 @@ class ShardedModules:
 
 
 def _cut(
-    module: nn.Module, mesh: DeviceMesh, whole: set[nn.Parameter], place: torch.device
+    module: nn.Module,
+    mesh: DeviceMesh,
+    whole: set[nn.Parameter],
+    place: torch.device,
 ) -> None:
     """Cut the parameters of a module, but those of its blocks."""
     cut = []

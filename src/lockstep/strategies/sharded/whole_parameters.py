@@ -75,7 +75,11 @@ class WholeParameters:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, shards: Shards, world: World
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        shards: Shards,
+        world: World,
     ) -> None:
         self._model = model
         self._optimizer = optimizer

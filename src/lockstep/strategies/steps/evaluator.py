@@ -89,7 +89,10 @@ class Evaluator:
     # ---- within ``evaluating()`` -----------------------------------------------------------------
 
     def over(
-        self, batches: Iterable[Batch], compute: Callable[[Batch], T], seed: int | None = None
+        self,
+        batches: Iterable[Batch],
+        compute: Callable[[Batch], T],
+        seed: int | None = None,
     ) -> Iterator[tuple[Batch, T]]:
         """Yield each batch, in order, with what ``compute`` makes of it.
 
@@ -136,7 +139,9 @@ class Evaluator:
         return [(part.size, outputs) for part, outputs in self.of_each(self.predicted, batch)]
 
     def of_each(
-        self, function: Callable[[nn.Module, Part], T], batch: Batch
+        self,
+        function: Callable[[nn.Module, Part], T],
+        batch: Batch,
     ) -> list[tuple[Part, T]]:
         """Call a function for each replica of this process that has samples of a batch.
 

@@ -181,7 +181,10 @@ class ManualAccumulation:
 
 
 def _joined(
-    sums: torch.Tensor | None, grad: torch.Tensor | None, size: int, whole: int
+    sums: torch.Tensor | None,
+    grad: torch.Tensor | None,
+    size: int,
+    whole: int,
 ) -> torch.Tensor | None:
     """Give the gradient of total / ``whole`` over the parts so far and one more.
 

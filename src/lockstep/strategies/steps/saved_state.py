@@ -146,7 +146,10 @@ class SavedState:
         """Take over the checkpoint in a folder; see `Step.load`."""
         step = self._step
         state = load_newest(
-            folder, step.world, lambda note: step.tell_once([note]), step.layout.split
+            folder,
+            step.world,
+            lambda note: step.tell_once([note]),
+            step.layout.split,
         )
         step.load_state_dict(state)
         step.world.step = state["step"]

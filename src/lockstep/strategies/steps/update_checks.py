@@ -54,7 +54,14 @@ class UpdateChecks:
     # ---- in an update ----------------------------------------------------------------------------
 
     def refuse_nonfinite(
-        self, loss: Loss, model: nn.Module, part: Part, outputs: Any, where: str, *, first: bool
+        self,
+        loss: Loss,
+        model: nn.Module,
+        part: Part,
+        outputs: Any,
+        where: str,
+        *,
+        first: bool,
     ) -> None:
         """Refuse a loss that isn't finite, unless the update will be skipped.
 

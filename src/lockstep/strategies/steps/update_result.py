@@ -224,7 +224,9 @@ class Sums:
     """
 
     def __init__(
-        self, before: Loss | None = None, then: Callable[[Loss], None] | None = None
+        self,
+        before: Loss | None = None,
+        then: Callable[[Loss], None] | None = None,
     ) -> None:
         self._sums = before or Loss(0.0, 0.0)
         self._then = then

@@ -114,7 +114,12 @@ class BatchSums:
             step.tell_once(self._notes_of_evaluation(verdict))
 
     def _verdict(
-        self, batch: Batch, summed: Summed, when: str, *, is_first: bool
+        self,
+        batch: Batch,
+        summed: Summed,
+        when: str,
+        *,
+        is_first: bool,
     ) -> Verdict | None:
         """Compare, and refuse a difference; None where there are too few samples."""
         step = self._step

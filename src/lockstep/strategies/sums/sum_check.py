@@ -197,7 +197,12 @@ class _Comparison:
     """The whole and its parts, one after the other, and what they came to."""
 
     def __init__(
-        self, summed: Summed, snapshot: Snapshot, draws: ReplayedDraws, *, in_turn: bool
+        self,
+        summed: Summed,
+        snapshot: Snapshot,
+        draws: ReplayedDraws,
+        *,
+        in_turn: bool,
     ) -> None:
         self._summed = summed
         self._snapshot = snapshot
