@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 import re
 import sys
 import typing
@@ -195,12 +196,12 @@ def loaded(path: str) -> ModuleType:
 
 
 def _run(path: Path) -> ModuleType:
-    if path.is_dir():
+    if os.path.isdir(path):  # False where the name is too long
         what = "a folder"
         if (path / "config.json").is_file():
             what = "the folder of a run: --resume it, or evaluate it"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise JobError(
             f"{path}: there is no such file (a run whose job file has moved: train FILE --resume "
             "RUN)"

@@ -265,21 +265,22 @@ def _copier(objects: dict[Any, Any]) -> Callable[[], dict[Any, Any]]:
     """Return what copies objects as they are now. Tensors and modules in them stay the same."""
     kept: list[Any] = []
 
-    def number(value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor | nn.Module):
-            return None
-        kept.append(value)
-        return len(kept) - 1
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, value: Any) -> int | None:
+            if not isinstance(value, torch.Tensor | nn.Module):
+                return None
+            kept.append(value)
+            return len(kept) - 1
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: int) -> Any:
+            return kept[number]
 
     file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.persistent_id = number  # type: ignore[method-assign]
-    pickler.dump(objects)
+    Pickler(file).dump(objects)
 
     def copied() -> dict[Any, Any]:
-        unpickler = pickle.Unpickler(io.BytesIO(file.getvalue()))
-        unpickler.persistent_load = kept.__getitem__  # type: ignore[method-assign]
-        found: dict[Any, Any] = unpickler.load()
+        found: dict[Any, Any] = Unpickler(io.BytesIO(file.getvalue())).load()
         return found
 
     return copied

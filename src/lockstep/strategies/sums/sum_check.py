@@ -235,6 +235,8 @@ class _Comparison:
         if not why and not verdict.communicates:
             self._note_writes(verdict)
             self._judge(verdict)
+        if verdict.kept:
+            self._leave_out_times(verdict, pieces[0])
         return verdict
 
     # ---- computing -------------------------------------------------------------------------------
@@ -297,6 +299,13 @@ class _Comparison:
         verdict.written = [name for name in whole.written if name in parameters]
         verdict.drifts = [name for name in verdict.written if name in differing]
         verdict.kept = sorted(differing - parameters)
+
+    def _leave_out_times(self, verdict: Verdict, whole: Piece) -> None:
+        """Leave out what ends otherwise for the same samples, too: a time, say."""
+        self._snapshot.put_back()
+        again = self._compute_whole(whole).written
+        before = self._computed[0].written
+        verdict.kept = [name for name in verdict.kept if same(before.get(name), again.get(name))]
 
     def _judge(self, verdict: Verdict) -> None:
         """Find the worst difference: rather one of totals than one of gradients."""
