@@ -71,9 +71,8 @@ def test_the_command_line_has_every_setting_with_its_description_and_default() -
         has_option = f"--{field.name.replace('_', '-')} " in texts
         assert has_option == (field.name in SETTINGS)
     said = {action.dest: action.help or "" for action in parser._actions}
-    assert (
-        said["seed"] == "of the weights, the order, the augmentation and the dropout (default: 0)"
-    )
+    assert said["seed"] == "the seed of weights, order, augmentation and dropout (default: 0)"
+    assert said["epochs"].endswith("(default: 1, if steps isn't given)")
     for name in SETTINGS:
         default = getattr(Job, name, None)
         assert len(said[name]) > 20

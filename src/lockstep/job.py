@@ -39,82 +39,81 @@ class Job(Recipe):
             ``IterableDataset``, a generator function) is a stream: every rank reads all of it, in
             its own order, and keeps its share. A stream must be the same on every rank, so don't
             cut it by rank. If the dataset has a ``set_epoch(epoch)``, it is called each epoch.
-        batch_size: samples of the *global* batch: one update, whatever the number of devices.
+        batch_size: the number of samples of the global batch, on any number of devices.
         eval_data: as ``train_data``; None trains without evaluation. A dict of sets by name has
             metrics ``clean/loss``, ``clean/accuracy``, ...; the first one's loss is the one that
             chooses the best weights.
-        epochs: how often the data are passed through (1 where ``steps`` isn't given either).
+        epochs: the number of passes through the data (None: 1, if ``steps`` isn't given).
         steps: the number of updates after which the training ends.
         step: ``step(models, batch, update)`` makes the updates of one step, of several losses and
             optimizers: it calls ``update("generator", total, count)`` (see
             lockstep.strategies.step_function).
         lr_scheduler: makes a scheduler from the optimizer; with ``step``, a dict by the names of
             the optimizers.
-        lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler moves on; once, on any
-            number of devices.
+        lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler makes a step.
         metrics: by name, a function ``(outputs, targets) -> (total, count)``, or a torchmetrics
             ``Metric``.
-        seed: of the weights, the order, the augmentation and the dropout.
-        shuffle: a new permutation for each epoch, from ``(seed, epoch)``; a stream isn't shuffled.
+        seed: the seed of weights, order, augmentation and dropout.
+        shuffle: draw a new order of the samples for each epoch, from ``(seed, epoch)``. A stream
+            isn't shuffled.
         order: ``order(epoch)`` gives the indices to go through, instead of a permutation: weighted,
             grouped by length, ... It draws from the global generators, which are seeded by ``(seed,
             epoch)``.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
-        accumulate: the number of micro-batches that each global batch is cut in, for one update.
-        clip_norm: the largest norm of all gradients together.
-        nonfinite: ``"raise"`` ends the training where the loss is NaN or infinite; ``"skip"`` skips
-            each update whose loss or gradients aren't finite, on all ranks alike (what forward
-            wrote into buffers stays). The host then waits for an accelerator in each update. An
-            update whose loss counts no item is skipped, too (on an accelerator by ``"skip"``, or
-            by a fused optimizer).
-        nonfinite_limit: how many updates in a row may be skipped; one more ends the training.
-        accept_differences: trains also where results depend on where a batch is cut, with a line;
-            otherwise that is an error (see docs/verify.md).
-        check_every: compares batches with parts of them in updates 1, 2, 4, 8, ..., and, if given,
-            in every ``check_every``-th: total, count and gradients must not depend on where a batch
-            is cut; 0 compares none.
-        init: weights to begin with: a safetensors file, the folder of a run, or one as Hugging
-            Face's models have it (``model.safetensors``, or shards with an index). What doesn't fit
-            is logged. A run that is resumed keeps its own weights.
-        init_strict: refuse an ``init`` that hasn't all weights of the model, or has others; False
-            takes what fits.
-        sync_batchnorm: BatchNorm normalises over what one device would have seen, not over the
-            share of a replica.
-        channels_last: images and convolution weights in that memory layout.
-        precision: None computes as the model was built; ``"fp64"`` and ``"fp32"`` turn model and
-            inputs to that; ``"tf32"`` is fp32 with products that CUDA devices round to
-            TensorFloat-32; ``"bf16"`` and ``"fp16"`` keep fp32 weights and compute by autocast (see
-            lockstep.model.precision).
-        compile: True compiles the model by ``torch.compile``; a word is its mode
-            (``"reduce-overhead"``, ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``,
-            ``"default"``), or the name of a backend.
-        activation_checkpointing: blocks that compute their activations again in backward instead of
-            keeping them: ``"auto"`` finds the model's lists of blocks, or names with commas between
-            (see lockstep.model.activation_checkpointing).
-        fused: the fused implementation of the optimizer; None takes it where PyTorch has one that
-            is right.
-        keep_memory: on CPU devices, what a step frees is kept for the next one instead of going
-            back to the system: faster where activations are large, with a larger peak (see
-            lockstep.tensors.allocator).
-        eval_batch_size: samples of a batch of evaluation; None is ``batch_size``.
-        log_every: within an epoch, write a record and a line of the steps since the last one: every
-            so many steps (``100``) or after a time (``"10 min"``). Epochs have theirs anyway; of
-            ``"10 epochs"``, each tenth.
-        eval_every: when to evaluate: every so many steps (``100``) or epochs (``"2 epochs"``,
-            ``"0.25 epochs"``), or after a time (``"10 min"``); None is at the end of each epoch.
-            The last step is evaluated anyway.
-        save_every: likewise, when to save a checkpoint. With steps or a time one is saved at the
-            end of each epoch too.
-        best: the evaluation whose weights are kept as the best: ``"accuracy:max"``,
-            ``"clean/accuracy:max"``; None is ``"eval_loss:min"``, the lowest loss (of the first
-            set).
-        keep: how many checkpoints are kept, the newest ones.
-        save_frozen: False leaves what is frozen when the training begins out of checkpoints and
-            files of weights: it comes from ``model`` again wherever it is needed, and must be the
-            same then (a SHA-256 is compared).
-        loader_workers: processes that fetch samples, for each rank; None chooses by the cores and
-            the dataset. A stream has at most one, which reads ahead: each further one would read
-            all of it.
+        accumulate: the number of micro-batches that each global batch is cut into.
+        clip_norm: the largest norm of all gradients together (None: no clipping).
+        nonfinite: ``"raise"`` ends the training if the loss is NaN or infinite; ``"skip"`` skips
+            each update whose loss or gradients aren't finite, on all ranks alike. What forward
+            wrote into buffers stays. The host then waits for an accelerator in each update. An
+            update whose loss counts no item is skipped, too (on an accelerator by ``"skip"``, or by
+            a fused optimizer).
+        nonfinite_limit: the number of updates in a row that may be skipped. One more ends the
+            training.
+        accept_differences: train although results depend on where a batch is cut, and log a note.
+            Otherwise such a training ends with an error (docs/verify.md).
+        check_every: in every N-th update, check that total, count and gradients don't depend on
+            where a batch is cut (None: in updates 1, 2, 4, 8, ..., which are always checked; 0:
+            never).
+        init: the weights to begin with: a safetensors file, the folder of a run, or a folder of a
+            Hugging Face model. It has ``model.safetensors``, or shards with an index. What doesn't
+            fit is logged. A run that is resumed keeps its own weights.
+        init_strict: refuse an ``init`` that lacks weights of the model, or has others. False takes
+            what fits.
+        sync_batchnorm: let BatchNorm normalize over the batch that one device would have, not over
+            each replica's local batch.
+        channels_last: store images and convolution weights in the channels-last memory format.
+        precision: ``"fp64"`` or ``"fp32"`` for model and inputs; ``"tf32"``: fp32, with products
+            that CUDA devices round to TensorFloat-32; ``"bf16"`` or ``"fp16"``: fp32 weights and
+            autocast (None: as the model was built). See lockstep.model.precision.
+        compile: compile the model by ``torch.compile``: True, a mode (``"reduce-overhead"``,
+            ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"default"``), or the name of a
+            backend.
+        activation_checkpointing: the blocks whose activations are computed again in backward
+            instead of being kept: ``"auto"`` for the model's lists of blocks, or names with commas
+            between. See lockstep.model.activation_checkpointing.
+        fused: use the fused implementation of the optimizer (None: where PyTorch has one that is
+            right).
+        keep_memory: on CPU devices, keep the memory that an update frees for the next update:
+            faster if activations are large, with a larger peak. See lockstep.tensors.allocator.
+        eval_batch_size: the number of samples of an evaluation batch (None: ``batch_size``).
+        log_every: within an epoch, log after so many steps (``100``) or a time (``"10 min"``). The
+            end of an epoch is logged anyway; of ``"10 epochs"``, each tenth.
+        eval_every: evaluate after so many steps (``100``), epochs (``"2 epochs"``, ``"0.25
+            epochs"``) or a time (``"10 min"``) (None: at the end of each epoch). The last step is
+            evaluated anyway.
+        save_every: save a checkpoint after so many steps or epochs, or a time, as in ``eval_every``
+            (None: at the end of each epoch). With steps or a time one is saved at the end of each
+            epoch too.
+        best: the metric that chooses the weights of ``best.safetensors``, with ``max`` or ``min``:
+            ``"accuracy:max"``, ``"clean/accuracy:max"`` (None: ``"eval_loss:min"``). The loss is
+            that of the first set.
+        keep: the number of checkpoints that are kept, the newest ones.
+        save_frozen: keep frozen parameters in checkpoints and files of weights. False leaves out
+            what is frozen when the training begins: ``model`` has to build the same values again,
+            and a SHA-256 is compared.
+        loader_workers: the number of processes that fetch samples, for each rank (None: by the
+            cores and the dataset). A stream has at most one, which reads ahead: each further one
+            would read all of it.
         tensorboard: also write events for TensorBoard, in the run's folder.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends
             the training.

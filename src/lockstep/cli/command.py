@@ -249,14 +249,16 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         add(commands)
     devices = commands.add_parser(
         "devices",
-        help="the available devices",
+        help="list the available devices",
         allow_abbrev=False,
     )
-    devices.add_argument("--strategy", help="draw who holds what, and who reads what, under it")
+    devices.add_argument(
+        "--strategy", help="draw what each device holds and reads under this strategy"
+    )
     devices.add_argument(
         "--devices",
         default="auto",
-        help="those of the drawing: auto, 4, 2xcpu, cuda:0,2",
+        help="the devices of the drawing: auto, 4, 2xcpu, cuda:0,2",
     )
     devices.set_defaults(function=_devices)
     return parser, dict(commands.choices)

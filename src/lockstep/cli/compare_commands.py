@@ -26,7 +26,7 @@ def add_compare(commands: Any) -> None:
     """Options of ``compare``."""
     parser = commands.add_parser(
         "compare",
-        help="strategies side by side, measured",
+        help="measure strategies side by side",
         allow_abbrev=False,
     )
     parser.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
@@ -34,7 +34,7 @@ def add_compare(commands: Any) -> None:
     parser.add_argument(
         "--strategies",
         metavar="NAMES",
-        help="with commas between (default: single,dp,ddp,mp,pp)",
+        help="names with commas between (default: single,dp,ddp,mp,pp)",
     )
     parser.add_argument(
         "--devices",
@@ -58,7 +58,7 @@ def add_compare(commands: Any) -> None:
     parser.add_argument(
         "--no-parity",
         action="store_true",
-        help="don't hold the numbers against one device's",
+        help="don't compare the results with those of one device",
     )
     parser.add_argument(
         "--folder",
@@ -80,18 +80,18 @@ def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
         "--rounds",
         type=above_zero(int),
         default=rounds,
-        help=f"turns of each (default: {rounds})",
+        help=f"the number of turns of each one (default: {rounds})",
     )
     parser.add_argument(
         "--seconds",
         type=above_zero(float),
         default=2.0,
-        help="least seconds of each turn (default: 2)",
+        help="the length of each turn in seconds, at least (default: 2)",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="also write what was found to this file",
+        help="also write the results to this file",
     )
 
 
@@ -144,15 +144,17 @@ def add_tune(commands: Any) -> None:
     """Options of ``tune``."""
     parser = commands.add_parser(
         "tune",
-        help="try which settings make a job faster here",
+        help="find settings that make a job faster on this machine",
         allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
-    parser.add_argument("--strategy", help="try this one only (default: dp, ddp, and one device)")
+    parser.add_argument(
+        "--strategy", help="try this strategy only (default: dp, ddp, and one device)"
+    )
     parser.add_argument(
         "--devices",
         default="auto",
-        help="those that may be used (default: all accelerators or cores)",
+        help="the devices that may be used (default: all accelerators or cores)",
     )
     _add_measuring(parser, rounds=3)
     add_settings(parser)
@@ -181,19 +183,19 @@ def add_verify(commands: Any) -> None:
     """Options of ``verify``."""
     parser = commands.add_parser(
         "verify",
-        help="the same numbers as one device, or why not",
+        help="compare the results with those of one device",
         allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="never cut batches to fewer samples to save time",
+        help="take whole batches; otherwise they may have fewer samples, to save time",
     )
     parser.add_argument(
         "--json",
         metavar="FILE",
-        help="also write what was found to this file; - prints that alone",
+        help="also write every number to this file, as JSON; - prints JSON only",
     )
     add_placement(parser)
     add_settings(parser)

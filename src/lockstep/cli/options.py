@@ -71,7 +71,7 @@ def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()
         if name not in SETTINGS or name in without:
             continue
         names.append(name)
-        sentence = text.split(". ")[0].rstrip(".")
+        sentence = text.split(". ")[0].rstrip(".").replace("(None:", "(default:")
         default = getattr(Job, name, None)
         if default is not None:
             sentence += f" (default: {str(default).lower()})"
@@ -138,7 +138,7 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
         help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)",
     )
     parser.add_argument(
-        "--backend", help="of the process group (default: nccl on CUDA, gloo elsewhere)"
+        "--backend", help="the backend of the process group (default: nccl on CUDA, gloo elsewhere)"
     )
     parser.epilog = (
         "Each setting of a strategy is an option too: --strategy pp --help lists those of pp."
@@ -146,7 +146,7 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--map",
         metavar="FILE_OR_JSON",
-        help='of mp and pp, which layer is on which device: \'{"stem": 0, "layer3": 1}\' '
+        help='which layer is on which device, for mp and pp: \'{"stem": 0, "layer3": 1}\' '
         "(default: found by measuring)",
     )
     parser.set_defaults(of_strategy=())

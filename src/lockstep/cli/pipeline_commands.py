@@ -26,39 +26,39 @@ def add_partition(commands: Any) -> None:
     """Options of ``partition``."""
     parser = commands.add_parser(
         "partition",
-        help="which layers go to which device",
+        help="find which layer goes to which device",
         allow_abbrev=False,
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
         "--devices",
         default="auto",
-        help="one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)",
+        help="the devices, one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)",
     )
     parser.add_argument(
-        "--strategy", help="a product such as ddp=2xpp=2: the stages of one of its replicas"
+        "--strategy", help="a product such as ddp=2xpp=2, to find the stages of one replica"
     )
     parser.add_argument(
         "--microbatches",
         default="1",
         metavar="M",
-        help="of each global batch; auto chooses them by simulation (default: 1)",
+        help="the number of micro-batches of each global batch; auto chooses it by simulation (default: 1)",
     )
     parser.add_argument(
         "--schedule",
         default="auto",
         metavar="NAME",
-        help="where micro-batches are chosen: for this one (default: auto)",
+        help="the schedule for which the number of micro-batches is chosen (default: auto)",
     )
     parser.add_argument(
         "--estimate",
         action="store_true",
-        help="from operations and bytes, without a run",
+        help="estimate times from operations and bytes, without a run",
     )
     parser.add_argument(
         "--memory",
         metavar="SIZES",
-        help="of each device: 8GiB, or 8GiB,4GiB (default: what it has)",
+        help="the memory of each device: 8GiB, or 8GiB,4GiB (default: what the device has)",
     )
     add_settings(parser)
     parser.set_defaults(function=_partition)
@@ -131,7 +131,7 @@ def add_schedule(commands: Any) -> None:
     """Options of ``schedule``."""
     parser = commands.add_parser(
         "schedule",
-        help="a pipeline's schedule as a picture",
+        help="draw a pipeline's schedule",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -139,14 +139,14 @@ def add_schedule(commands: Any) -> None:
         type=int,
         default=4,
         metavar="N",
-        help="devices, with a stage on each (default: 4)",
+        help="the number of devices, with a stage on each (default: 4)",
     )
     parser.add_argument(
         "--microbatches",
         type=int,
         default=8,
         metavar="M",
-        help="of a global batch (default: 8)",
+        help="the number of micro-batches of a global batch (default: 8)",
     )
     parser.add_argument(
         "--schedule",
@@ -156,7 +156,7 @@ def add_schedule(commands: Any) -> None:
         "between (default: 1f1b)",
     )
     for name in ("--forward", "--backward"):
-        what = "of a stage, or of each with commas between (default: 1)"
+        what = f"the time of a stage's {name[2:]}, or one for each with commas between (default: 1)"
         parser.add_argument(
             name,
             default="1",
@@ -168,7 +168,7 @@ def add_schedule(commands: Any) -> None:
         type=float,
         default=0.0,
         metavar="TIME",
-        help="from device to device (default: 0)",
+        help="the time of a transfer from device to device (default: 0)",
     )
     parser.add_argument(
         "--words",

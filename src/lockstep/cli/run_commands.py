@@ -53,7 +53,7 @@ def add_train(commands: Any) -> None:
         "--batch-size-per-device",
         type=above_zero(int),
         metavar="N",
-        help="samples that each replica computes at once: batch-size is that x replicas x "
+        help="the number of samples that each replica computes at once: batch-size is N x replicas x "
         "accumulate",
     )
     parser.add_argument(
@@ -64,7 +64,7 @@ def add_train(commands: Any) -> None:
     parser.add_argument(
         "--audit",
         action="store_true",
-        help="write down the samples of each step: lockstep audit RUN",
+        help="record the samples of each update; lockstep audit RUN reports them",
     )
     parser.add_argument(
         "--grace",
@@ -86,14 +86,14 @@ def add_train(commands: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="start ranks of this machine that were lost again, from the last checkpoint, at most "
+        help="restart ranks of this machine that were lost, from the last checkpoint, at most "
         "N times (default: 0)",
     )
     parser.add_argument(
         "--min-devices",
         type=int,
         metavar="N",
-        help="with --restarts: go on with fewer, at least N (default: all)",
+        help="with --restarts: continue on fewer devices, at least N (default: all)",
     )
     add_settings(parser)
     parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
@@ -165,7 +165,7 @@ def add_predict(commands: Any) -> None:
     """Options of ``predict``."""
     parser = commands.add_parser(
         "predict",
-        help="a run's outputs for each sample of a dataset",
+        help="write a run's outputs for each sample of a dataset",
         allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run")
@@ -185,7 +185,7 @@ def add_predict(commands: Any) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the file where it is there already",
+        help="replace the file if it exists",
     )
     add_placement(parser)
     _add_weights(parser)
@@ -210,7 +210,7 @@ def add_export(commands: Any) -> None:
     """Options of ``export``."""
     parser = commands.add_parser(
         "export",
-        help="a run's model as a file for other programs",
+        help="write a run's model as a file for other programs",
         allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run")
@@ -222,34 +222,38 @@ def add_export(commands: Any) -> None:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="(default: in the run's folder, exported.ENDING)",
+        help="the file to write (default: exported.ENDING in the run's folder)",
     )
     parser.add_argument(
         "--dynamic",
         default="batch",
-        help="batch: of any size, lengths too; none: one shape",
+        help="batch: batches of any size and sequences of any length; none: one shape",
     )
     parser.add_argument(
-        "--dtype", help="bfloat16 or float32, what the file computes in (default: as the run)"
+        "--dtype",
+        help="the number format that the file computes in: bfloat16 or float32 (default: as the run)",
     )
-    what = "safetensors in parts of at most this size, as 5GB, with an index (default: one file)"
+    what = (
+        "write safetensors in parts of at most this size, as 5GB, with an index (default: one file)"
+    )
     parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         help=what,
     )
     parser.add_argument(
-        "--quantize", help="int8: the weights of linear layers, of onnx (default: none)"
+        "--quantize",
+        help="int8 quantizes the weights of linear layers, with onnx only (default: none)",
     )
     parser.add_argument(
         "--tolerance",
         type=above_zero(float),
-        help="largest difference (default: 1e-4; less exact: 0.1)",
+        help="the largest difference from the run (default: 1e-4; 0.1 with bfloat16 or int8)",
     )
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace the file where it is there already",
+        help="replace the file if it exists",
     )
     _add_weights(parser)
     parser.set_defaults(function=_export)
@@ -275,19 +279,19 @@ def add_checkpoints(commands: Any) -> None:
     """Options of ``checkpoints``, and of ``audit``."""
     parser = commands.add_parser(
         "checkpoints",
-        help="the checkpoints of a run",
+        help="list the checkpoints of a run",
         allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read all of them and compare their sums",
+        help="read all of them and compare their checksums",
     )
     parser.set_defaults(function=_checkpoints)
     parser = commands.add_parser(
         "audit",
-        help="which samples a run has used, and how often",
+        help="report which samples a run has used, and how often",
         allow_abbrev=False,
     )
     parser.add_argument("run", help="the folder of a run that was trained with --audit")
@@ -339,7 +343,7 @@ def _add_job_file(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=what,
     )
-    what = "run the job file that the run's folder names, though it isn't the one that was trained"
+    what = "run the job file that the run's folder names, even if it has changed since the training"
     parser.add_argument(
         "--trust-job",
         action="store_true",
@@ -351,7 +355,7 @@ def add_report(commands: Any) -> None:
     """Options of ``report``."""
     parser = commands.add_parser(
         "report",
-        help="a page of a run, or of a comparison",
+        help="make a page of a run, or of a comparison",
         allow_abbrev=False,
     )
     parser.add_argument("folder", help="the folder of a run, or of a comparison")
