@@ -46,6 +46,7 @@ from benchmarks.parallel_loss import on_device as loss_on_device
 from benchmarks.timing import HERE, Benchmark, Ratio, measured, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
+from lockstep.launch import cores
 from lockstep.launch import devices as places
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Device, accelerators, slots
@@ -280,7 +281,7 @@ def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
     """DistributedDataParallel with one rank: its buckets, hooks and copies, and nobody to send
     them to.
     """
-    cores, threads = places.usable_cores(), torch.get_num_threads()
+    here, threads = places.usable_cores(), torch.get_num_threads()
     world = World(devices=(card.device,))
     group.join(world, dist.HashStore())
 
@@ -288,7 +289,7 @@ def one_rank(card: Card, sizes: Sizes, stack: contextlib.ExitStack) -> Turns:
         group.leave(world)
         torch.set_num_threads(threads)
         with contextlib.suppress(AttributeError, OSError):
-            os.sched_setaffinity(0, cores)
+            os.sched_setaffinity(0, here)
 
     stack.callback(left)
     job = resnet_job(card, sizes, 1)
@@ -523,7 +524,7 @@ def run(
     """Measure, and keep what was found with the machine's description in gpu.json."""
     card, rows, began = Card(), list[dict[str, Any]](), time.monotonic()
     stack = contextlib.ExitStack()
-    place = places.occupied(card.device)
+    place = cores.occupied(card.device)
     with place, stack:
         for name, benchmark in measurements(card, sizes, stack).items():
             if names and name not in names:

@@ -18,8 +18,9 @@ from torch import nn
 
 import lockstep
 from benchmarks.timing import HERE
+from lockstep.launch.cores import occupied
 from lockstep.launch.device_table import machine
-from lockstep.launch.devices import Device, occupied
+from lockstep.launch.devices import Device
 from lockstep.parallel import Balanced, DataParallel, Level, ParallelLoss, largest_batch, level_of
 
 INPUTS, WIDTH, CLASSES, BATCH = 1024, 512, 50_000, 256

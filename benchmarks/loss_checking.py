@@ -20,6 +20,7 @@ from benchmarks.models import small_job
 from benchmarks.timing import HERE
 from lockstep.data import job_loader, resolve
 from lockstep.jobfile import JobFile
+from lockstep.launch import cores
 from lockstep.launch import devices as _devices
 from lockstep.launch.device_table import machine
 from lockstep.launch.world import World
@@ -78,7 +79,7 @@ def shares(
     try:
         for _ in range(rounds):
             world = World(devices=_devices.slots(2))
-            with _devices.occupied(world.device):
+            with cores.occupied(world.device):
                 step = choose("dp", world.devices).prepare(job, world)
                 loader = job_loader(job, world, resolve(job.train_data, world))
                 batches = itertools.chain.from_iterable(map(loader.epoch, itertools.count()))

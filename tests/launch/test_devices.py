@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lockstep.errors import DeviceError
-from lockstep.launch import devices
+from lockstep.launch import cores, devices
 from lockstep.launch.device_table import _ranges, table
 from lockstep.launch.devices import Device, parse, slots
 
@@ -80,7 +80,7 @@ def test_the_thread_limit_holds_in_the_thread_that_sets_it() -> None:
     seen = []
 
     def compute() -> None:
-        devices.limit_threads(Device("cpu", 0, (HERE[0],)))
+        cores.limit_threads(Device("cpu", 0, (HERE[0],)))
         seen.append(torch.get_num_threads())
 
     thread = threading.Thread(target=compute)
@@ -119,11 +119,11 @@ def test_a_limit_of_the_environment_is_respected_and_said(
     slot = Device("cpu", 0, (0, 1, 2, 3))
     before = torch.get_num_threads()
     try:
-        devices.limit_threads(slot)
+        cores.limit_threads(slot)
         assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    said = devices.note_on_threads(slot)
+    said = cores.note_on_threads(slot)
     assert said is None if note is None else said is not None and said.startswith(note)
 
 
@@ -137,7 +137,7 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
     """
     card = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
-    monkeypatch.setattr(devices, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(cores, "_SYSTEM", tmp_path)
     folder = tmp_path / "bus" / "pci" / "devices" / "0001:3b:02.0"
     folder.mkdir(parents=True)
 
@@ -146,7 +146,7 @@ def bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tupl
         found, own = [], os.sched_getaffinity
 
         def rank() -> None:
-            devices.bind((Device("cuda", 0),), ranks)
+            cores.bind((Device("cuda", 0),), ranks)
             found.append((own(0), torch.get_num_threads()))
 
         def affinity(process: int) -> set[int]:
@@ -206,7 +206,7 @@ def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="a card")
     )
-    assert devices.near(Device("cuda", 0)) == HERE
+    assert cores.near(Device("cuda", 0)) == HERE
 
 
 def test_the_inventory_names_the_cores() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lockstep.checkpoint.safe_file import write_tensors
+from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.tensors.digest import digest
 from lockstep.verify.measures import row_ids
 

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.safe_file import sha256_of
+from lockstep.checkpoint.checksummed_file import sha256_of
 from lockstep.errors import FolderError, first_line
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.new_file import opened_new

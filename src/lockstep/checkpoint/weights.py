@@ -16,8 +16,13 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from lockstep.checkpoint.checksummed_file import (
+    bytes_of,
+    could_not_write,
+    in_file_order,
+    write_tensors,
+)
 from lockstep.checkpoint.folder import CheckpointFolder
-from lockstep.checkpoint.safe_file import bytes_of, could_not_write, in_file_order, write_tensors
 from lockstep.errors import FolderError
 from lockstep.tensors.array_file import SAFETENSORS_TYPES
 from lockstep.tensors.pytree import is_lazy

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.checksummed_file import could_not_write, write_tensors
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index, Rows, part_name, shared_out, table_of
-from lockstep.checkpoint.safe_file import could_not_write, write_tensors
 from lockstep.errors import SaveError
 from lockstep.launch.world import World
 from lockstep.tensors.new_file import opened_new

@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.data.fetch import base_of
 from lockstep.errors import JobError, LockstepError, Lost
-from lockstep.launch.devices import bound_by_launcher, usable_cores
+from lockstep.launch.cores import bound_by_launcher
+from lockstep.launch.devices import usable_cores
 from lockstep.launch.world import World
 from lockstep.run.stop_request import GRACE
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from lockstep.checkpoint.safe_file import write_tensors
+from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.checkpoint.weights import TREE, refuse_damaged
 from lockstep.errors import FolderError, InputError, NotEqual, told
 

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import InputError
-from lockstep.launch import devices as _devices
+from lockstep.launch import cores as _cores
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import DataShare, Layout
 from lockstep.launch.observer import Observer, StallCheck, observed
-from lockstep.launch.processes.meeting import Meeting
+from lockstep.launch.processes.rank_agreement import Meeting
 from lockstep.run import stop_request
 
 P = ParamSpec("P")
@@ -314,7 +314,7 @@ def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[Wor
     world = World(devices=devices, folder=folder)
     before = enter(world)
     try:
-        with _devices.occupied(place_of(devices)), world.at_end:
+        with _cores.occupied(place_of(devices)), world.at_end:
             yield world
     finally:
         enter(before)

@@ -34,7 +34,8 @@ from typing import Any
 import torch
 
 from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
-from lockstep.launch.devices import Device, occupied
+from lockstep.launch.cores import occupied
+from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Setup
 from lockstep.launch.processes.failure_records import Death, Record, caused, ending, reason
 from lockstep.launch.processes.modes import Modes

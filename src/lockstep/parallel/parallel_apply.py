@@ -15,7 +15,8 @@ import torch
 
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
-from lockstep.launch.devices import Device, Devices, occupied
+from lockstep.launch.cores import occupied
+from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
 from lockstep.tensors import pytree
 from lockstep.threads import random_streams

@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import torch
 
-from lockstep.launch.devices import Device, limit_threads, usable_cores
+from lockstep.launch.cores import limit_threads
+from lockstep.launch.devices import Device, usable_cores
 from lockstep.threads.thread_pool import ThreadPool
 
 T = TypeVar("T")

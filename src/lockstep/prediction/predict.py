@@ -27,7 +27,7 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from lockstep.checkpoint.safe_file import write_tensors
+from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
 from lockstep.errors import InputError, LockstepError, OutOfMemory, told

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, mixed
-from lockstep.launch.devices import Device, occupied
+from lockstep.launch.cores import occupied
+from lockstep.launch.devices import Device
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number

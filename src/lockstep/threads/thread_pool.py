@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.errors import InputError
-from lockstep.launch import devices as _devices
+from lockstep.launch import cores
 from lockstep.launch.devices import Device
 from lockstep.launch.hang_report import is_watched, report_after, threads_line
 from lockstep.threads.thread_context import Caller
@@ -289,8 +289,8 @@ def _work(
     try:
         # A thread's first question sets its limit to the process's, over one set before.
         torch.get_num_threads()
-        _devices.settle(device)
-        _devices.pin(device)
+        cores.settle(device)
+        cores.pin(device)
     except BaseException as failure:
         ready.put(failure)
         return

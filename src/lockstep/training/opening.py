@@ -12,7 +12,7 @@ from lockstep.data import change_of, is_stream, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
-from lockstep.launch.devices import note_on_threads
+from lockstep.launch.cores import note_on_threads
 from lockstep.model.precision import note_on_precision
 from lockstep.run.events import Line
 from lockstep.tensors.rows import share_sizes

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from lockstep.data import is_stream
 from lockstep.job import Job
-from lockstep.launch import devices as _devices
+from lockstep.launch import cores
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World, place_of
@@ -69,8 +69,8 @@ def _as_single(world: World, devices: tuple[Device, ...]) -> Iterator[None]:
         stack.callback(_world.enter, before)
         if place.is_slot and hasattr(os, "sched_getaffinity"):
             stack.callback(os.sched_setaffinity, 0, os.sched_getaffinity(0))
-            _devices.pin(place)
-            stack.enter_context(_devices.occupied(place))
+            cores.pin(place)
+            stack.enter_context(cores.occupied(place))
         yield
 
 

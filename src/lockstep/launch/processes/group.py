@@ -10,7 +10,7 @@ import datetime
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from lockstep.launch import devices
+from lockstep.launch import cores
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World, enter, place_of
 
@@ -32,7 +32,7 @@ def join(
     """
     device = world.device
     place = place_of(world.devices)
-    devices.settle(place)
+    cores.settle(place)
     world.backend = backend or default_backend(device)
     patience = datetime.timedelta(seconds=timeout)
     store.set_timeout(patience)
@@ -50,8 +50,8 @@ def join(
         device_id=device.torch if is_bound else None,
     )
     world.barrier()
-    devices.pin(place)
-    devices.bind(world.devices, world.local_size)
+    cores.pin(place)
+    cores.bind(world.devices, world.local_size)
     enter(world)
 
 
@@ -59,7 +59,7 @@ def adopt(world: World) -> None:
     """Make ``world`` the current one in a process group that somebody else has made, and will
     leave.
     """
-    devices.settle(place_of(world.devices))
+    cores.settle(place_of(world.devices))
     backend = str(dist.get_backend())
     world.backend = "gloo" if world.device.is_slot and "gloo" in backend else backend
     world.own_group = False

@@ -26,7 +26,7 @@ import numpy
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from lockstep.errors import InputError
-from lockstep.launch import devices as _devices
+from lockstep.launch import cores
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.processes import group
@@ -200,7 +200,7 @@ def _work(fn: Callable[..., Any], args: tuple[Any, ...], context: WorkerContext)
     global _worker
     # It isn't pinned to the cores of its slot, as ranks are: it has no equals to be in step with,
     # and the caller, whose thread also computes, takes now the one core and now the other.
-    _devices.settle(context.device)
+    cores.settle(context.device)
     _world.enter(World(devices=(context.device,)))
     _worker = context
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # it is alone, whatever its caller is

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.data import Part, job_loader, resolve
 from lockstep.job import Job
-from lockstep.launch.devices import Device, occupied
+from lockstep.launch.cores import occupied
+from lockstep.launch.devices import Device
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model

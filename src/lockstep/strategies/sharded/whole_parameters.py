@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import InputError, RunError, StrategyError
-from lockstep.launch.processes.meeting import END_OF_CALLBACKS
+from lockstep.launch.processes.rank_agreement import END_OF_CALLBACKS
 from lockstep.launch.world import World
 from lockstep.model.build import differing_tensors
 from lockstep.model.hooks import is_hooked

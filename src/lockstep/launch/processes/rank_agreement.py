@@ -1,4 +1,4 @@
-"""A meeting of the ranks, by the store of the process group: who comes late is named.
+"""Whether all ranks call the same: they meet by the store of the process group, which names late ones.
 
 It is for what a person calls, perhaps on one rank only: a collective that some ranks don't come to
 would end the process, or be taken for another one.
