@@ -14,12 +14,12 @@ from lockstep.launch import devices as _devices
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Devices
-from lockstep.launch.lost_ranks import LostRanks
 from lockstep.launch.placement import check_backend
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.stop_request import GRACE, StopRequest
 from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
+from lockstep.training.lost_ranks import LostRanks
 from lockstep.training.restarts import after_error, check_restarts, with_restarts
 from lockstep.training.resume import as_it_went, run_to_resume
 from lockstep.training.run import Run

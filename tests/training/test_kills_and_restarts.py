@@ -27,10 +27,10 @@ from lockstep.cli.command import main
 from lockstep.errors import DeviceError, FolderError, InputError, RankFailed, SaveError
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import slots
-from lockstep.launch.lost_ranks import LostRanks
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.terminal import Display
 from lockstep.training import restarts
+from lockstep.training.lost_ranks import LostRanks
 from lockstep.training.records.audit import added_up
 from lockstep.training.resume import newest_of
 

@@ -11,12 +11,12 @@ from typing import Any
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.errors import FolderError, InputError, LockstepError, Lost, StrategyError, told
 from lockstep.launch.devices import Device
-from lockstep.launch.lost_ranks import LostRanks
 from lockstep.launch.placement import needs_one_process, on_devices
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy
 from lockstep.training.loop import train_on
+from lockstep.training.lost_ranks import LostRanks
 from lockstep.training.setup import Plan
 
 
