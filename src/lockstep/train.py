@@ -19,8 +19,7 @@ from lockstep.run.run_folder import RunFolder
 from lockstep.run.stop_request import GRACE, StopRequest
 from lockstep.run.terminal import Display
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.training.lost_ranks import LostRanks
-from lockstep.training.restarts import after_error, check_restarts, with_restarts
+from lockstep.training.restarts import LostRanks, after_error, check_restarts, with_restarts
 from lockstep.training.resume import as_it_went, run_to_resume
 from lockstep.training.run import Run
 from lockstep.training.setup import Plan

@@ -30,8 +30,8 @@ from lockstep.launch.devices import slots
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.terminal import Display
 from lockstep.training import restarts
-from lockstep.training.lost_ranks import LostRanks
 from lockstep.training.records.audit import added_up
+from lockstep.training.restarts import LostRanks
 from lockstep.training.resume import newest_of
 
 from harness import same_bits  # isort: skip
