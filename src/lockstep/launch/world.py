@@ -146,7 +146,7 @@ class World:
 
     def __setattr__(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
-        if name == "step":
+        if name == "step" and self._board is not None:
             self.announce(value)
 
     def beat(self) -> None:

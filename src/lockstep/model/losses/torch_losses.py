@@ -82,7 +82,10 @@ class SummedMean:
         if self._mean is not None:
             # A person may change a weight or a smoothing between steps.
             given = {**vars(self._mean), **self._mean._buffers}
-        options = {name: given[name] for name in self._rule.options if name in given}
+        options: dict[str, Any] = {}
+        for name in self._rule.options:
+            if name in given:
+                options[name] = given[name]
         if outputs.dtype in HALF:
             outputs = outputs.float()
             targets = targets.float() if targets.dtype in HALF else targets
