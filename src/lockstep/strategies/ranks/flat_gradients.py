@@ -23,6 +23,9 @@ from torch import nn
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Number
 
+Format = tuple[torch.dtype, torch.device]
+"""The number format of parameters, and their device."""
+
 _COUNTS = (torch.float32, torch.float64)
 """Formats that can hold a count."""
 
@@ -46,49 +49,61 @@ class FlatGradients:
         numbers: int,
         sparse: Collection[int] = (),
     ) -> None:
-        self._parameters = parameters
-        self._numbers = numbers
-        self._sparse = [i for i, p in enumerate(parameters) if id(p) in sparse]
+        self._by_format: dict[Format, list[nn.Parameter]] = defaultdict(list)
+        for p in parameters:
+            self._by_format[p.dtype, p.device].append(p)
+        self._beside = self._format_beside()
+
+        self._parameters: list[nn.Parameter] = []
+        for members in self._by_format.values():
+            self._parameters += members
+        self._sparse = [p for p in self._parameters if id(p) in sparse]
+        rows = map(len, self._sparse)
+        self._sizes_beside = [len(parameters), *rows, numbers]
         self._make_buffers()
 
-    def _make_buffers(self) -> None:
-        """Make the buffers, and views of them in the parameters' shapes."""
-        by_format: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
-        for i, p in enumerate(self._parameters):
-            by_format[p.dtype, p.device].append(i)
-        can_count = [key for key in by_format if key[0] in _COUNTS]
-        if not can_count:
-            can_count = [(torch.float64, self._parameters[0].device)]
-        members_beside = by_format[can_count[0]]
+    def _format_beside(self) -> Format:
+        """Choose the buffer of the sums beside the gradients, and add one where none can count."""
+        for key in self._by_format:
+            dtype, _ = key
+            if dtype in _COUNTS:
+                return key
+        _, device = next(iter(self._by_format))
+        key = torch.float64, device
+        self._by_format[key] = []
+        return key
 
-        self._views: list[torch.Tensor] = [torch.empty(0)] * len(self._parameters)
-        rows = [len(self._parameters[i]) for i in self._sparse]
-        sizes = [len(self._parameters), *rows, self._numbers]
+    def _make_buffers(self) -> None:
+        """Make a buffer for each format, and views of it in the parameters' shapes."""
         self._buffers: list[torch.Tensor] = []
-        for (dtype, device), members in by_format.items():
-            size = sum(self._parameters[i].numel() for i in members)
-            if members is members_beside:
-                size += sum(sizes)
-            buffer = torch.zeros(size, dtype=dtype, device=device)
-            self._buffers.append(buffer)
-            end = self._view(buffer, members)
-            if members is members_beside:
-                self._used, *self._rows, self._sums = torch.split(buffer[end:], sizes)
+        self._views: list[torch.Tensor] = []
+        for key, members in self._by_format.items():
+            self._make_buffer(key, members)
         self._holders = self._count_holders()
 
-    def _view(self, buffer: torch.Tensor, members: list[int]) -> int:
-        """Make the views of a buffer for some parameters, and return where the last one ends."""
-        offset = 0
-        for i in members:
-            p = self._parameters[i]
-            self._views[i] = _view_like(buffer, offset, p)
-            offset += p.numel()
-        return offset
+    def _make_buffer(self, key: Format, members: list[nn.Parameter]) -> None:
+        """Make the buffer of some parameters, and of the sums beside them where it has those."""
+        sizes = [p.numel() for p in members]
+        if key == self._beside:
+            sizes += self._sizes_beside
+        dtype, device = key
+        buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self._buffers.append(buffer)
+
+        pieces = torch.split(buffer, sizes)
+        for p, piece in zip(members, pieces, strict=False):
+            view = _view_like(piece, p)
+            self._views.append(view)
+        if key == self._beside:
+            self._used, *self._rows, self._sums = pieces[len(members) :]
 
     def _count_holders(self) -> list[int]:
         """Count the tensors that have the memory of each buffer."""
-        storages = [buffer.untyped_storage() for buffer in self._buffers]
-        return [torch._C._storage_Use_Count(storage._cdata) for storage in storages]
+        counts = []
+        for buffer in self._buffers:
+            storage = buffer.untyped_storage()
+            counts.append(torch._C._storage_Use_Count(storage._cdata))
+        return counts
 
     def sum_over(self, world: World, numbers: Sequence[Number]) -> Iterable[Number]:
         """Sum every ``parameter.grad``, and the numbers beside them, over the ranks.
@@ -102,14 +117,14 @@ class FlatGradients:
         """
         if self._count_holders() != self._holders:
             self._make_buffers()
-        here = [p.grad is not None for p in self._parameters]
-        is_complete = all(here)
+        used = [p.grad is not None for p in self._parameters]
+        is_complete = all(used)
         if is_complete:
             self._used.fill_(1.0)
         else:
             for buffer in self._buffers:
                 buffer.zero_()
-            self._used.copy_(torch.tensor(here))
+            self._used.copy_(torch.tensor(used))
         self._fill()
         for i, number in enumerate(numbers):
             self._sums[i] = number
@@ -117,13 +132,9 @@ class FlatGradients:
         for buffer in self._buffers:
             world.all_reduce(buffer)
 
-        used = here
         if not is_complete:
             used = (self._used > 0).tolist()
-        for p, view, is_used in zip(self._parameters, self._views, used, strict=True):
-            p.grad = view.detach() if is_used else None
-        for i, rows in zip(self._sparse, self._rows, strict=True):
-            _make_sparse(self._parameters[i], rows)
+        self._show(used)
         if self._sums.is_cpu:
             return self._sums.tolist()
         return self._sums.clone()
@@ -133,13 +144,27 @@ class FlatGradients:
         views = []
         grads = []
         for p, view in zip(self._parameters, self._views, strict=True):
-            if p.grad is not None:
-                views.append(view)
-                grads.append(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            grad = p.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                grad = grad.to_dense()
+            views.append(view)
+            grads.append(grad)
         if grads:
             torch._foreach_copy_(views, grads)
-        for i, rows in zip(self._sparse, self._rows, strict=True):
-            _note_rows(self._parameters[i].grad, rows)
+        for p, rows in zip(self._sparse, self._rows, strict=True):
+            _note_rows(p.grad, rows)
+
+    def _show(self, used: list[bool]) -> None:
+        """Give the parameters that any rank used their gradients in the buffers."""
+        for p, view, is_used in zip(self._parameters, self._views, used, strict=True):
+            if is_used:
+                p.grad = view.detach()
+            else:
+                p.grad = None
+        for p, rows in zip(self._sparse, self._rows, strict=True):
+            _make_sparse(p, rows)
 
 
 def _note_rows(grad: torch.Tensor | None, rows: torch.Tensor) -> None:
@@ -148,7 +173,8 @@ def _note_rows(grad: torch.Tensor | None, rows: torch.Tensor) -> None:
         rows.zero_()
     elif grad.is_sparse:
         rows.zero_()
-        rows[grad._indices()[0].to(rows.device)] = 1.0
+        indices = grad._indices()[0]
+        rows[indices.to(rows.device)] = 1.0
     else:
         rows.fill_(1.0)
 
@@ -161,22 +187,25 @@ def _make_sparse(p: nn.Parameter, rows: torch.Tensor) -> None:
     if p.grad is None:
         return
     indices = rows.nonzero().T.to(p.device)
+    values = p.grad[indices[0]]
     p.grad = torch.sparse_coo_tensor(
         indices,
-        p.grad[indices[0]],
+        values,
         p.shape,
         is_coalesced=True,
         check_invariants=False,
     )
 
 
-def _view_like(buffer: torch.Tensor, offset: int, parameter: nn.Parameter) -> torch.Tensor:
+def _view_like(piece: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
     """Return a piece of the buffer in the parameter's shape and memory layout.
 
     PyTorch's fused optimizers on CPU go through parameter and gradient by address, and silently
     take the wrong elements where the layouts differ (torch 2.13, ``channels_last``).
     """
-    is_dense = torch.empty_like(parameter).stride() == parameter.stride()
+    shape = parameter.shape
+    strides = parameter.stride()
+    is_dense = torch.empty_like(parameter).stride() == strides
     if is_dense:  # its strides fit in numel elements
-        return torch.as_strided(buffer, parameter.shape, parameter.stride(), offset)
-    return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+        return torch.as_strided(piece, shape, strides)
+    return piece.view(shape)

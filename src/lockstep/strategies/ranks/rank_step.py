@@ -23,7 +23,7 @@ from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.followed_buffers import FollowedBuffers, take_first
 from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.steps.update_result import flattened, nested
+from lockstep.strategies.steps.update_result import nested
 from lockstep.tensors.rows import share_sizes
 from lockstep.threads.replica_collectives import RankExchange
 from lockstep.threads.sync_batchnorm import synchronise
@@ -33,6 +33,10 @@ class RankStep(Step):
     """One of several ranks, each with a local batch.
 
     Args:
+        model: this rank's replica, or what it has of the model.
+        optimizer: of the parameters that this rank has.
+        job: how an update is computed.
+        world: the ranks.
         exchange: between the batch norms of the ranks; None where they aren't synchronised.
         stages: of the model, where it has several.
 
@@ -73,24 +77,29 @@ class RankStep(Step):
     def _begin_exchange(self, part: Part) -> None:
         """Let the batch norms of the ranks that have samples of a micro-batch exchange theirs."""
         if self._exchange is not None:
-            self._exchange.begin(min(part.of, self.world.size))
+            parties = min(part.of, self.world.size)
+            self._exchange.begin(parties)
 
     @phase("communicating", "reduce")
     def _sum_over_ranks(self, loss: Loss) -> Loss:
         """Sum gradients, total, count and parts, and how many ranks were asked to stop."""
         names = self.part_names.of(loss)
-        parts = {name: loss.parts.get(name, (0.0, 0)) for name in names}
-        numbers = flattened([Loss(*loss, parts)])
         stops = self.world.asked_to_stop()
-        asked, *sums = self.reducer.sum(self.trained.values, [stops, *numbers])
+        numbers = [stops, *loss]
+        for name in names:
+            numbers += loss.parts.get(name, (0.0, 0))
+
+        asked, *sums = self.reducer.sum(self.trained.values, numbers)
         self.checks.agree_to_stop(asked)
         return nested(iter(sums), names)
 
     def _end_parts(self, batch: Batch) -> None:
         """Give a rank that had no sample what forward wrote on the others; look for more."""
-        if any(0 < part.of < self.world.size for part in batch.parts):
-            self.share_buffers()
-        elif self.is_checked:
+        for part in batch.parts:
+            if 0 < part.of < self.world.size:
+                self.share_buffers()
+                return
+        if self.is_checked:
             self._buffers.look()
 
     def share_buffers(self) -> None:
@@ -125,20 +134,40 @@ class RankStep(Step):
 
     def _follow_flags(self, name: str) -> None:
         if self.world.size > 1:
-            what = "frozen" if not self.trained.held[name].requires_grad else "trained"
+            is_trained = self.trained.held[name].requires_grad
+            what = "trained" if is_trained else "frozen"
             self.world.meet(f'a change of the model (parameter "{name}" is {what} now)')
         super()._follow_flags(name)
 
     def _refuse_gaps(self, here: list[bool]) -> None:
-        if self._exchange is not None:
-            raise InputError(
-                f"sync_batchnorm: rank {here.index(False)} has no sample and a later rank has; "
-                "give samples to the first ranks first, as lockstep.batches does"
-            )
+        """Refuse a rank without samples before one with some, where batch norms are synchronised.
+
+        The groups of ranks that exchange statistics are those of the first ranks.
+
+        Args:
+            here: whether each rank has a sample.
+
+        Raises:
+            InputError: batch norms are synchronised.
+        """
+        if self._exchange is None:
+            return
+        empty = here.index(False)
+        raise InputError(
+            f"sync_batchnorm: rank {empty} has no sample and a later rank has; "
+            "give samples to the first ranks first, as lockstep.batches does"
+        )
 
 
 def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | None:
     """Let batch norms normalise over all ranks, where the job asks for that.
+
+    Every rank calls this, since groups of ranks are made.
+
+    Args:
+        model: this rank's; its batch norms exchange their statistics from now on.
+        job: asks for it by ``sync_batchnorm``.
+        world: the ranks.
 
     Returns:
         What the batch norms exchange their statistics through.
@@ -170,9 +199,13 @@ def _sizes_of_microbatches(job: Recipe) -> list[int]:
     """Find the sizes of the micro-batches of a training, as far as its data are known."""
     if not isinstance(job, Job):
         return []
+    of_batches = [job.batch_size]
+    if hasattr(job.train_data, "__len__"):
+        last = len(job.train_data) % job.batch_size
+        if last:
+            of_batches.append(last)
     sizes: set[int] = set()
-    last = len(job.train_data) % job.batch_size if hasattr(job.train_data, "__len__") else 0
-    for size in (job.batch_size, last):
-        if size:
-            sizes.update(share_sizes(size, min(job.accumulate, size)))
+    for size in of_batches:
+        parts = min(job.accumulate, size)
+        sizes.update(share_sizes(size, parts))
     return sorted(sizes)
