@@ -17,12 +17,22 @@ from lockstep.tensors.pytree import graph_nodes
 
 
 def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module:
-    """Copy a model, with parameters of its own, which may share the storage of the first one's."""
+    """Copy a model, with parameters of its own, which may share the storage of the first one's.
+
+    Args:
+        model: the model.
+        device: of the copy.
+        shares: whether the storage of the parameters is shared, else it is copied to the device.
+
+    Raises:
+        StrategyError: the copy has other parameters, or a tensor of the model is computed from some.
+        JobError: the model can't be copied.
+    """
     memo: dict[int, Any] = {}
     for p in model.parameters():
         storage = p.detach() if shares else p.detach().to(device.torch, copy=True)
         memo[id(p)] = nn.Parameter(storage, requires_grad=p.requires_grad)
-    mine = {id(p) for p in memo.values()}
+    mine = set(memo.values())
 
     try:
         made = copy.deepcopy(model, memo)
@@ -34,7 +44,7 @@ def copied_model(model: nn.Module, device: Device, *, shares: bool) -> nn.Module
             f"model: it can't be copied for {device}: {type(error).__name__}: {error}; ddp builds "
             "it afresh"
         ) from error
-    if any(id(p) not in mine for p in made.parameters()):
+    if not mine.issuperset(made.parameters()):
         raise StrategyError(
             "dp: a copy of the model has parameters of its own (TorchScript?); take ddp, which "
             "builds it afresh"

@@ -18,11 +18,11 @@ class Replica:
 
     Args:
         model: on the device.
-        device: where it computes.
+        device: where the model computes.
         shares_storage: whether all replicas share the storage of the parameters.
 
     Attributes:
-        model: see above.
+        model: as given.
         parameters: of the model.
         generator: draws its random numbers; None on accelerators, which have one each.
     """
@@ -37,7 +37,13 @@ class Replica:
         self._buffers = buffers_of(model)
 
     def seed(self, key: int) -> None:
-        """Begin the random stream."""
+        """Begin the random stream of the replica.
+
+        Compiled code on CPU devices has none of its own; all draw from the shared generator.
+
+        Args:
+            key: a seed.
+        """
         if self.generator is not None:
             self.generator.manual_seed(key)
         elif not self._device.is_slot:
@@ -50,7 +56,7 @@ class Replica:
 
     @torch.no_grad()
     def follow(self, first: Replica, *, statistics: bool) -> None:
-        """Become equal to the first replica.
+        """Become equal to the first replica, in parameters and in what `follow_modes` takes.
 
         Args:
             first: the first replica.
@@ -63,25 +69,45 @@ class Replica:
             if self._shares_storage and q.data_ptr() != p.data_ptr():
                 q.data = p.data  # somebody gave the parameter other storage
         if not self._shares_storage:
-            pairs = zip(first.parameters, self.parameters, strict=True)
-            mine = dict[torch.Tensor, nn.Parameter](pairs)
-            for some, copies in moved_in_buckets(first.parameters, self._device.torch):
-                torch._foreach_copy_([mine[p] for p in some], copies)
+            self._copy_parameters(first)
+
+    def _copy_parameters(self, first: Replica) -> None:
+        """Copy the values of the first replica's parameters to this replica's device."""
+        pairs = zip(first.parameters, self.parameters, strict=True)
+        of_first = dict[torch.Tensor, torch.Tensor](pairs)
+        for some, copies in moved_in_buckets(first.parameters, self._device.torch):
+            mine = [of_first[p] for p in some]
+            torch._foreach_copy_(mine, copies)
 
     @torch.no_grad()
     def follow_modes(self, first: Replica, *, statistics: bool = False) -> None:
-        """Take over the attributes, the mode among them, and the buffers that act."""
+        """Take over the attributes, the mode among them, and the buffers that act.
+
+        Args:
+            first: the first replica.
+            statistics: whether running statistics are taken that don't act, too.
+        """
         follow_settings(self._modules, first._modules)
-        for (module, name), (mine, _) in zip(first._buffers, self._buffers, strict=True):
+        for place, (mine, _) in zip(first._buffers, self._buffers, strict=True):
+            module, name = place
             # Running statistics act in evaluation only, so they may differ in training.
-            if statistics or not (isinstance(module, NORMS) and module.training):
-                # Always: batch norm's own kernels write without changing a buffer's version.
-                self._copy_buffer(module._buffers[name], mine, name)
+            if module.training and not statistics and isinstance(module, NORMS):
+                continue
+            # Always: batch norm's own kernels write without changing a buffer's version.
+            self._copy_buffer(module._buffers[name], mine, name)
 
     def _copy_buffer(self, value: torch.Tensor | None, module: nn.Module, name: str) -> None:
+        """Copy the value of a buffer of the first replica, which may have got another shape.
+
+        Args:
+            value: of the first replica's buffer.
+            module: of this replica.
+            name: the buffer's name in the module.
+        """
         assert value is not None
         target = module._buffers[name]
         if target is not None and target.shape == value.shape:
             target.copy_(value, non_blocking=True)
         else:
-            module._buffers[name] = value.clone().to(self._device.torch)
+            copied = value.clone()
+            module._buffers[name] = copied.to(self._device.torch)

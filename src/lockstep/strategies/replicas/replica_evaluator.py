@@ -32,7 +32,9 @@ class ReplicaEvaluator(Evaluator):
         first = self._step.world.device.torch
         found = []
         for outputs, targets, loss in super().results(batch):
-            found.append((to_device(outputs, first), to_device(targets, first), loss))
+            outputs = to_device(outputs, first)
+            targets = to_device(targets, first)
+            found.append((outputs, targets, loss))
         return found
 
     def of_each(
@@ -40,27 +42,40 @@ class ReplicaEvaluator(Evaluator):
         function: Callable[[nn.Module, Part], T],
         batch: Batch,
     ) -> list[tuple[Part, T]]:
-        """Call a function for each replica that has samples of a batch, in its thread."""
+        """Call a function for each replica that has samples of a batch, in its thread.
+
+        Returns:
+            The samples, on the device of the replica, and what the function made of them, for each
+            of these replicas.
+        """
         replicas = self._step.copies
-        parts = [share[0] for share in self._step.scatter(batch)]
+        shares = self._step.scatter(batch)
 
         def compute(i: int) -> tuple[Part, T]:
-            return parts[i], function(replicas.all[i].model, parts[i])
+            part = shares[i][0]
+            model = replicas.all[i].model
+            return part, function(model, part)
 
-        if not self._has_computed:
-            replicas.refuse_changes()
-        found = replicas.run(compute, [i for i, part in enumerate(parts) if part.size])
-        if not self._has_computed:
-            replicas.note_structure()  # the first forward may have registered hooks, in each
-            self._has_computed = True
+        busy = [i for i, share in enumerate(shares) if share[0].size]
+        if self._has_computed:
+            return replicas.run(compute, busy)
+
+        replicas.refuse_changes()
+        found = replicas.run(compute, busy)
+        replicas.note_structure()  # the first forward may have registered hooks, in each
+        self._has_computed = True
         return found
 
     def gathered(self, part: Part) -> tuple[Any, Loss]:
         """Gather outputs on the first device, and add up the losses of all replicas."""
         refuse_uncut(part.inputs, part.targets, part.size)
-        results = self.results(Batch([part], part.size, 0, 0))
-        outputs = [result[0] for result in results]
-        loss = added([result[2] for result in results], self._step.home)
+        batch = Batch([part], part.size, 0, 0)
+        outputs = []
+        losses = []
+        for of_replica, _, loss in self.results(batch):
+            outputs.append(of_replica)
+            losses.append(loss)
+        loss = added(losses, self._step.home)
         if len(outputs) == 1:
             return outputs[0], loss
         return gather(outputs, self._step.world.device), loss

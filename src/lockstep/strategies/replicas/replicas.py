@@ -47,7 +47,8 @@ class Replicas:
         self.all = [Replica(model, devices[0], shares_storage=shares)]
         for device in devices[1:]:
             copied = copied_model(model, device, shares=shares)
-            self.all.append(Replica(copied, device, shares_storage=shares))
+            replica = Replica(copied, device, shares_storage=shares)
+            self.all.append(replica)
         self.pool = ThreadPool(devices)
         self._home = devices[0].torch
         self._first, *self._others = self.all
@@ -58,6 +59,12 @@ class Replicas:
 
     def run(self, function: Callable[[int], T], numbers: Iterable[int]) -> list[T]:
         """Call a function with the number of each of these replicas, in its thread.
+
+        Random numbers come from the stream of the replica meanwhile.
+
+        Args:
+            function: is called in all threads at the same time.
+            numbers: of the replicas; the others sit out.
 
         Returns:
             What it returned, in order.
@@ -127,24 +134,38 @@ class Replicas:
         self.pool.run([functools.partial(self._add_span, *span) for span in self._spans])
 
     def _add_span(self, start: int, end: int) -> None:
+        """Add the gradients of the copies for the parameters from ``start`` to ``end``."""
         mine = self._first.parameters[start:end]
         for replica in self._others:
+            theirs = replica.parameters[start:end]
             parameters = []
             grads = []
-            for p, q in zip(mine, replica.parameters[start:end], strict=True):
+            for p, q in zip(mine, theirs, strict=True):
                 if q.grad is not None:
                     parameters.append(p)
                     grads.append(q.grad)
             if self.share_storage:
                 _add(parameters, grads)
-                continue
-            of = dict(zip(grads, parameters, strict=True))
-            for some, copies in moved_in_buckets(grads, self._home):
-                _add([of[grad] for grad in some], copies)
+            else:
+                self._add_moved(parameters, grads)
+
+    def _add_moved(self, parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
+        """Add gradients of another device to those that parameters have."""
+        by_grad = dict(zip(grads, parameters, strict=True))
+        for some, copies in moved_in_buckets(grads, self._home):
+            mine = [by_grad[grad] for grad in some]
+            _add(mine, copies)
 
 
 def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
-    """Add gradients to those that parameters have."""
+    """Add gradients to those that parameters have.
+
+    A sparse gradient is added to a new tensor, since the sum may have other rows.
+
+    Args:
+        parameters: some of the model's.
+        grads: a gradient for each of them, on the device of the parameter.
+    """
     sums: list[torch.Tensor] = []
     added: list[torch.Tensor] = []
     for p, grad in zip(parameters, grads, strict=True):
@@ -160,8 +181,22 @@ def _add(parameters: list[nn.Parameter], grads: list[torch.Tensor]) -> None:
 
 
 def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, int]]:
-    """Cut the list of parameters in spans of about equal numbers of trained elements."""
-    sizes = [p.numel() if p.requires_grad else 0 for p in parameters]
-    done = list(itertools.accumulate(sizes, initial=0))
-    cuts = [bisect.bisect_left(done, done[-1] * i / pieces) for i in range(pieces)]
-    return list(itertools.pairwise([*cuts, len(parameters)]))
+    """Cut the list of parameters in spans of about equal numbers of trained elements.
+
+    Args:
+        parameters: in their order.
+        pieces: the number of spans, some of which may be empty.
+
+    Returns:
+        For each span, the number of the first parameter, and of the one after the last.
+    """
+    done = [0]
+    for p in parameters:
+        size = p.numel() if p.requires_grad else 0
+        done.append(done[-1] + size)
+    cuts = []
+    for i in range(pieces):
+        wanted = done[-1] * i / pieces
+        cuts.append(bisect.bisect_left(done, wanted))
+    cuts.append(len(parameters))
+    return list(itertools.pairwise(cuts))
