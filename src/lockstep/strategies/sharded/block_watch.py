@@ -72,8 +72,21 @@ class BlockWatch:
         self._register(model, rest, "the model", len(shards.blocks) + 1)
         model.register_forward_hook(lambda *_: self.order.come_to("its end", 0))
 
-    def _register(self, block: nn.Module, modules: set[nn.Module], name: str, number: int) -> None:
-        """Register hooks on a block that gathers the parameters of these modules."""
+    def _register(
+        self,
+        block: nn.Module,
+        modules: set[nn.Module],
+        name: str,
+        number: int,
+    ) -> None:
+        """Register hooks on a block.
+
+        Args:
+            block: the block, or the model.
+            modules: those whose parameters the block gathers.
+            name: what messages call the block.
+            number: of the block, the same on all ranks.
+        """
         places: Places = []
         for of_model in self._shards.cut:
             for module, key in self._shards.places[of_model]:
@@ -113,14 +126,16 @@ class BlockWatch:
                 return
             for holder, key, name in places:
                 p = holder._parameters[key]
-                if p is not None and p.requires_grad and id(p) not in watched:
-                    watched.add(id(p))
-                    note = functools.partial(self._note_gradient, name)
-                    p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+                if p is None or not p.requires_grad or id(p) in watched:
+                    continue
+                watched.add(id(p))
+                note = functools.partial(self._note_gradient, name)
+                p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
         return hook
 
     def _note_gradient(self, name: str, p: torch.Tensor) -> None:
+        """Note that a parameter of this name got a gradient, unless it is a stand-in's."""
         if "stand-in" not in _computing:
             self.used.add(name)
 
@@ -129,10 +144,17 @@ class BlockWatch:
         """Give the shards what a block's forward has written to gathered parameters."""
         for module, key, name in places:
             if name in self.written:
-                self._shards.local[name].copy_(self._shards.part(name, module._parameters[key]))
+                whole = module._parameters[key]
+                part = self._shards.part(name, whole)
+                self._shards.local[name].copy_(part)
 
     def _holds_outputs(self, name: str, places: Places) -> Callable[..., Any]:
-        """Return a hook on a block's outputs, whose backward gathers the block's parameters."""
+        """Return a hook on a block's outputs, whose backward gathers the block's parameters.
+
+        Args:
+            name: what messages call the block.
+            places: of the parameters that the block gathers.
+        """
 
         def hook(module: nn.Module, args: Any, outputs: Any) -> Any:
             if self.written:
@@ -141,12 +163,8 @@ class BlockWatch:
                 return outputs
             outputs = each(_apart, outputs, on_packed=lambda packed: packed)
             found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
-            if not found and any(p.requires_grad for p in module.parameters()):
-                raise StrategyError(
-                    f"fsdp: there is no tensor with a gradient in what {name} gives "
-                    f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, "
-                    "or take ddp"
-                )
+            if not found:
+                _refuse_no_gradient(name, module, outputs)
             for tensor in found:
                 tensor.register_hook(_refuse_other_backwards)  # type: ignore[no-untyped-call]
             return outputs
@@ -154,7 +172,31 @@ class BlockWatch:
         return hook
 
 
+def _refuse_no_gradient(name: str, block: nn.Module, outputs: Any) -> None:
+    """Refuse outputs without a tensor whose backward would gather the block's parameters.
+
+    Args:
+        name: what the message calls the block.
+        block: may have no parameter that needs gradients, which is no reason to refuse it.
+        outputs: of the block.
+
+    Raises:
+        StrategyError: a parameter of the block needs a gradient.
+    """
+    if any(p.requires_grad for p in block.parameters()):
+        raise StrategyError(
+            f"fsdp: there is no tensor with a gradient in what {name} gives "
+            f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, "
+            "or take ddp"
+        )
+
+
 def _refuse_other_backwards(grad: torch.Tensor) -> None:
+    """Refuse a backward through a block that isn't that of an update.
+
+    Raises:
+        StrategyError: it is another one.
+    """
     if "backward" not in _computing:
         raise StrategyError(
             "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
@@ -168,4 +210,6 @@ def _apart(output: torch.Tensor) -> torch.Tensor:
     A view loses it when it is written in place, and a parameter keeps those of all forwards.
     """
     is_kept = output._base is not None or isinstance(output, nn.Parameter)
-    return output.clone() if output.requires_grad and is_kept else output
+    if is_kept and output.requires_grad:
+        return output.clone()
+    return output

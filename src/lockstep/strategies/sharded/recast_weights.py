@@ -45,7 +45,13 @@ def recast_weights(block: nn.Module) -> None:
 
 @dataclass
 class _Cast:
-    """A view of a weight in another format."""
+    """A view of a weight in another format.
+
+    Attributes:
+        weight: the parameter, whose memory is filled again before backward.
+        dtype: the format.
+        layout: shape, strides and offset of the view.
+    """
 
     weight: torch.Tensor
     dtype: torch.dtype
@@ -53,20 +59,26 @@ class _Cast:
 
 
 def _packed(tensor: torch.Tensor) -> torch.Tensor | _Cast:
-    """Return what autograd keeps of a tensor: a reference to the weight that it was cast from."""
+    """Return what autograd keeps of a tensor: a reference to the weight that it was cast from.
+
+    A tensor that was made otherwise is kept itself.
+    """
     node = tensor.grad_fn
     while node is not None and node.name() in _VIEWS:
         node = node.next_functions[0][0]
     if node is None or node.name() != _CAST:
         return tensor
 
-    weight = getattr(node.next_functions[0][0], "variable", None)
+    cast_from = node.next_functions[0][0]
+    weight = getattr(cast_from, "variable", None)
     if not isinstance(weight, nn.Parameter) or not weight.is_contiguous():
         return tensor
-    return _Cast(weight, tensor.dtype, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+    layout = (tensor.shape, tensor.stride(), tensor.storage_offset())
+    return _Cast(weight, tensor.dtype, layout)
 
 
 def _unpacked(kept: torch.Tensor | _Cast) -> torch.Tensor:
+    """Return the tensor that autograd has kept, cast again where it was a weight's."""
     if isinstance(kept, torch.Tensor):
         return kept
     cast = kept.weight.detach().to(kept.dtype)

@@ -22,6 +22,8 @@ from lockstep.strategies.steps.weighting import as_tensor
 class ShardReducer(Reducer):
     """Gives each local parameter this rank's part of its gradient, after backward.
 
+    Parameters that every rank has whole are summed by a reducer of their own.
+
     Args:
         model: the model that was cut.
         shards: of the model.
@@ -29,11 +31,17 @@ class ShardReducer(Reducer):
         world: the ranks.
     """
 
-    def __init__(self, model: nn.Module, shards: Shards, watch: BlockWatch, world: World) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shards: Shards,
+        watch: BlockWatch,
+        world: World,
+    ) -> None:
         self._shards = shards
         self._watch = watch
         self._world = world
-        self._names = {id(p): name for name, p in shards.local.items()}
+        self._names = {p: name for name, p in shards.local.items()}
         self._parameters: list[nn.Parameter] | None = None
         self._cut: list[str] = []
         self._whole: list[nn.Parameter] = []
@@ -54,39 +62,65 @@ class ShardReducer(Reducer):
         return sums
 
     def _follow(self, parameters: list[nn.Parameter]) -> None:
-        """Take note of which parameters are trained."""
+        """Take note of which parameters are trained.
+
+        Args:
+            parameters: the local ones of those that were cut, and whole ones.
+        """
         self._parameters = parameters
         self._cut = []
         self._whole = []
         for p in parameters:
-            name = self._names.get(id(p))
+            name = self._names.get(p)
             if name is None:
                 self._whole.append(p)
             else:
                 self._cut.append(name)
 
     def _sum_numbers(self, numbers: list[Number]) -> tuple[Iterable[Number], list[float]]:
-        """Sum numbers, and count the ranks that used each parameter; compare orders of blocks."""
+        """Sum numbers over the ranks, and make sure that all have come to the same blocks.
+
+        Args:
+            numbers: of the loss, and how many ranks were asked to stop.
+
+        Returns:
+            The sums of the numbers, and how many ranks used each parameter that was cut.
+
+        Raises:
+            StrategyError: ranks have come to other blocks, or in another order.
+        """
+        world = self._world
         order = self._watch.order.order
         flags = [float(name in self._watch.used) for name in self._cut]
         flags += [order, order**2]
-        more = torch.tensor(flags, dtype=torch.float64)
-        beside = as_tensor(numbers, self._world.device.torch)
+        beside = torch.tensor(flags, dtype=torch.float64)
+        of_loss = as_tensor(numbers, world.device.torch)
         sums: Iterable[Number]
-        if self._world.device.is_slot:
-            found = self._world.all_reduce(torch.cat([beside, more])).tolist()
+        if world.device.is_slot:
+            together = torch.cat([of_loss, beside])
+            found = world.all_reduce(together).tolist()
             sums = found[: len(numbers)]
             found = found[len(numbers) :]
         else:
             # The host doesn't wait for the sums of the loss.
-            sums = self._world.all_reduce(beside)
-            found = self._world.all_reduce(more.to(self._world.exchange_device)).tolist()
+            sums = world.all_reduce(of_loss)
+            beside = beside.to(world.exchange_device)
+            found = world.all_reduce(beside).tolist()
 
         *uses, orders, squares = found
         self._watch.order.refuse_others(orders, squares)
         return sums, uses
 
     def _take_gradient(self, name: str, *, is_used: bool) -> None:
+        """Give a local parameter its gradient, in the memory that ``fully_shard`` has summed in.
+
+        Args:
+            name: of the parameter.
+            is_used: whether any rank used the parameter; ``fully_shard`` makes zeros otherwise.
+
+        Raises:
+            StrategyError: ``fully_shard`` has not summed the gradient.
+        """
         p = self._shards.cut[name]
         local = self._shards.local[name]
         if not is_used:

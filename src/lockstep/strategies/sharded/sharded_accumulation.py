@@ -25,11 +25,18 @@ class ShardedAccumulation(ManualAccumulation):
         return loss
 
     def are_thrown_away(self) -> bool:
-        """Whether every gradient was written since, and is 0 or gone, on all ranks alike."""
+        """Whether every gradient was written since, and is 0 or gone, on all ranks alike.
+
+        A rank that has no row of any parameter has no say.
+        """
         self._step.shards.take_gradients()
-        has = any(was is not None and was.numel() for was, _ in self.left)
-        votes = over_ranks(self._step.world, has, super().are_thrown_away())
-        on_ranks = [is_thrown_away for has_some, is_thrown_away in votes if has_some]
+        has_some = False
+        for was, _ in self.left:
+            if was is not None and was.numel():
+                has_some = True
+        is_thrown_away = super().are_thrown_away()
+        votes = over_ranks(self._step.world, has_some, is_thrown_away)
+        on_ranks = [theirs for has_say, theirs in votes if has_say]
         return bool(on_ranks) and all(on_ranks)
 
     def take(self) -> tuple[Batch, Loss]:

@@ -44,7 +44,11 @@ class ShardedEvaluator(Evaluator):
         function: Callable[[nn.Module, Part], T],
         batch: Batch,
     ) -> list[tuple[Part, T]]:
-        """Call a function for this rank's samples; without any, compute others for the gathers."""
+        """Call a function for this rank's samples; without any, compute others for the gathers.
+
+        Raises:
+            StrategyError: the function uses a parameter outside of the block's forward.
+        """
         step = self._step
         step.watch.begin()
         other = stand_in_for(batch.parts[0], step.world)
@@ -62,21 +66,25 @@ class ShardedEvaluator(Evaluator):
         """Compute outputs, total and count of this rank's share; every rank calls this."""
         if isinstance(inputs, Batch):
             inputs, targets = inputs
+        step = self._step
         with self.evaluating():
-            batch = batch_of(inputs, targets, 1, self._step.world, self._step._refuse_gaps)
+            batch = batch_of(inputs, targets, 1, step.world, step._refuse_gaps)
             if batch.parts[0].of:
-                for _, (outputs, (total, count)) in self.of_each(self.judged, batch):
-                    return outputs, total, count
+                for _, (outputs, loss) in self.of_each(self.judged, batch):
+                    return outputs, loss.total, loss.count
             return None, 0.0, 0
 
 
 def explain_shards(error: Exception) -> None:
     """Raise an error that explains one of PyTorch's on shards.
 
+    Args:
+        error: any error of forward, loss or backward; one that isn't about shards is left alone.
+
     Raises:
         StrategyError: a model or a loss uses a parameter outside of the block's forward.
     """
-    if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
+    if "mixed torch.Tensor and DTensor" in str(error):
         raise StrategyError(
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a "
             "shard",

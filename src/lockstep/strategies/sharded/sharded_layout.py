@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -38,7 +38,7 @@ class ShardedLayout(ParameterLayout):
     ) -> None:
         super().__init__(model, optimizer)
         self._shards = shards
-        self._named = _Named(shards.mine.items())
+        self._named = _Named(shards.mine)
         self._whole = WholeParameters(model, optimizer, shards, world)
 
     @property
@@ -55,7 +55,10 @@ class ShardedLayout(ParameterLayout):
         return self._whole.gathered(keeps=False)
 
     def own(self) -> AbstractContextManager[None]:
-        """The model has this rank's shards in this context, within ``whole`` too."""
+        """The model has this rank's shards in this context, within ``whole`` too.
+
+        State dicts are made and loaded in it.
+        """
         return self._whole.cut()
 
     def parts(self) -> dict[str, torch.Tensor]:
@@ -72,67 +75,84 @@ class ShardedLayout(ParameterLayout):
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
         """Give the whole tensor, or the rows of it that this rank has."""
-        return self._shards.rows(self._shards.as_rows(name, part))
+        cut = self._shards.as_rows(name, part)
+        return self._shards.rows(cut)
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
         """Tell how many rows each rank has of a parameter, or of an optimizer's tensor of the same
         shape.
+
+        Args:
+            name: of a tensor in a checkpoint: ``model/0.weight``, or
+                ``optimizer/state/0.weight/exp_avg``.
+            shape: of the tensor.
         """
         kind, _, rest = name.partition("/")
         if kind == "optimizer":
-            rest = rest.removeprefix("state/").rpartition("/")[0]
+            path = rest.removeprefix("state/")
+            rest, _, _ = path.rpartition("/")
         elif kind != "model":
             return None
         p = self._shards.cut_parameter(rest)
-        if p is None or list(p.shape) != list(shape):
+        if p is None or tuple(p.shape) != tuple(shape):
             return None
         return self._shards.rows_of(p)
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
         """Give the model's state dict, gathered on every rank, or this rank's rows."""
         given = self._shards.gathered if whole else self._shards.rows
+        weights = {}
         with self.own():
-            weights: dict[str, Any] = dict(self._model.state_dict())
-            for name, value in weights.items():
+            held = self._model.state_dict()
+            for name, value in held.items():
                 weights[name] = given(value)
         return weights
 
     def take_weights(self, weights: Mapping[str, Any]) -> None:
-        """Take over this rank's part of each tensor."""
+        """Take over this rank's part of each tensor.
+
+        A tensor of another shape than the parameter is left to ``load_state_dict`` to refuse.
+        """
         parts = dict(weights)
         for name, value in weights.items():
             p = self._shards.cut_parameter(name)
-            if p is not None and value.shape == p.shape:
-                parts[name] = self._shards.as_rows(name, self._shards.part(name, value))
+            if p is None or value.shape != p.shape:
+                continue
+            part = self._shards.part(name, value)
+            parts[name] = self._shards.as_rows(name, part)
         with self.own():
             super().take_weights(parts)
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
         """Give the optimizer's state, gathered on every rank, or this rank's rows."""
-        states = {}
         with self.own():
-            kept = named_optimizer_state(self._optimizer, self._named)
-            for name, state in kept["state"].items():
+            given = named_optimizer_state(self._optimizer, self._named)
+            states = given["state"]
+            for name, state in states.items():
                 states[name] = self._shards.joined_state(name, state, whole)
-        return {**kept, "state": states}
+        return given
 
     def take_optimizer_state(self, saved: Mapping[str, Any]) -> None:
         """Take over this rank's part of each tensor."""
         states = {}
         for name, state in saved["state"].items():
             states[name] = self._shards.cut_state(name, state)
+        mine = {**saved, "state": states}
         with self.own():
-            mine = {**saved, "state": states}
             load_named_optimizer_state(self._optimizer, self._named, mine)
 
 
 class _Named(nn.Module):
-    """Stands for a model whose parameters have these names, where only names are asked for."""
+    """Stands for a model whose parameters have these names, where only names are asked for.
 
-    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    Args:
+        named: this rank's part of each parameter, as the optimizer has it.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self._named = list(named)
+        self._named = named
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
         """Return the parameters as they were given."""
-        return iter(self._named)
+        return self._named.items()

@@ -34,6 +34,9 @@ class ShardedModules:
             is cut.
     """
 
+    _classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]]
+    """Each module, its own class, and the class that ``fully_shard`` gave it; the model is last."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -42,14 +45,15 @@ class ShardedModules:
         whole: set[nn.Parameter],
         place: torch.device,
     ) -> None:
-        self._classes: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = []
+        self._classes = []
         for module in (*blocks, model):
             own = type(module)
             _cut(module, mesh, whole, place)
             assert isinstance(module, FSDPModule)
             _sum_gradients(module)
             vars(module)["__deepcopy__"] = _refuse_copy
-            self._classes.append((module, own, type(module)))
+            sharded = type(module)
+            self._classes.append((module, own, sharded))
         self._give_classes_back()
 
     @contextmanager
@@ -57,7 +61,7 @@ class ShardedModules:
         """Give the model and its blocks the methods of ``FSDPModule`` in this context."""
         for module, _, sharded in self._classes:
             module.__class__ = sharded
-        model = self._classes[-1][0]
+        model, _, _ = self._classes[-1]
         assert isinstance(model, FSDPModule)
         try:
             yield model
@@ -73,6 +77,11 @@ class ShardedModules:
         with self.of_pytorch() as model:
             model.reshard()
 
+    def sum_in_backward(self, sums: bool) -> None:
+        """Choose whether the next backward sums gradients over the ranks, or keeps them whole."""
+        with self.of_pytorch() as model:
+            model.set_requires_gradient_sync(sums)
+
 
 def _cut(
     module: nn.Module,
@@ -80,7 +89,14 @@ def _cut(
     whole: set[nn.Parameter],
     place: torch.device,
 ) -> None:
-    """Cut the parameters of a module, but those of its blocks."""
+    """Cut the parameters of a module, but those of its blocks.
+
+    Args:
+        module: a block, or the model, whose blocks are cut before.
+        mesh: the ranks.
+        whole: the parameters that aren't cut.
+        place: this rank's device, to which the module is moved.
+    """
     cut = []
     for p in module.parameters():
         if p not in whole and not isinstance(p, DTensor):
@@ -95,6 +111,11 @@ def _cut(
 
 
 def _refuse_copy(memo: dict[int, Any]) -> NoReturn:
+    """Take the place of ``__deepcopy__`` in a module that was cut.
+
+    Raises:
+        StrategyError: always.
+    """
     raise StrategyError(
         "fsdp: a sharded model can't be copied (copy.deepcopy, AveragedModel)",
         fix="copy it within `with step.whole_parameters():`, or let lockstep.callbacks.EMA or SWA "
@@ -124,7 +145,9 @@ def _send_zeros(module: FSDPModule) -> None:
     def begin_with_zeros(grad: torch.Tensor) -> None:
         for p in group.fsdp_params:
             whole = getattr(p, "_unsharded_param", None)
-            if whole is not None and whole.requires_grad and whole.grad is None:
+            if whole is None or whole.grad is not None:
+                continue
+            if whole.requires_grad:
                 whole.grad = torch.zeros_like(whole)
 
     def hook(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -137,14 +160,13 @@ def _send_zeros(module: FSDPModule) -> None:
 
 
 def kept_whole(model: nn.Module) -> dict[str, str]:
-    """Find the parameters that ``fully_shard`` can't cut, with the reasons."""
-    sparse = sparse_parameters(model)
-    elements: Counter[torch.dtype] = Counter()
-    for p in model.parameters():
-        if p.is_floating_point():
-            elements[p.dtype] += p.numel()
-    usual = max(elements, key=elements.__getitem__, default=None)
+    """Find the parameters that ``fully_shard`` can't cut, with the reasons.
 
+    Returns:
+        The reasons, by the names of the parameters.
+    """
+    sparse = sparse_parameters(model)
+    usual = _usual_format(model)
     found = {}
     for name, p in model.named_parameters():
         if p.dim() == 0:
@@ -154,7 +176,17 @@ def kept_whole(model: nn.Module) -> dict[str, str]:
         elif id(p) in sparse:
             found[name] = "its gradients are sparse"
         elif p.dtype is not usual:
-            found[name] = f"it is {str(p.dtype).removeprefix('torch.')}, unlike most of the model"
+            dtype = str(p.dtype).removeprefix("torch.")
+            found[name] = f"it is {dtype}, unlike most of the model"
         elif not p.is_contiguous():
             found[name] = "its memory isn't contiguous"
     return found
+
+
+def _usual_format(model: nn.Module) -> torch.dtype | None:
+    """Find the floating-point format that most elements of a model's parameters have."""
+    elements: Counter[torch.dtype] = Counter()
+    for p in model.parameters():
+        if p.is_floating_point():
+            elements[p.dtype] += p.numel()
+    return max(elements, key=elements.__getitem__, default=None)

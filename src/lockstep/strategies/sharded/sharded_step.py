@@ -40,6 +40,10 @@ class ShardedStep(RankStep):
     """One rank's local batch, and its shard of the model.
 
     Args:
+        model: the model that was cut.
+        optimizer: of this rank's parts of the parameters.
+        job: how an update is computed.
+        world: the ranks.
         exchange: between the batch norms of the ranks; None where they aren't synchronised.
         shards: of the model.
         elementwise: whether the optimizer treats each element of a parameter by itself.
@@ -83,6 +87,12 @@ class ShardedStep(RankStep):
         return self.shards.mine
 
     def _look_at_flags(self) -> None:
+        """Refuse an update while parameters are whole, and hooks that an optimizer has got.
+
+        Raises:
+            InputError: parameters are whole.
+            StrategyError: the optimizer has hooks.
+        """
         if self.layout.are_gathered:
             raise InputError(
                 "step: it is called within step.whole_parameters(): call it after that"
@@ -94,6 +104,10 @@ class ShardedStep(RankStep):
     # ---- an update -------------------------------------------------------------------------------
 
     def _add_parts(self, batch: Batch) -> Loss:
+        """Leave the gradients of this rank's local batches, and return the sum of their losses.
+
+        ``fully_shard`` sums them over the ranks meanwhile.
+        """
         for p in (*self.trained.values, *self.shards.cut.values()):
             p.grad = None
         self.watch.begin()
@@ -102,16 +116,17 @@ class ShardedStep(RankStep):
         parts = [part for part in batch.parts if part.of]
         for number, part in enumerate(parts):
             if not self.sync_each_microbatch:
-                with self.shards.modules.of_pytorch() as model:
-                    model.set_requires_gradient_sync(number == len(parts) - 1)
+                is_last = number == len(parts) - 1
+                self.shards.modules.sum_in_backward(is_last)
             self._begin_exchange(part)
             self.draws.begin_part(number)
             other = stand_in_for(part, self.world)
-            if other is None:
-                loss = self._forward_loss(self.model, self.placed(part))
-                losses.append(self._backward(loss, batch.size))
-            else:
+            if other is not None:
                 self._compute_in_vain(other)
+                continue
+            loss = self._forward_loss(self.model, self.placed(part))
+            made = self._backward(loss, batch.size)
+            losses.append(made)
         return added(losses)
 
     def _compute_in_vain(self, part: Part) -> None:
@@ -122,7 +137,8 @@ class ShardedStep(RankStep):
         part = self.placed(part)
         with standing_in(self.model):
             with self._precision.autocast():
-                loss = self.loss(explained_call(self.model, part.inputs), part.targets, part.size)
+                outputs = explained_call(self.model, part.inputs)
+                loss = self.loss(outputs, part.targets, part.size)
             self._add_gradient(loss.total, 0)
 
     @phase("computing", "clip")
@@ -131,6 +147,17 @@ class ShardedStep(RankStep):
 
         The square of the norm is summed over the ranks.
         """
+        square = self.world.all_reduce(self._square_of_norm())
+        self.grad_norm = square.sqrt()
+        values = gradient_values(self.trained.values)
+        scale_to_norm(values, self.grad_norm, clip_norm)
+
+    def _square_of_norm(self) -> torch.Tensor:
+        """Compute the square of the norm of the gradients that this rank counts.
+
+        Each element of a gradient is counted by one rank: a shard by the first replica, a whole
+        gradient by the first rank.
+        """
         counted = []
         for name, p in zip(self.trained.names, self.trained.values, strict=True):
             counts = self.shards.is_first_replica
@@ -138,25 +165,38 @@ class ShardedStep(RankStep):
                 counts = self.world.is_first
             if counts:
                 counted.append(p)
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
         values = gradient_values(counted)
-        if values:
-            square += nn.utils.get_total_norm(values).double().square()
-        self.grad_norm = self.world.all_reduce(square).sqrt()
-        scale_to_norm(gradient_values(self.trained.values), self.grad_norm, clip_norm)
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=self.world.device.torch)
+        norm = nn.utils.get_total_norm(values)
+        return norm.double().square()
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the shards of the gradients are finite on all ranks."""
-        is_unfit = float(not super()._gradients_are_finite())
-        return not self.world.all_reduce(torch.tensor(is_unfit, device=self.world.exchange_device))
+        is_unfit = not super()._gradients_are_finite()
+        device = self.world.exchange_device
+        ranks = torch.tensor(float(is_unfit), device=device)
+        return not self.world.all_reduce(ranks)
 
     def bytes_communicated(self) -> int:
         """Count this rank's shard, gathered in forward and in backward, and the whole gradients."""
-        return 2 * self.shards.bytes_here + sum(p.nbytes for p in self.trained.held.values())
+        gradients = sum(p.nbytes for p in self.trained.held.values())
+        return 2 * self.shards.bytes_here + gradients
 
     def _refuse_gaps(self, here: list[bool]) -> None:
+        """Refuse a rank without samples before one with some.
+
+        A rank without samples computes the first rank's, so that one must have some.
+
+        Args:
+            here: whether each rank has a sample.
+
+        Raises:
+            InputError: always.
+        """
+        empty = here.index(False)
         raise InputError(
-            f"fsdp: rank {here.index(False)} has no sample and a later rank has; "
+            f"fsdp: rank {empty} has no sample and a later rank has; "
             "give samples to the first ranks first, as lockstep.batches does"
         )
 

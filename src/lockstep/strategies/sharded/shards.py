@@ -78,33 +78,41 @@ class Shards:
         self.local: dict[str, nn.Parameter] = {}
         self.mine: dict[str, nn.Parameter] = {}
         for name, p in model.named_parameters():
-            self.mine[name] = p
-            if isinstance(p, DTensor):
-                self.cut[name] = p
-                part = nn.Parameter(local_part(p), requires_grad=p.requires_grad)
-                self.local[name] = self.mine[name] = part
+            if not isinstance(p, DTensor):
+                self.mine[name] = p
+                continue
+            part = nn.Parameter(local_part(p), requires_grad=p.requires_grad)
+            self.cut[name] = p
+            self.local[name] = part
+            self.mine[name] = part
         self._by_every_name = {}
         for name, p in model.named_parameters(remove_duplicate=False):
             if isinstance(p, DTensor):
                 self._by_every_name[name] = p
 
-        self._names_before = {id(before[name]): name for name in self.cut}
         self._before = {name: weakref.ref(before[name]) for name in self.cut}
         self._shown: dict[str, torch.Tensor | None] = {}
 
     def give_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the whole parameters of an optimizer by the local ones, with their state."""
+        """Replace the whole parameters of an optimizer by the local ones, with their state.
+
+        Args:
+            optimizer: of the model before it was cut.
+        """
+        states = optimizer.state
+        names = {kept(): name for name, kept in self._before.items()}
         for group in optimizer.param_groups:
             given = []
             for p in group["params"]:
-                name = self._names_before.get(id(p))
+                name = names.get(p)
                 if name is None:
                     given.append(p)
                     continue
                 local = self.local[name]
                 given.append(local)
-                if p in optimizer.state:
-                    optimizer.state[local] = self.cut_state(name, optimizer.state.pop(p))
+                if p in states:
+                    whole = states.pop(p)
+                    states[local] = self.cut_state(name, whole)
             group["params"] = given
 
     def refuse_others(self) -> None:
@@ -132,7 +140,9 @@ class Shards:
     def part(self, name: str, whole: Any) -> torch.Tensor:
         """Copy this rank's part of a tensor of the shape of a parameter to this rank's device.
 
-        The tensor may be a `RowShard`, which has only this part.
+        Args:
+            name: of the parameter. Where it isn't cut, the tensor is returned as it is.
+            whole: the tensor, or a `RowShard`, which has only this part.
         """
         p = self.cut_parameter(name)
         if p is None:
@@ -141,11 +151,18 @@ class Shards:
             rows = whole.local
         else:
             sizes, number = self.rows_of(p)
-            rows = whole.detach().narrow(0, sum(sizes[:number]), sizes[number])
-        return torch.empty(rows.shape, dtype=rows.dtype, device=p.device).copy_(rows)
+            start = sum(sizes[:number])
+            rows = whole.detach().narrow(0, start, sizes[number])
+        part = torch.empty(rows.shape, dtype=rows.dtype, device=p.device)
+        return part.copy_(rows)
 
     def as_rows(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the shape of a parameter that has these rows on this rank."""
+        """Return the tensor of the shape of a parameter that has these rows on this rank.
+
+        Args:
+            name: of the parameter. Where it isn't cut, the rows are all of the tensor.
+            local: the rows, whose memory is shared.
+        """
         p = self.cut_parameter(name)
         if p is None:
             return local
@@ -179,47 +196,66 @@ class Shards:
             return tensor
         sizes, _ = self.rows_of(tensor)
         others = self._mesh.size() - len(sizes)
-        return RowShard(tensor.to_local(), (*sizes, *[0] * others), self._mesh.get_rank())
+        sizes += (0,) * others
+        return RowShard(tensor.to_local(), sizes, self._mesh.get_rank())
 
     def rows_of(self, tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
-        """Return how many rows each rank of a replica has, and this rank's number among them."""
-        *_, number = self._coordinate
+        """Return how many rows each rank of a replica has, and this rank's number among them.
+
+        They are those of DTensor: as many as fit evenly, rounded up, until none is left.
+        """
+        number = self._coordinate[-1]
         ranks = self._mesh.size(self._mesh.ndim - 1)
-        most = -(-len(tensor) // ranks)
-        sizes = []
         left = len(tensor)
+        most = -(-left // ranks)
+        sizes = []
         for _ in range(ranks):
-            sizes.append(min(most, left))
-            left -= sizes[-1]
+            size = min(most, left)
+            sizes.append(size)
+            left -= size
         return tuple(sizes), number
 
     def cut_state(self, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of an optimizer's state of a whole parameter."""
+        """Return this rank's part of an optimizer's state of a whole parameter.
+
+        Tensors of another shape than the parameter, as counts of steps, are the same on all ranks.
+        """
         mine = dict(state)
-        if name in self.cut:
-            for key, value in state.items():
-                if _has_shape(value, self.cut[name].shape):
-                    mine[key] = self.part(name, value)
+        if name not in self.cut:
+            return mine
+        shape = self.cut[name].shape
+        for key, value in state.items():
+            if _has_shape(value, shape):
+                mine[key] = self.part(name, value)
         return mine
 
     def joined_state(self, name: str, state: Mapping[str, Any], whole: bool) -> dict[str, Any]:
-        """Return the state of the whole parameter, or this rank's rows; every rank calls this."""
-        given = self.gathered if whole else self.rows
+        """Return an optimizer's state, gathered, or as rows; every rank calls this.
+
+        Args:
+            name: of the parameter.
+            state: of this rank's part of the parameter.
+            whole: whether it is gathered, else this rank's rows are returned (`RowShard`).
+        """
         joined = dict(state)
-        if name in self.cut:
-            for key, value in state.items():
-                if _has_shape(value, self.local[name].shape):
-                    joined[key] = given(self.as_rows(name, value))
+        if name not in self.cut:
+            return joined
+        given = self.gathered if whole else self.rows
+        shape = self.local[name].shape
+        for key, value in state.items():
+            if _has_shape(value, shape):
+                cut = self.as_rows(name, value)
+                joined[key] = given(cut)
         return joined
 
     @property
     def is_first_replica(self) -> bool:
         """Whether this rank's parts are those of the first replica."""
-        *replica, _ = self._coordinate
-        return not any(replica)
+        return not any(self._coordinate[:-1])
 
     @property
     def _coordinate(self) -> tuple[int, ...]:
+        """The number of this rank's replica, where there are several, and its number in that."""
         return tuple(self._mesh.get_coordinate() or [0])
 
     @property
@@ -233,7 +269,10 @@ class Shards:
         """Give the model's parameters the gradients of the local parts, in the same memory."""
         for name, p in self.cut.items():
             grad = self.local[name].grad
-            p.grad = None if grad is None else self.as_rows(name, grad)
+            if grad is None:
+                p.grad = None
+            else:
+                p.grad = self.as_rows(name, grad)
             self._shown[name] = p.grad
 
     def take_gradients(self) -> None:
@@ -242,13 +281,20 @@ class Shards:
         The other ones may have been set to None in the optimizer.
         """
         for name, p in self.cut.items():
-            if p.grad is not self._shown[name]:
-                self.local[name].grad = None if p.grad is None else local_part(p.grad)
+            grad = p.grad
+            if grad is self._shown[name]:
+                continue
+            if grad is not None:
+                grad = local_part(grad)
+            self.local[name].grad = grad
         self.show_gradients()
 
 
 def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of shards that has hooks on its step.
+
+    Args:
+        optimizer: isn't known to treat each element by itself.
 
     Raises:
         StrategyError: it has one.
@@ -269,6 +315,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
+    """Whether a value of an optimizer's state is a tensor of a shape, or rows of one."""
     return isinstance(value, torch.Tensor | RowShard) and value.shape == shape
 
 
@@ -277,10 +324,12 @@ def places_of(model: nn.Module) -> dict[str, list[Place]]:
 
     A tied parameter has several places.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {p: name for name, p in model.named_parameters()}
     found: dict[str, list[Place]] = defaultdict(list)
     for module in model.modules():
         for key, p in module._parameters.items():
-            if p is not None:
-                found[names[id(p)]].append((module, key))
+            if p is None:
+                continue
+            name = names[p]
+            found[name].append((module, key))
     return found

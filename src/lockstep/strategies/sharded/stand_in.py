@@ -13,6 +13,7 @@ from torch import nn
 
 from lockstep.data import Part
 from lockstep.launch.world import World
+from lockstep.model.build import buffers_of
 from lockstep.strategies.sharded.block_watch import during
 from lockstep.strategies.sums.reference_modes import known_in_evaluation_mode
 from lockstep.tensors.pytree import to_device
@@ -22,14 +23,18 @@ def stand_in_for(part: Part, world: World) -> Part | None:
     """Return the first rank's samples on a rank that has none; None where it has some.
 
     Every rank calls this.
+
+    Args:
+        part: this rank's share of a micro-batch.
+        world: the ranks.
     """
     if part.of >= world.size:
         return None
-    given = part.inputs, part.targets
+    given = part.inputs, part.targets, part.size
     if world.is_first and not world.device.is_slot:
         # Else the other ranks would unpack it on this rank's device.
         given = to_device(given, torch.device("cpu"))
-    inputs, targets, size = world.broadcast_object((*given, part.size))
+    inputs, targets, size = world.broadcast_object(given)
     if part.size:
         return None
     return Part(inputs, targets, size, part.of)
@@ -43,9 +48,10 @@ def standing_in(model: nn.Module) -> Iterator[None]:
     Batch norms take no statistics meanwhile, and no parameter counts as used.
     """
     kept = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            kept.append((module, name, buffer, buffer.clone()))
+    for module, name in buffers_of(model):
+        buffer = module.get_buffer(name)
+        before = buffer.clone()
+        kept.append((module, name, buffer, before))
     try:
         with during("stand-in"), known_in_evaluation_mode(model):
             yield

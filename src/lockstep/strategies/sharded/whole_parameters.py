@@ -141,14 +141,16 @@ class WholeParameters:
             of_module.take_off()
 
         for name, p in shards.local.items():
-            state.pop(shards.cut[name], None)  # an empty one, made by asking for it
+            cut = shards.cut[name]
+            state.pop(cut, None)  # an empty one, made by asking for it
             kept = _Kept(p.data, p.grad, state.get(p))
             self._kept[name] = kept
             if kept.state is not None and not only_values:
-                state[p] = shards.joined_state(name, kept.state, True)
+                # This looks at the shape of the parameter, which is this rank's part still.
+                state[p] = shards.joined_state(name, kept.state, whole=True)
             p.grad = None
             p.data = shards.joined(name, kept.part)
-            p.requires_grad_(shards.cut[name].requires_grad)
+            p.requires_grad_(cut.requires_grad)
             if kept.grad is not None and not only_values:
                 p.grad = shards.joined(name, kept.grad)
             for module, key in shards.places[name]:
@@ -157,18 +159,30 @@ class WholeParameters:
 
     @torch.no_grad()
     def _write_back(self) -> None:
+        """Keep this rank's part of what was written to whole parameters, gradients and state.
+
+        Raises:
+            RunError: ranks have written other values.
+            StrategyError, InputError: a parameter was replaced, converted, or has a hook.
+        """
         self._refuse_changes()
         self._refuse_differences()
         shards = self._shards
         state = self._optimizer.state
         for name, p in shards.local.items():
             kept = self._kept[name]
-            kept.part.copy_(shards.part(name, p))
-            kept.grad = None if p.grad is None else shards.part(name, p.grad)
-            kept.state = shards.cut_state(name, state[p]) if p in state else None
+            part = shards.part(name, p)
+            kept.part.copy_(part)
+            kept.grad = None
+            if p.grad is not None:
+                kept.grad = shards.part(name, p.grad)
+            kept.state = None
+            if p in state:
+                kept.state = shards.cut_state(name, state[p])
             shards.cut[name].requires_grad_(p.requires_grad)
 
     def _cut(self) -> None:
+        """Give model and optimizer the parts that this rank has kept."""
         shards = self._shards
         state = self._optimizer.state
         for name, p in shards.local.items():
@@ -189,6 +203,12 @@ class WholeParameters:
     # ---- what can't be kept ----------------------------------------------------------------------
 
     def _refuse_changes(self) -> None:
+        """Refuse what the parts can't follow.
+
+        Raises:
+            InputError: a parameter was replaced.
+            StrategyError: a parameter has got a hook, or was converted.
+        """
         now = dict(self._model.named_parameters(remove_duplicate=False))
         for name, p in self._shards.local.items():
             if now.get(name) is not p:
@@ -205,6 +225,11 @@ class WholeParameters:
                 )
 
     def _refuse_differences(self) -> None:
+        """Refuse whole parameters that aren't the same on all ranks.
+
+        Raises:
+            RunError: one differs.
+        """
         self._world.meet(END_OF_CALLBACKS)
         different = differing_tensors(self._shards.local.items(), self._world)
         if different is not None:
@@ -233,8 +258,9 @@ class _OfSharding:
         """Take them off."""
         for kind in HOOKS:
             hooks = self._held[kind]
-            self._hooks_then[kind] = dict(hooks)
-            for number in self._hooks_then[kind]:
+            then = dict(hooks)
+            self._hooks_then[kind] = then
+            for number in then:
                 if number in self._numbers:
                     del hooks[number]
         self._held_then = {name: self._held.pop(name) for name in self._names}
