@@ -24,7 +24,8 @@ COSTS = {"copy": 5.0, "aten::mul": 1.0, "aten::mul_": 1.0}
 def queues() -> Iterator[CardQueues]:
     """Of a micro-batch that has left the first stage, and has the turn of the second one."""
     computing = {place: torch.accelerator.current_stream(place) for place in (ONE, TWO)}
-    found = CardQueues((ONE, TWO), computing, {place: torch.Stream(place) for place in (ONE, TWO)})
+    copying = {place: torch.Stream(place) for place in (ONE, TWO)}
+    found = CardQueues((ONE, TWO), computing, copying, random=None, shared={})
     for name, cost in COSTS.items():
         card.set_cost(name, cost)
     card.reset_clocks()

@@ -6,6 +6,7 @@ import ast
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.benchmark import measured, state_copies
 from lockstep.pipelining.planner.blocks import ModelBlocks, blocks_of, map_of
 from lockstep.pipelining.planner.plan import planned
-from lockstep.pipelining.planner.trace import trace
+from lockstep.pipelining.planner.trace import Trace, trace
 from lockstep.tensors.pytree import call
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -34,7 +35,11 @@ from models.unet import UNet  # noqa: E402
 
 
 def look(model: nn.Module, inputs: Any) -> ModelBlocks:
-    return blocks_of(model, trace(model, inputs))
+    return blocks_of(model, traced(model, inputs))
+
+
+def traced(model: nn.Module, inputs: Any) -> Trace:
+    return trace(model, inputs, partial(call, model), "cpu")
 
 
 def names(found: ModelBlocks) -> list[str]:
@@ -140,10 +145,10 @@ class Doubling(nn.Module):
 def test_a_hook_that_a_first_forward_registers_is_taken_away_with_what_says_so() -> None:
     """Found by trial: a model of transformers then gave each of its hidden states twice."""
     model, x = Doubling(), torch.randn(3, 4)
-    trace(model, x)
+    traced(model, x)
     measured(
         model,
-        blocks_of(model, trace(model, x)).blocks,
+        look(model, x).blocks,
         lambda: model(x).sum(),
         slots(1)[0],
         seconds=0.0,

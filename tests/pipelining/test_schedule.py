@@ -112,7 +112,6 @@ def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> 
     assert simulate(one_f_one_b(2, 2)).held({0: 10.0, 1: 7.0}) == (20.0, 7.0), (
         "bytes of a micro-batch, by stage"
     )
-    assert simulate(interleaved(2, 8)).held_by_stage() == {0: 4, 1: 3, 2: 2, 3: 1}
 
 
 def test_each_stage_and_microbatch_may_take_its_own_time() -> None:

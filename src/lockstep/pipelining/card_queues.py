@@ -35,7 +35,7 @@ class CardQueues:
         places: of each stage the accelerator that holds it.
         computing: by accelerator, the stream that all micro-batches compute on.
         copying: by accelerator, the stream that this one copies on.
-        random: where its random numbers begin, if they are its own: generators are put where it has
+        random: where its random numbers begin, None if they aren't its own: generators are put where it has
             left them, in each of its turns.
         shared: parameters that micro-batches have sent, by their ids; it adds those that it sends.
 
@@ -49,8 +49,8 @@ class CardQueues:
         places: Sequence[torch.device],
         computing: Mapping[torch.device, torch.Stream],
         copying: Mapping[torch.device, torch.Stream],
-        random: States | None = None,
-        shared: dict[int, Tensor] | None = None,
+        random: States | None,
+        shared: dict[int, Tensor],
     ) -> None:
         self.places = places
         self.draws = random is not None
@@ -58,7 +58,7 @@ class CardQueues:
         self._computing = computing
         self._copying = copying
         self._random = random
-        self._shared = {} if shared is None else shared
+        self._shared = shared
         self._views: dict[int, Tensor] = {}  # of those
         # Where it is not: what it has computed there is done.
         self._left: dict[torch.device, torch.Event] = {}
@@ -99,12 +99,14 @@ class CardQueues:
         torch.accelerator.set_device_index(place.index)
         self.wait(place)
         if self._random is not None:
-            put_states(self._random, tuple(self._computing))
+            accelerators = tuple(self._computing)
+            put_states(self._random, accelerators)
 
     def leave(self, stage: int) -> None:
         """End the turn of a stage."""
         if self._random is not None:
-            self._random = states(tuple(self._computing))
+            accelerators = tuple(self._computing)
+            self._random = states(accelerators)
         place = self.places[stage]
         self._left[place] = self._computing[place].record_event()
 
@@ -129,8 +131,11 @@ class CardQueues:
 
     @contextlib.contextmanager
     def sending(self, stage: int, come_back: Callable[[int], None]) -> Iterator[None]:
-        """Send from this stage what the next one is given, and call ``come_back(stage)`` in
-        backward.
+        """Send what the next stage is given, in this context.
+
+        Args:
+            stage: from which it is sent.
+            come_back: called with that stage in backward.
         """
         self.leaves = True
         self._backs = {self.places[stage]: functools.partial(come_back, stage)}
@@ -141,7 +146,12 @@ class CardQueues:
             self._backs = {}
 
     def sent(self, tensor: Tensor, place: torch.device) -> Tensor:
-        """Copy an accelerator's tensor to another one, which may be used after ``wait``."""
+        """Copy an accelerator's tensor to another one, which may be used after ``wait``.
+
+        Args:
+            tensor: on an accelerator.
+            place: another one.
+        """
         source = tensor.device
         out = self._copying[source]
         into = self._copying[place]
@@ -164,7 +174,8 @@ class CardQueues:
         _keep_for(tensor, out)
         _keep_for(copy, self._computing[place])
         for one in (source, place):
-            self._copied.setdefault(one, []).append(copied)
+            events = self._copied.setdefault(one, [])
+            events.append(copied)
         return copy
 
     def _view_of(self, leaf: Tensor) -> Tensor:
@@ -172,10 +183,17 @@ class CardQueues:
         if isinstance(leaf, nn.Parameter):
             self._shared[id(leaf)] = leaf
         view = self._views.get(id(leaf))
-        return leaf.view_as(leaf) if view is None else view
+        if view is None:
+            view = leaf.view_as(leaf)
+        return view
 
     def sent_back(self, gradient: Tensor, place: torch.device) -> Tensor:
-        """Copy a gradient, for which autograd waits, and which it has waited for."""
+        """Copy a gradient, for which autograd waits, and which it has waited for.
+
+        Args:
+            gradient: of the copy that was sent.
+            place: where the tensor was that it was made of.
+        """
         self._held.append(gradient)
         with self._copying[place], self._copying[gradient.device]:
             copy: Tensor = gradient.to(place, non_blocking=True)

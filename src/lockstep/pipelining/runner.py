@@ -122,7 +122,8 @@ class Runner:
             return compute()
 
         def go() -> T:
-            with self._microbatch(0) as microbatch, self._noted(microbatch, "evaluation"):
+            microbatch = self._microbatch(0)
+            with microbatch, self._noted(microbatch, "evaluation"):
                 return compute()
 
         return self._alone(go)
@@ -150,7 +151,8 @@ class Runner:
             microbatch = self._microbatch(number)
             microbatches.append(microbatch)
             with self._overlap.observing(microbatch, work.count):
-                results.append(self._compute(microbatch, work))
+                result = self._compute(microbatch, work)
+            results.append(result)
         self._note_timeline(microbatches)
         return results
 
@@ -167,7 +169,8 @@ class Runner:
         for number in range(work.count):
             microbatch = self._microbatch(number, route, turns)
             microbatches.append(microbatch)
-            functions.append(functools.partial(self._in_own_thread, microbatch, work))
+            function = functools.partial(self._in_own_thread, microbatch, work)
+            functions.append(function)
         if not self._is_on_slots:
             self._give_queues(microbatches)
         self._overlap.begin()
@@ -177,16 +180,24 @@ class Runner:
         return results
 
     def _orders_for(self, route: Route, count: int) -> list[list[Key]]:
-        """Give the order of visits of each device, made once for a number of micro-batches."""
+        """Give the order of visits of each device, made once for a number of micro-batches.
+
+        Args:
+            route: of the micro-batches.
+            count: how many there are.
+        """
         key = route, count
-        if key not in self._orders:
-            orders = orders_of(route, self.schedule(count), count)
+        orders = self._orders.get(key)
+        if orders is None:
+            schedule = self.schedule(count)
+            orders = orders_of(route, schedule, count)
             if not self._is_on_slots:
                 orders = [merged(route, orders)]
             self._orders[key] = orders
-        return self._orders[key]
+        return orders
 
     def _in_own_thread(self, microbatch: MicroBatch, work: Work) -> Any:
+        """Compute a micro-batch that overlaps with others; this thread has no other one."""
         # Else a weight's copy would belong to one micro-batch's graph.
         torch.set_autocast_cache_enabled(False)
         if microbatch.queues is None:
@@ -195,6 +206,7 @@ class Runner:
             return self._compute(microbatch, work)
 
     def _compute(self, microbatch: MicroBatch, work: Work) -> Any:
+        """Compute forward and backward of a micro-batch; return what backward returned."""
         # (Autograd's own threads, one for each accelerator, couldn't wait for turns.)
         in_threads = torch.autograd.set_multithreading_enabled(self._is_on_slots)
         queues = microbatch.queues
@@ -211,37 +223,54 @@ class Runner:
         """Let micro-batches overlap on accelerators, with random numbers of their own if they draw
         any.
         """
-        random = states(self._overlap.accelerators) if self._overlap.draws else None
+        random = None
+        if self._overlap.draws:
+            random = states(self._overlap.accelerators)
         places = [device.torch for device in self._devices]
-        computing = {place: torch.accelerator.current_stream(place) for place in places}
+        computing = {}
+        for place in places:
+            computing[place] = torch.accelerator.current_stream(place)
         for microbatch in microbatches:
             number = microbatch.number % _COPYING
-            copying = {place: self._copying_stream(place, number) for place in computing}
+            copying = {}
+            for place in computing:
+                copying[place] = self._copying_stream(place, number)
             microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
 
     def _copying_stream(self, place: torch.device, number: int) -> torch.Stream:
-        stream = self._copying.get((place, number))
+        """Give one of the streams that micro-batches copy on, made once.
+
+        Args:
+            place: the accelerator.
+            number: which of its streams.
+        """
+        key = place, number
+        stream = self._copying.get(key)
         if stream is None:
             stream = torch.Stream(place)
-            self._copying[place, number] = stream
+            self._copying[key] = stream
         return stream
 
     # ---- errors and times ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _noted(self, microbatch: MicroBatch, what: str = "") -> Iterator[None]:
-        """Give errors a note that says where they came from."""
+        """Give errors a note that says where they came from.
+
+        Args:
+            microbatch: what is computed in this context.
+            what: the name of the computation; forward or backward of the micro-batch by default.
+        """
         try:
             yield
         except (Aborted, InputError):
             raise
         except Exception as error:
             stage = microbatch.stage or 0
+            device = self._devices[stage]
             what = what or f"{microbatch.direction} of micro-batch {microbatch.number}"
-            error.add_note(
-                f"raised in stage {stage} ({self._devices[stage]}), {what}, at step "
-                f"{self._world.step}"
-            )
+            step = self._world.step
+            error.add_note(f"raised in stage {stage} ({device}), {what}, at step {step}")
             raise
 
     def _note_timeline(self, microbatches: Sequence[MicroBatch]) -> None:
@@ -254,7 +283,9 @@ class Runner:
             for visit, start, end in microbatch.stays:
                 action = Action(visit.stage, visit.kind, microbatch.number)
                 place = self._places[visit.stage]
-                spans[place].append(Span(action, start, end))
+                span = Span(action, start, end)
+                spans[place].append(span)
         for of_device in spans:
             of_device.sort(key=lambda span: span.start)
-        self.timelines.append(Timeline(tuple(map(tuple, spans))))
+        timeline = Timeline(spans)
+        self.timelines.append(timeline)

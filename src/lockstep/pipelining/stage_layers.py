@@ -58,15 +58,17 @@ class StagedModel:
         if self.moves:
             recompute.install(transfer.later)
             transfer.install()
-            entering = _Hook(functools.partial(_entering, self._places))
-            model.register_forward_pre_hook(entering, prepend=True)
+            enter = functools.partial(_entering, self._places)
+            model.register_forward_pre_hook(_Hook(enter), prepend=True)
             model.register_forward_hook(_Hook(_exiting), always_call=True)
         if not devices[0].is_slot:
-            places = {name: self._places[stage] for name, stage in stage_of.items()}
+            places = {}
+            for name, stage in stage_of.items():
+                places[name] = self._places[stage]
             place_tensors(model, places, self._places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
-        """Give the context of a forward and its loss."""
+        """Give the context of a forward and its loss, in which what meets is moved."""
         if not self.moves:
             return contextlib.nullcontext()
         microbatch = current()
@@ -76,9 +78,12 @@ class StagedModel:
         return TransferMode(self._places, queues=queues)
 
     def _hook(self, module: nn.Module, stage: int) -> None:
-        place = self._places[stage] if self.moves else None
-        arriving = _Hook(functools.partial(_arriving, stage, place))
-        module.register_forward_pre_hook(arriving, with_kwargs=True, prepend=True)
+        """Give a module the hooks of its stage."""
+        place = None
+        if self.moves:
+            place = self._places[stage]
+        arrive = functools.partial(_arriving, stage, place)
+        module.register_forward_pre_hook(_Hook(arrive), with_kwargs=True, prepend=True)
         module.register_forward_hook(_Hook(_leaving))
 
 
@@ -98,7 +103,9 @@ def _mixed(stage_of: Mapping[str, int]) -> set[str]:
 def _refuse_without_hooks(model: nn.Module) -> None:
     """Refuse modules whose hooks nobody calls, or whose calls can't be followed."""
     for name, module in model.named_modules():
-        which = f'"{name}"' if name else "the model"
+        which = "the model"
+        if name:
+            which = f'"{name}"'
         if type(module).__name__ == "OptimizedModule":
             raise StrategyError(
                 f"{which} was given to torch.compile, which runs a module without its hooks: call "
@@ -113,12 +120,18 @@ def _refuse_without_hooks(model: nn.Module) -> None:
 
 @torch.no_grad()
 def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: torch.device) -> None:
-    """Move each parameter and buffer to its place, or to ``rest``; one with several names to
-    that of the first.
+    """Move each parameter and buffer to its place; one with several names to that of the first.
+
+    Args:
+        model: whose tensors they are.
+        places: by name of a parameter or buffer.
+        rest: the place of those that aren't there.
     """
-    recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-    for module in recurrent:
-        module._flat_weight_refs = []  # as ``Module.to`` does
+    recurrent = []
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            recurrent.append(module)
+            module._flat_weight_refs = []  # as ``Module.to`` does
     with common_memory_unmoved(model):
         for name, tensor in list(tensors_of(model)):
             place = places.get(name, rest)
@@ -152,34 +165,51 @@ def _arriving(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Act before the forward of a module on a stage, where its inputs must be; None where all
-    stages are on one device.
+    """Act before the forward of a module on a stage.
+
+    Args:
+        stage: of the module.
+        place: where its inputs must be; None where all stages are on one device.
+        module: that is called.
+        args: its inputs.
+        kwargs: its inputs by name.
+
+    Returns:
+        The inputs there, or None for those that are given.
     """
     microbatch = current()
-    # (A checkpoint that computes again over several accelerators does so in the one turn that it
-    # has.)
-    if microbatch is None or (place is not None and microbatch.kind == "B"):
-        return None if place is None else _moved(place, args, kwargs)
-    if microbatch.outer is not None and stage == microbatch.stage:
+    if microbatch is None:
+        if place is None:
+            return None
+        return _moved(place, args, kwargs)
+    # A checkpoint that computes again over several accelerators does so in the one turn that it
+    # has.
+    if place is not None and microbatch.kind == "B":
+        return _moved(place, args, kwargs)
+    before = microbatch.stage
+    if before is None:
+        before = stage
+    elif before == stage and microbatch.outer is not None:
         return None
 
     sent = None
-    before = stage if microbatch.stage is None else microbatch.stage
-    if microbatch.queues is not None and place is not None and before != stage:
-        with microbatch.queues.sending(before, microbatch.come_back):
+    queues = microbatch.queues
+    if queues is not None and place is not None and before != stage:
+        with queues.sending(before, microbatch.come_back):
             sent = _moved(place, args, kwargs)
     microbatch.enter(stage)
     if microbatch.kind == "F":  # else it is computed again, by a checkpoint
         microbatch.mark((args, kwargs))
         if microbatch.outer is None:
             microbatch.outer = module
-    if sent is not None or place is None:
-        return sent
-    return _moved(place, args, kwargs)
+    if place is not None and sent is None:
+        sent = _moved(place, args, kwargs)
+    return sent
 
 
 def _moved(place: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # (There is no mode where a layer is called by itself.)
+    """Give a layer's inputs at a place."""
+    # There is no mode where a layer is called by itself.
     mode = transfer.current() or TransferMode([place])
     mode.place = place
     return mode.nest_moved((args, kwargs))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,11 @@ class Action(NamedTuple):
             raise StrategyError(
                 f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0'
             )
-        stage, kind, microbatch = match.groups()
-        return cls(int(stage), "F" if kind == "F" else "B", int(microbatch))
+        stage, letter, microbatch = match.groups()
+        kind: Literal["F", "B"] = "B"
+        if letter == "F":
+            kind = "F"
+        return cls(int(stage), kind, int(microbatch))
 
 
 class Span(NamedTuple):
@@ -49,9 +51,13 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each device did what, simulated or measured: the spans of each device, in order."""
+    """When each device did what, simulated or measured.
 
-    devices: tuple[tuple[Span, ...], ...]
+    Attributes:
+        devices: the spans of each device, in order.
+    """
+
+    devices: Sequence[Sequence[Span]]
 
     @property
     def start(self) -> float:
@@ -71,18 +77,27 @@ class Timeline:
     @property
     def busy(self) -> tuple[float, ...]:
         """The time that each device computed."""
-        return tuple(sum(span.end - span.start for span in spans) for spans in self.devices)
+        times = []
+        for spans in self.devices:
+            time = sum(span.end - span.start for span in spans)
+            times.append(time)
+        return tuple(times)
 
     @property
     def bubble(self) -> float:
         """The share of the devices' time in which they waited, from 0 to 1."""
         whole = self.makespan * len(self.devices)
-        return 1 - sum(self.busy) / whole if whole else 0.0
+        if not whole:
+            return 0.0
+        return 1 - sum(self.busy) / whole
 
     @property
     def speed_up(self) -> float:
         """The time of one device that does the same actions one after another, over this one's."""
-        return sum(self.busy) / self.makespan if self.makespan else 1.0
+        makespan = self.makespan
+        if not makespan:
+            return 1.0
+        return sum(self.busy) / makespan
 
     def plain(self) -> list[list[list[Any]]]:
         """Return what a file can hold: for each device a list of (word of the action, start, end),
@@ -91,23 +106,29 @@ class Timeline:
         first = self.start
         kept = []
         for spans in self.devices:
-            kept.append([[str(action), start - first, end - first] for action, start, end in spans])
+            rows = []
+            for action, start, end in spans:
+                rows.append([str(action), start - first, end - first])
+            kept.append(rows)
         return kept
 
     @classmethod
-    def of(cls, kept: Sequence[Sequence[Sequence[Any]]]) -> Timeline:
-        """Return the timeline that ``plain`` gave the values of."""
-        devices = []
-        for spans in kept:
-            devices.append(tuple(Span(Action.parse(word), a, b) for word, a, b in spans))
-        return cls(tuple(devices))
+    def of(cls, kept: Sequence[Sequence[Sequence[Any]]], factor: float = 1.0) -> Timeline:
+        """Return the timeline that ``plain`` gave the values of.
 
-    def times(self, factor: float) -> Timeline:
-        """Return the same timeline in another unit of time."""
+        Args:
+            kept: those values.
+            factor: what times are multiplied by, for another unit.
+        """
         devices = []
-        for spans in self.devices:
-            devices.append(tuple(Span(a, start * factor, end * factor) for a, start, end in spans))
-        return Timeline(tuple(devices))
+        for rows in kept:
+            spans = []
+            for word, start, end in rows:
+                action = Action.parse(word)
+                span = Span(action, start * factor, end * factor)
+                spans.append(span)
+            devices.append(spans)
+        return cls(devices)
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
         """Return what each device holds at most, of micro-batches after their forward and before
@@ -121,18 +142,12 @@ class Timeline:
         for spans in self.devices:
             now = peak = 0.0
             for action, _, _ in spans:
-                size = 1.0 if sizes is None else sizes[action.stage]
+                size = 1.0
+                if sizes is not None:
+                    size = sizes[action.stage]
                 if action.kind == "B":
                     size = -size
                 now += size
                 peak = max(peak, now)
             peaks.append(peak)
         return tuple(peaks)
-
-    def held_by_stage(self) -> dict[int, int]:
-        """Return how many micro-batches each stage holds at most, by stage."""
-        of_stage: dict[int, list[Span]] = {}
-        for span in itertools.chain.from_iterable(self.devices):
-            of_stage.setdefault(span.action.stage, []).append(span)
-        held = Timeline(tuple(map(tuple, of_stage.values()))).held()
-        return {stage: int(peak) for stage, peak in zip(of_stage, held, strict=True)}

@@ -73,7 +73,7 @@ def turns_of(kept: Mapping[str, Any]) -> tuple[Timelines, str]:
     timelines = {}
     bubbles = []
     for title, plain in kept.items():
-        timeline = Timeline.of(plain).times(1e3)
+        timeline = Timeline.of(plain, 1e3)
         timelines[title] = timeline
         bubbles.append(f"{title}: {100 * timeline.bubble:.1f} %")
 

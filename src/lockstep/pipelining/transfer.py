@@ -50,7 +50,7 @@ def current() -> TransferMode | None:
 
 
 class TransferMode(TorchFunctionMode):
-    """What a forward and its loss run in.
+    """What a forward and its loss run in: it moves operands to the stage that computes.
 
     Args:
         places: the devices of all stages.
@@ -69,7 +69,9 @@ class TransferMode(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self._queues = queues
-        self.place = places[0] if place is None else place
+        self.place = places[0]
+        if place is not None:
+            self.place = place
         self._places = places
         self._copies: dict[_CopyKey, _Copy] = {}
 
@@ -105,12 +107,17 @@ class TransferMode(TorchFunctionMode):
                 if source() is tensor and version == tensor._version:
                     return copy
             copy = self._copied(tensor)
-            source = weakref.ref(tensor, lambda _: self._copies.pop(key, None))
+
+            def forget(source: weakref.ref[Tensor]) -> None:
+                self._copies.pop(key, None)
+
+            source = weakref.ref(tensor, forget)
             version = tensor._version
             self._copies[key] = source, version, copy
             return copy
 
     def _copied(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the stage that computes."""
         queues = self._queues
         if queues is None or tensor.device not in queues.places:
             return tensor.to(self.place, non_blocking=True)
@@ -137,8 +144,10 @@ class TransferMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _SETS_DATA:  # PyTorch's count of writes doesn't tell
             self._copies.clear()
-        if func not in _ANYWHERE and _meet((*args, *kwargs.values())):
-            args, kwargs = self._together(func, args, kwargs)
+        if func not in _ANYWHERE:
+            operands = (*args, *kwargs.values())
+            if _meet(operands):
+                args, kwargs = self._together(func, args, kwargs)
         if self._queues is None or func.__name__ == "__get__":
             return func(*args, **kwargs)
         return self._queued(self._queues, func, args, kwargs)
@@ -152,6 +161,12 @@ class TransferMode(TorchFunctionMode):
     ) -> Any:
         """Call a function; where it computes on another stage's device, that is behind the copies
         made there.
+
+        Args:
+            queues: of the micro-batch.
+            func: the function.
+            args: on one device, if it wants them there.
+            kwargs: the same.
         """
         if func in _ANYWHERE:
             queues.wait_all()
@@ -164,12 +179,18 @@ class TransferMode(TorchFunctionMode):
         return found
 
     def _wait_elsewhere(self, queues: CardQueues, nests: tuple[Any, ...]) -> None:
+        """Wait where tensors are that aren't on the stage that computes."""
         for tensor in _operands(nests):
             if tensor.device != self.place and not tensor.is_cpu:
                 queues.wait(tensor.device)
 
     def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
-        """Call an autograd function of a person's own, which ``function`` applies.
+        """Call an autograd function of a person's own.
+
+        Args:
+            function: applies it.
+            name: of its class.
+            args: its operands.
 
         Raises:
             StrategyError: it writes to an operand that had to be moved, so that this would stay as
@@ -182,8 +203,9 @@ class TransferMode(TorchFunctionMode):
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 moved[i] = self.moved(arg)
-            if moved[i] is not arg:
-                versions.append((moved[i], _version(moved[i])))
+            copy = moved[i]
+            if copy is not arg:
+                versions.append((copy, _version(copy)))
         found = function(*moved)
         for copy, version in versions:
             if _version(copy) != version:
@@ -201,13 +223,19 @@ class TransferMode(TorchFunctionMode):
     ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Move arguments to one device: that of what is written to, else of the stage that
         computes.
+
+        Args:
+            func: that is called with them.
+            args: on several devices.
+            kwargs: the same.
         """
         stage = self.place
         written = _written(func, args, kwargs)
         if written is not None:
             self.place = written.device
+        given = args, dict(kwargs)
         try:
-            moved, named = each(self.moved, (args, dict(kwargs)), on_packed=lambda packed: packed)
+            moved, named = each(self.moved, given, on_packed=lambda packed: packed)
         finally:
             self.place = stage
         if func in _SECOND_ON_CPU and isinstance(args[1], Tensor):
@@ -247,7 +275,10 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
         return None
     places = mode._places
     place = mode.place
-    states = {one: state_on(one) for one in places if _has_generator(one)}
+    states = {}
+    for one in places:
+        if _has_generator(one):
+            states[one] = state_on(one)
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:
@@ -265,7 +296,9 @@ _one_at_a_time = threading.RLock()
 
 
 def _has_generator(place: torch.device) -> bool:
-    return hasattr(getattr(torch, place.type, None), "get_rng_state")
+    """Whether PyTorch has random numbers for that type of device."""
+    module = getattr(torch, place.type, None)
+    return hasattr(module, "get_rng_state")
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -273,17 +306,26 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ten
     out = kwargs.get("out")
     if out is not None:
         return next(tensors(out), None)
-    second = args[1] if len(args) > 1 else None
     written: Any = None
     if func in _WRITES_STATISTICS:
-        written = kwargs.get("running_mean", second)
+        written = _argument(1, "running_mean", args, kwargs)
     elif func in _WRITES_WEIGHT:
-        max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None)
-        if max_norm is not None:
-            written = kwargs.get("weight", second)
+        if _argument(3, "max_norm", args, kwargs) is not None:
+            written = _argument(1, "weight", args, kwargs)
     elif _is_in_place(getattr(func, "__name__", "")):
         written = next(_operands(args), None)
-    return written if isinstance(written, Tensor) else None
+    if not isinstance(written, Tensor):
+        return None
+    return written
+
+
+def _argument(place: int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Give an argument by its name, else by its place, else None."""
+    if name in kwargs:
+        return kwargs[name]
+    if place < len(args):
+        return args[place]
+    return None
 
 
 def _is_in_place(name: str) -> bool:
@@ -337,7 +379,10 @@ def _is_number(tensor: Tensor) -> bool:
 
 
 def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+    """Count the writes to a tensor; PyTorch doesn't count those to one of inference mode."""
+    if tensor.is_inference():
+        return 0
+    return tensor._version
 
 
 def _operands(nests: tuple[Any, ...]) -> Iterator[Tensor]:

@@ -54,11 +54,13 @@ def split(
     """
     if stages > len(blocks):
         shown = [block.name or "the model" for block in blocks[:4]]
-        more = ["..."] if len(blocks) > 4 else []
+        if len(blocks) > 4:
+            shown.append("...")
+        has = counted(len(blocks), "block")
+        fits = counted(max(len(blocks), 1), "device")
         raise TooFewLayers(
-            f"partition: {stages} stages, but the model has {counted(len(blocks), 'block')} that "
-            f"can be placed ({', '.join(shown + more)}): "
-            f"use {counted(max(len(blocks), 1), 'device')}"
+            f"partition: {stages} stages, but the model has {has} that can be placed "
+            f"({', '.join(shown)}): use {fits}"
         )
     times = [block.time for block in blocks]
     before = list(itertools.accumulate(times, initial=0.0))
@@ -68,7 +70,8 @@ def split(
         time = before[last] - before[first]
         if capacity is None:
             return 0.0, time
-        share = need(stage, blocks[first:last]) / max(capacity[stage], 1.0)
+        needed = need(stage, blocks[first:last])
+        share = needed / max(capacity[stage], 1.0)
         if share <= 1:
             share = 0.0
         return share, time
@@ -79,11 +82,15 @@ def split(
         stage = max(range(stages), key=lambda stage: cost(stage, *ends[stage]))
         first, last = ends[stage]
         run = blocks[first:last]
-        device = devices[stage] if devices else f"device {stage}"
+        needed = size(need(stage, run))
+        has = size(capacity[stage])
+        device = f"device {stage}"
+        if devices:
+            device = devices[stage]
         raise StrategyError(
             f"partition: no split fits: stage {stage} ({run[0].name} to {run[-1].name}) needs "
-            f"{size(need(stage, run))}, and {device} has {size(capacity[stage])}: use more "
-            "devices, a smaller batch_size, more micro-batches, or activation_checkpointing"
+            f"{needed}, and {device} has {has}: use more devices, a smaller batch_size, more "
+            "micro-batches, or activation_checkpointing"
         )
     limit = fastest * (1 + slack) + 1e-12
 
@@ -99,15 +106,23 @@ def split(
         return blocks[last - 1].crossing, _depth(blocks, last)
 
     (least, _), bounds_of_least = _best(len(blocks), stages, sent, _sum)
-    return bounds if math.isinf(least) else bounds_of_least
+    if math.isinf(least):
+        return bounds
+    return bounds_of_least
 
 
 def _slower(one: Cost, other: Cost) -> Cost:
-    return max(one[0], other[0]), max(one[1], other[1])
+    """Give the larger of both numbers, each by itself."""
+    first = max(one[0], other[0])
+    second = max(one[1], other[1])
+    return first, second
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
-    return one[0] + other[0], one[1] + other[1]
+    """Add the numbers, each by itself."""
+    first = one[0] + other[0]
+    second = one[1] + other[1]
+    return first, second
 
 
 def _best(
@@ -116,7 +131,14 @@ def _best(
     cost: Callable[[int, int, int], Cost],
     together: Callable[[Cost, Cost], Cost],
 ) -> tuple[Cost, list[int]]:
-    """Find the least cost of a split, and its bounds."""
+    """Find the least cost of a split, and its bounds.
+
+    Args:
+        blocks: how many.
+        stages: how many runs of them, none empty.
+        cost: of a stage, with its first block and the one behind its last.
+        together: gives the cost of some stages with one more.
+    """
     # By the number of blocks before, the best split of them.
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [0])}
     for stage in range(stages):

@@ -29,9 +29,19 @@ from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import call, clones, tensors, to_device
 from lockstep.tensors.rows import cut
 
+_Times = dict[tuple[str, str], float]
+"""Seconds by kind ("F" is forward, "B" backward) and name of a block."""
+
+_MOST_ROUNDS = 50
+"""The number of measurements after which medians are taken, however fast the model is."""
+
 
 class ModelBenchmark:
     """A model on one device with all that a step of it needs, and the job's first micro-batch.
+
+    Args:
+        job: whose model it is. Its data are loaded without loader workers.
+        world: of one device.
 
     Attributes:
         model: the job's, on the device, or on the CPU where it doesn't fit there.
@@ -61,14 +71,19 @@ class ModelBenchmark:
         """Count the bytes that a block takes besides activations: parameters, their gradients, the
         optimizer's state.
         """
-        return block.parameters + (1 + self._state_copies) * block.trained
+        copies = 1 + self._state_copies
+        return block.parameters + copies * block.trained
 
     def part(self, size: int) -> Part:
         """Give the first samples of the first micro-batch, on the device, in the job's format and
         layout.
+
+        Args:
+            size: how many samples.
         """
         first = self.first
-        inputs, targets = cut((first.inputs, first.targets), 0, size, first.size)
+        whole = first.inputs, first.targets
+        inputs, targets = cut(whole, 0, size, first.size)
         dtype = self._precision.whole
         inputs = to_device(inputs, self._place, dtype, channels_last=self._channels_last)
         targets = to_device(targets, self._place, dtype)
@@ -77,14 +92,18 @@ class ModelBenchmark:
     def blocks(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> ModelBlocks:
         """Find the blocks with their costs for a part, estimated where the model and the part
         don't fit on the device.
+
+        Args:
+            part: of the first micro-batch, as ``part`` gives it.
+            measure: False estimates the costs.
+            seconds: how long to measure.
         """
-        if not measure or not self._fits:
-            return self._traced(part, fake=True)
-        try:
-            return self._measured(part, seconds)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
+        if measure and self._fits:
+            try:
+                return self._measured(part, seconds)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
         return self._traced(part, fake=True)
 
     def _measured(self, part: Part, seconds: float) -> ModelBlocks:
@@ -92,7 +111,14 @@ class ModelBenchmark:
         found = self._traced(part, fake=False)
         adds = part.size < self.first.size  # it is one of several of a batch
         total = functools.partial(self._total, part)
-        blocks = measured(self.model, found.blocks, total, self.device, adds=adds, seconds=seconds)
+        blocks = measured(
+            self.model,
+            found.blocks,
+            total,
+            self.device,
+            adds=adds,
+            seconds=seconds,
+        )
         return replace(found, blocks=blocks, measured=True)
 
     def _traced(self, part: Part, *, fake: bool) -> ModelBlocks:
@@ -108,15 +134,18 @@ class ModelBenchmark:
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
             outputs = call(self.model, inputs)
-            total: Tensor = self._loss(outputs, targets, part.size).total
+            loss = self._loss(outputs, targets, part.size)
+        total: Tensor = loss.total
         return total
 
 
 def _first_part(job: Job, world: World) -> Part:
     """Load the first micro-batch of the training data."""
-    loader = job_loader(job, world, resolve(job.train_data, world, "train_data"))
+    data = resolve(job.train_data, world, "train_data")
+    loader = job_loader(job, world, data)
     try:
-        return next(iter(loader.epoch(0))).parts[0]
+        batches = iter(loader.epoch(0))
+        return next(batches).parts[0]
     finally:
         loader.close()
 
@@ -171,18 +200,21 @@ def measured(
         rounds: how many there are at least.
     """
     names = [block.name for block in blocks]
-    taken: list[dict[tuple[str, str], float]] = []
+    taken: list[_Times] = []
     with model_kept(model), occupied(device):
         model.zero_grad()
         _round(model, names, total, device)
         end = time.perf_counter() + seconds
-        while len(taken) < rounds or (time.perf_counter() < end and len(taken) < 50):
+        for number in range(_MOST_ROUNDS):
+            if number >= rounds and time.perf_counter() >= end:
+                break
             if not adds:
                 model.zero_grad()
             taken.append(_round(model, names, total, device))
 
     def usual(kind: str, name: str) -> float:
-        return statistics.median(one[kind, name] for one in taken)
+        times = [of_round[kind, name] for of_round in taken]
+        return statistics.median(times)
 
     found = []
     for block in blocks:
@@ -197,8 +229,15 @@ def _round(
     names: Sequence[str],
     total: Callable[[], Tensor],
     device: Device,
-) -> dict[tuple[str, str], float]:
-    """Time one forward ("F") and backward ("B"), in seconds by kind and block."""
+) -> _Times:
+    """Time one forward and backward.
+
+    Args:
+        model: on the device.
+        names: of its blocks, in the order in which forward comes to them.
+        total: one forward and the loss.
+        device: the model's.
+    """
     taken = dict.fromkeys(itertools.product("FB", names), 0.0)
     here = "F", names[0]
 
@@ -218,11 +257,17 @@ def _round(
         since = moment
 
     def ended(name: str, outputs: object) -> None:
+        def backward_begins(gradient: Tensor) -> None:
+            mark("B", name)
+
         for tensor in tensors(outputs):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: mark("B", name))  # type: ignore[no-untyped-call]
+                tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
 
-    with watched(model, names, lambda name, inputs: mark("F", name), ended):
+    def begun(name: str, inputs: object) -> None:
+        mark("F", name)
+
+    with watched(model, names, begun, ended):
         loss = total()
         mark("B", here[1])
         if loss.requires_grad:

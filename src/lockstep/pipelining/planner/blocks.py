@@ -78,11 +78,7 @@ def blocks_of(model: nn.Module, seen: Trace) -> ModelBlocks:
     """Find a model's blocks in a trace of its forward."""
     names = _names_in_order(model, seen)
     inside = _segments_of(names, seen.segments)
-    used: dict[int, list[int]] = {}  # by storage the places where it is used, in order
-    for place, segments in enumerate(inside):
-        for storage in set().union(*(segment.storages for segment in segments)):
-            used.setdefault(storage, []).append(place)
-
+    used = _uses(inside)
     crossing = [0] * len(names)
     first_use: dict[str, int] = {}
     for storage, places in used.items():
@@ -122,6 +118,22 @@ def _segments_of(names: Sequence[str], segments: Sequence[Segment]) -> list[list
     return inside
 
 
+def _uses(inside: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
+    """Find the places of the blocks that use each storage, in order.
+
+    Args:
+        inside: the segments of each block.
+    """
+    used: dict[int, list[int]] = {}
+    for place, segments in enumerate(inside):
+        for segment in segments:
+            for storage in segment.storages:
+                places = used.setdefault(storage, [])
+                if place not in places[-1:]:
+                    places.append(place)
+    return used
+
+
 def _block(
     model: nn.Module,
     name: str,
@@ -129,10 +141,27 @@ def _block(
     crossing: int,
     calls: int,
 ) -> Block:
+    """Estimate what a block costs.
+
+    Args:
+        model: whose block it is.
+        name: of its module.
+        segments: of the forward, those that belong to it.
+        crossing: bytes that go on to later blocks.
+        calls: how often forward calls it.
+    """
     module = model.get_submodule(name)
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    trained = []
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            trained.append(parameter)
     forward = sum(segment.seconds for segment in segments)
-    has_gradient = any(segment.has_gradient for segment in segments if segment.name == name)
+    activations = 0
+    has_gradient = False
+    for segment in segments:
+        activations += segment.kept
+        if segment.name == name and segment.has_gradient:
+            has_gradient = True
     # Backward computes gradients of inputs, where those depend on a parameter, and of weights.
     gradients = has_gradient + bool(trained)
     return Block(
@@ -141,7 +170,7 @@ def _block(
         backward=gradients * forward,
         parameters=bytes_of([*module.parameters(), *module.buffers()]),
         trained=bytes_of(trained),
-        activations=sum(segment.kept for segment in segments),
+        activations=activations,
         crossing=crossing,
         calls=max(calls, 1),
     )
@@ -154,6 +183,14 @@ def loose_of(
 ) -> dict[str, int]:
     """Find the parameters and buffers outside of all blocks; one that forward doesn't use goes with
     what is named before.
+
+    Args:
+        model: whose they are.
+        names: of the blocks.
+        first_use: by name of a parameter or buffer, the place of the first block that uses it.
+
+    Returns:
+        By name, the place of the block that it goes with.
     """
     of_block: dict[nn.Module, int] = {}
     for place, name in enumerate(names):
@@ -173,7 +210,9 @@ def loose_of(
 
 def _joined(prefix: str, key: str) -> str:
     """Give the name of what a module of that name holds."""
-    return f"{prefix}.{key}" if prefix else key
+    if not prefix:
+        return key
+    return f"{prefix}.{key}"
 
 
 def _own_state(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -226,7 +265,8 @@ def block_names(
             return [name], False
         return [], False
 
-    return inside(model)[0] or [""]
+    found, _ = inside(model)
+    return found or [""]
 
 
 def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[str, int]:
@@ -234,13 +274,20 @@ def map_of(model: nn.Module, found: ModelBlocks, bounds: Sequence[int]) -> dict[
     stage.
 
     A container whose layers are on several stages is not in it, but its parts are.
+
+    Args:
+        model: whose map it is.
+        found: its blocks.
+        bounds: the place of each stage's first block.
     """
     stages = _Stages({}, {})
     for place, block in enumerate(found.blocks):
-        stages.of_module[model.get_submodule(block.name)] = _stage_at(place, bounds)
+        module = model.get_submodule(block.name)
+        stages.of_module[module] = _stage_at(place, bounds)
     for name, tensor in named_state(model):
         if name in found.loose:
-            stages.of_tensor[id(tensor)] = _stage_at(found.loose[name], bounds)
+            place = found.loose[name]
+            stages.of_tensor[id(tensor)] = _stage_at(place, bounds)
     device_map: dict[str, int] = {}
     stages.write(model, "", device_map)
     return device_map
@@ -255,8 +302,9 @@ class _Stages:
 
     def within(self, module: nn.Module) -> set[int]:
         """Find the stages of what is in a module."""
-        if module in self.of_module:
-            return {self.of_module[module]}
+        stage = self.of_module.get(module)
+        if stage is not None:
+            return {stage}
         found = set(self._own(module).values())
         for child in module.children():
             found |= self.within(child)
@@ -266,8 +314,9 @@ class _Stages:
         """Find the stages of the tensors that a module holds itself, by their names in it."""
         own = {}
         for key, tensor in _own_state(module):
-            if id(tensor) in self.of_tensor:
-                own[key] = self.of_tensor[id(tensor)]
+            stage = self.of_tensor.get(id(tensor))
+            if stage is not None:
+                own[key] = stage
         return own
 
     def write(self, module: nn.Module, name: str, device_map: dict[str, int]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,8 @@ def partition(
     if microbatches < 1:
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
-    loaded = the_job(with_settings(as_job(job), settings))
+    asked = with_settings(as_job(job), settings)
+    loaded = the_job(asked)
     loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
     schedule = one_f_one_b(len(chosen), microbatches)
     return found_for(
@@ -102,8 +103,13 @@ def found_for(
 ) -> Partition:
     """Find the partition for a job that is loaded; its first micro-batch is measured.
 
-    The schedule says how many micro-batches a stage holds; without capacities memory isn't looked
-    at.
+    Args:
+        job: with as many accumulation parts as micro-batches.
+        devices: one for each stage.
+        schedule: says how many micro-batches a stage holds; each device has one.
+        capacity: bytes of each device; None doesn't look at memory.
+        measure: False estimates times.
+        seconds: how long to measure, at least.
     """
     with alone(tuple(devices[:1])) as world:
         bench = ModelBenchmark(job, world)
@@ -115,7 +121,7 @@ def found_for(
             f"the model with a micro-batch of {samples} doesn't fit on {bench.device}: "
             "times are estimated"
         )
-    held = simulate(schedule).held_by_stage()
+    held = simulate(schedule).held()
     return divided(bench, blocks, samples, devices, capacity=capacity, held=held, notes=notes)
 
 
@@ -127,7 +133,7 @@ def divided(
     *,
     given: DeviceMap | None = None,
     capacity: Sequence[float] | None = None,
-    held: Mapping[int, float] | None = None,
+    held: Sequence[float] | None = None,
     notes: Sequence[str] = (),
 ) -> Partition:
     """Find the best run of blocks for each stage, or those that a device map says, which need not
@@ -140,15 +146,18 @@ def divided(
         devices: of each stage.
         given: the stage of each layer, where that is known.
         capacity: bytes that each stage may take; None doesn't look at memory.
-        held: by stage, how many micro-batches it holds; None is one.
+        held: how many micro-batches each stage holds; None is one.
         notes: what a person should know of the measurement.
     """
     blocks = measured.blocks
 
     def need(stage: int, run: Sequence[Block]) -> float:
-        number = 1 if held is None else held[stage]
+        number = 1.0
+        if held is not None:
+            number = held[stage]
         return sum(bench.fixed(block) + number * block.activations for block in run)
 
+    runs: list[list[Block]] = []
     if given is None:
         names = list(map(str, devices))
         bounds = split(
@@ -159,18 +168,22 @@ def divided(
             devices=names,
             slack=SLACK,
         )
-        runs = [blocks[i:j] for i, j in itertools.pairwise(bounds)]
+        for first, last in itertools.pairwise(bounds):
+            runs.append(list(blocks[first:last]))
         device_map = map_of(bench.model, measured, bounds)
     else:
-        device_map = dict(given)
-        of_stages: list[list[Block]] = [[] for _ in devices]
+        runs = [[] for _ in devices]
         for block in blocks:
-            of_stages[longest(block.name, given) or 0].append(block)
-        runs = list(map(tuple, of_stages))
+            stage = longest(block.name, given) or 0
+            runs[stage].append(block)
+        device_map = dict(given)
     found = []
     for number, run in enumerate(runs):
-        room = None if capacity is None else capacity[number]
-        found.append(Stage(devices[number], tuple(run), need(number, run), room))
+        room = None
+        if capacity is not None:
+            room = capacity[number]
+        stage_found = Stage(devices[number], tuple(run), need(number, run), room)
+        found.append(stage_found)
     told = list(notes)
     for block in blocks:
         if block.calls > 1 and len(devices) > 1:
@@ -185,19 +198,25 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     """Make a device map by the layers' parameters, in the order in which they were registered,
     without any forward.
 
-    The blocks of a list stay whole where there are enough of them. A device has ``each`` stages.
+    The blocks of a list stay whole where there are enough of them.
+
+    Args:
+        model: whose layers they are.
+        stages: how many.
+        each: how many of them a device has.
 
     Raises:
         StrategyError: there are fewer layers than stages.
     """
     numbers: dict[str, int] = {}
     for name, module in model.named_modules():
-        numbers[name] = sum(parameter.numel() for parameter in module.parameters())
+        numbers[name] = _elements(module.parameters())
     within_blocks = tuple(f"{name}." for name in found_blocks(model))
+    whole = max(numbers[""], 1)
     shares: dict[str, float] = {}
     for name, number in numbers.items():
         if not name.startswith(within_blocks):
-            shares[name] = number / max(numbers[""], 1)
+            shares[name] = number / whole
     names = block_names(model, shares)
     if len(names) < stages:
         names = block_names(model, dict.fromkeys(numbers, 1.0))
@@ -211,26 +230,41 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     counted_once: set[nn.Parameter] = set()  # tied ones
     blocks = []
     for name in names:
-        own = set(model.get_submodule(name).parameters()) - counted_once
+        module = model.get_submodule(name)
+        own = set(module.parameters()) - counted_once
         counted_once |= own
-        size = sum(parameter.numel() for parameter in own)
-        blocks.append(Block(name, forward=size))
-    found = ModelBlocks(tuple(blocks), loose_of(model, names, {}))
-    return map_of(model, found, split(blocks, stages))
+        block = Block(name, forward=_elements(own))
+        blocks.append(block)
+    loose = loose_of(model, names, {})
+    found = ModelBlocks(tuple(blocks), loose)
+    bounds = split(blocks, stages)
+    return map_of(model, found, bounds)
+
+
+def _elements(parameters: Iterable[nn.Parameter]) -> int:
+    """Count the elements of some parameters together."""
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
-    """Give the bytes of each stage's device; None where PyTorch doesn't tell."""
+    """Give the bytes of each stage's device; None where PyTorch doesn't tell.
+
+    Args:
+        devices: one for each stage.
+        memory: bytes of each device, or of all; None asks the devices.
+
+    Raises:
+        StrategyError: there are more sizes than devices, or fewer.
+    """
     number = len(devices)
     if isinstance(memory, int):
         return [float(memory)] * number
     if memory is not None:
-        sizes = memory
-        if len(sizes) != number:
+        if len(memory) != number:
             raise StrategyError(
-                f"partition: {len(sizes)} sizes of memory for {number} devices: give one for each"
+                f"partition: {len(memory)} sizes of memory for {number} devices: give one for each"
             )
-        return list(map(float, sizes))
+        return list(map(float, memory))
     if devices[0].is_slot:
         whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return [whole / number] * number

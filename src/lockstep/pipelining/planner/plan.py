@@ -68,7 +68,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to lay the model over the devices: for each stage its device, and what it costs."""
+    """A way to lay the model over the devices.
+
+    Attributes:
+        places: the device of each stage.
+        costs: what each stage costs.
+    """
 
     places: tuple[int, ...]
     costs: tuple[Costs, ...]
@@ -139,14 +144,17 @@ class Choice:
     def why(self) -> str:
         """A sentence or two."""
         best = self.best
-        whole = best.seconds * best.timeline.speed_up / best.cutting
+        seconds = best.seconds
+        timeline = best.timeline
+        whole = seconds * timeline.speed_up / best.cutting
+        samples = counted(self.samples, "sample")
+        bubble = f"bubble {100 * timeline.bubble:.1f} %"
         why = (
-            f"{best}: {best.seconds * 1e3:.3g} ms of forward and backward for "
-            f"{counted(self.samples, 'sample')}, "
-            f"{whole / best.seconds:.3g} times as fast as one device with the whole batch "
-            f"(bubble {100 * best.timeline.bubble:.1f} %, cutting costs {best.cutting:.2f})"
+            f"{best}: {seconds * 1e3:.3g} ms of forward and backward for {samples}, "
+            f"{whole / seconds:.3g} times as fast as one device with the whole batch "
+            f"({bubble}, cutting costs {best.cutting:.2f})"
         )
-        if whole < best.seconds and best.plan.devices > 1:
+        if whole < seconds and best.plan.devices > 1:
             why += (
                 "; cutting costs more here than overlapping gains: one device, or larger "
                 "batches, would be faster"
@@ -164,8 +172,12 @@ def choose_schedule(
 ) -> Choice:
     """Simulate every schedule with every number of micro-batches, and take the fastest that fits.
 
-    The batch is of so many samples; its micro-batches have one at least. Arguments are as in
-    ``planned``.
+    Args:
+        batch: how many samples it has; its micro-batches have one at least.
+        plans: the ways to lay the model over the devices.
+        capacity: bytes of each device; None doesn't look at memory.
+        schedules: those that may be taken; None is all.
+        microbatches: the numbers that may be taken.
 
     Raises:
         StrategyError: nothing fits (the message has both sizes), or there is nothing to choose
@@ -184,15 +196,25 @@ def choose_schedule(
     fitting = [candidate for candidate in found if candidate.fits]
     if not fitting and capacity is not None:
         nearest = min(found, key=lambda candidate: max(candidate.filled))
-        device = nearest.filled.index(max(nearest.filled))
+        fullest = max(nearest.filled)
+        device = nearest.filled.index(fullest)
+        needed = said(nearest.peak[device])
+        has = said(capacity[device])
         raise StrategyError(
-            f"schedule: nothing fits: {nearest} needs {said(nearest.peak[device])} on device "
-            f"{device}, which has {said(capacity[device])}: use more devices, a smaller "
-            "batch_size, or activation_checkpointing"
+            f"schedule: nothing fits: {nearest} needs {needed} on device {device}, which has "
+            f"{has}: use more devices, a smaller batch_size, or activation_checkpointing"
         )
-    as_fast = [one for one in fitting if one.seconds <= _NEAR * fitting[0].seconds]
-    best = min(as_fast, key=lambda one: (len(one.plan.places), max(one.peak), one.microbatches))
+    limit = _NEAR * fitting[0].seconds
+    as_fast = [candidate for candidate in fitting if candidate.seconds <= limit]
+    best = min(as_fast, key=_held_by)
     return Choice(best, batch, tuple(found))
+
+
+def _held_by(candidate: Candidate) -> tuple[int, float, int]:
+    """Give what is compared of candidates that are as fast."""
+    stages = len(candidate.plan.places)
+    peak = max(candidate.peak)
+    return stages, peak, candidate.microbatches
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
@@ -200,6 +222,10 @@ def at(points: Mapping[int, float], samples: int) -> float:
 
     Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
     is never cheaper.
+
+    Args:
+        points: seconds by samples.
+        samples: how many.
     """
     if samples in points:
         return points[samples]
@@ -226,7 +252,15 @@ def _candidates(
     capacity: Sequence[float] | None,
     schedules: Sequence[str] | None,
 ) -> Iterator[Candidate]:
-    """Simulate each schedule of a plan that may be taken, with so many micro-batches."""
+    """Simulate each schedule of a plan with so many micro-batches.
+
+    Args:
+        batch: how many samples it has.
+        plan: whose schedules they are.
+        microbatches: how many.
+        capacity: bytes of each device; None doesn't look at memory.
+        schedules: those that may be taken; None is all.
+    """
     sizes = share_sizes(batch, microbatches)
     forward = []
     backward = []
@@ -239,7 +273,9 @@ def _candidates(
         kept[stage] = cost.kept * sizes[0]
         whole += at(cost.forward, batch) + at(cost.backward, batch)
         cut += sum(forward[stage]) + sum(backward[stage])
-    cutting = cut / whole if whole else 1.0
+    cutting = 1.0
+    if whole:
+        cutting = cut / whole
     room = capacity or [math.inf] * plan.devices
     for name, schedule in plan.schedules(microbatches).items():
         if schedules is not None and name not in schedules:
@@ -248,7 +284,9 @@ def _candidates(
         peak = list(timeline.held(kept))
         for device, cost in zip(plan.places, plan.costs, strict=True):
             peak[device] += cost.fixed
-        filled = [need / max(there, 1.0) for need, there in zip(peak, room, strict=True)]
+        filled = []
+        for need, there in zip(peak, room, strict=True):
+            filled.append(need / max(there, 1.0))
         yield Candidate(plan, name, microbatches, timeline, tuple(peak), tuple(filled), cutting)
 
 
@@ -290,7 +328,7 @@ def planned(
         by_size, too_small = _measured_at_sizes(bench, seconds)
     batch = bench.first.size
     near = max(1, batch // _NEAR_CUT)
-    if near not in by_size:
+    if near not in by_size:  # the model can't take it
         near = min(by_size)
     blocks = by_size[near]
     plans: list[Plan] = []
@@ -308,14 +346,16 @@ def planned(
         plans.append(Plan(places, _costs(bench, by_size, found)))
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, batch) for number in microbatches})
-    # (Where none is left they were asked for, and the first update says what is wrong with them.)
-    numbers = [number for number in numbers if batch // number > too_small] or numbers
+    possible = [number for number in numbers if batch // number > too_small]
+    if not possible:
+        # They were asked for, and the first update says what is wrong with them.
+        possible = numbers
     choice = choose_schedule(
         batch,
         plans,
         capacity=capacity,
         schedules=schedules,
-        microbatches=numbers,
+        microbatches=possible,
     )
     return partitions[choice.best.plan.places], choice
 
@@ -323,6 +363,10 @@ def planned(
 def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int, ModelBlocks], int]:
     """Measure the blocks by the samples of a micro-batch, and the first size that the model can't
     take (0: none).
+
+    Args:
+        bench: the model.
+        seconds: how long to measure, for each size.
     """
     whole = bench.first.size
     near = max(1, whole // _NEAR_CUT)
@@ -330,7 +374,8 @@ def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int,
     by_size: dict[int, ModelBlocks] = {}
     for size in sorted({whole, near, small}, reverse=True):
         try:
-            by_size[size] = bench.blocks(bench.part(size), seconds=seconds)
+            part = bench.part(size)
+            by_size[size] = bench.blocks(part, seconds=seconds)
         except Exception:
             if size == whole:
                 raise
@@ -343,7 +388,13 @@ def _costs(
     by_size: Mapping[int, ModelBlocks],
     found: Partition,
 ) -> tuple[Costs, ...]:
-    """Sum what each stage of a partition costs, at each size with which forward goes the same way."""
+    """Sum what each stage of a partition costs, at each size with which forward goes the same way.
+
+    Args:
+        bench: the model.
+        by_size: its blocks by the samples of a micro-batch.
+        found: the partition.
+    """
     names = {block.name for block in found.blocks}
     same: dict[int, dict[str, Block]] = {}
     for size, of_size in by_size.items():
@@ -360,5 +411,6 @@ def _costs(
             backward[size] = sum(block.backward for block in own)
         kept = stage.activations / found.samples
         fixed = sum(bench.fixed(block) for block in stage.blocks)
-        costs.append(Costs(forward, backward, kept, fixed))
+        cost = Costs(forward, backward, kept, fixed)
+        costs.append(cost)
     return tuple(costs)

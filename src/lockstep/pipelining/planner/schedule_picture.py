@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 
     The scale is one for all: an action of the usual length is as wide as its name. Where the whole
     is wider than the terminal, its middle, in which the same goes on and on, is left out.
+
+    Args:
+        timeline: simulated or measured.
+        width: columns at most.
     """
     spans = list(itertools.chain(*timeline.devices))
     if not spans:
@@ -47,9 +51,13 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
     names = {}
     for span in spans:
         action = span.action
-        names[action] = f"{action.kind}{action.microbatch}" if is_one_each else str(action)
+        name = str(action)
+        if is_one_each:
+            name = f"{action.kind}{action.microbatch}"
+        names[action] = name
     longest = max(map(len, names.values()))
-    digits = len(str(len(timeline.devices) - 1))
+    last_device = len(timeline.devices) - 1
+    digits = len(str(last_device))
     room = max(width - digits - 2, 2 * longest + len(CUT))
     scale = _scale(timeline, longest + 1)
     wide = round(timeline.makespan * scale)
@@ -68,6 +76,11 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
 def _without_middle(row: str, length: int, room: int) -> str:
     """Keep the two ends of a row. What was cut through is left out: half a name would be another
     one.
+
+    Args:
+        row: of one device.
+        length: of the longest row.
+        room: columns at most.
     """
     left = (room - len(CUT) + 1) // 2
     right = room - len(CUT) - left
@@ -94,17 +107,27 @@ def _scale(timeline: Timeline, cell: int) -> float:
     lengths = sorted(span.end - span.start for span in spans)
     usual = statistics.median(lengths)
     short = lengths[len(lengths) // 4]
-    return cell / max(short, usual / 3) if usual else 1.0
+    if not usual:
+        return 1.0
+    return cell / max(short, usual / 3)
 
 
 def _row(
-    spans: tuple[Span, ...],
+    spans: Sequence[Span],
     timeline: Timeline,
     scale: float,
     names: Mapping[Any, str],
 ) -> str:
-    """One device's line, all of it."""
-    row = [IDLE] * max(1, round(timeline.makespan * scale))
+    """Draw one device's line, all of it.
+
+    Args:
+        spans: of the device.
+        timeline: of all devices.
+        scale: columns for each unit of time.
+        names: of the actions.
+    """
+    length = round(timeline.makespan * scale)
+    row = [IDLE] * max(1, length)
     for action, start, end in spans:
         first = _column((start - timeline.start) * scale)
         last = _column((end - timeline.start) * scale)
@@ -112,10 +135,9 @@ def _row(
         name = names[action]
         if len(name) > columns:  # too short for its name
             name = action.kind
-        body = name
         if columns > len(name):  # the last column stays empty, so that neighbours are told apart
-            body = name.ljust(columns - 1, LONG) + " "
-        row[first : first + columns] = body
+            name = name.ljust(columns - 1, LONG) + " "
+        row[first : first + columns] = name
     return "".join(row)
 
 
@@ -132,14 +154,14 @@ def summary(timeline: Timeline) -> str:
     Of a device with two stages, what one of them holds of a micro-batch counts as half of one.
     """
     stages = {span.action.stage for span in itertools.chain(*timeline.devices)}
-    parts = dict.fromkeys(stages, len(timeline.devices) / max(len(stages), 1))
-    held = [f"{peak:.3g}" for peak in timeline.held(parts)]
+    part = len(timeline.devices) / max(len(stages), 1)
+    peaks = timeline.held(dict.fromkeys(stages, part))
+    held = [f"{peak:.3g}" for peak in peaks]
     if len(held) > 8:
         held[8:] = ["..."]
-    return (
-        f"bubble {100 * timeline.bubble:.1f} %, speed-up {timeline.speed_up:.3g}; "
-        f"micro-batches held at most: {' '.join(held)}"
-    )
+    bubble = f"bubble {100 * timeline.bubble:.1f} %"
+    speed_up = f"speed-up {timeline.speed_up:.3g}"
+    return f"{bubble}, {speed_up}; micro-batches held at most: {' '.join(held)}"
 
 
 def key(width: int = 80) -> list[str]:

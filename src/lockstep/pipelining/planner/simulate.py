@@ -68,19 +68,24 @@ def simulate(
                         ready += transfer
                     start = max(start, ready)
                 order.popleft()
-                times = forward if action.kind == "F" else backward
-                free[device] = start + _time_of(action, times)
-                ended[action] = free[device]
-                spans[device].append(Span(action, start, free[device]))
+                times = backward
+                if action.kind == "F":
+                    times = forward
+                end = start + _time_of(action, times)
+                free[device] = end
+                ended[action] = end
+                span = Span(action, start, end)
+                spans[device].append(span)
     waits = []
     for device, order in enumerate(waiting):
         if order:
-            waits.append(f"device {device} waits with {order[0]} for {_before(order[0], last)}")
+            action = order[0]
+            waits.append(f"device {device} waits with {action} for {_before(action, last)}")
     if waits:
         raise StrategyError(
             f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
         )
-    return Timeline(tuple(map(tuple, spans)))
+    return Timeline(spans)
 
 
 def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
@@ -93,15 +98,18 @@ def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
             action that is in none (the backward of a frozen stage) takes no time.
     """
     taken = [_seconds_of_actions(timeline) for timeline in measured]
-    usual: dict[Action, float] = {}
-    for action in itertools.chain(*schedule):
-        usual[action] = statistics.median(of_update[action] for of_update in taken)
+    actions = list(itertools.chain(*schedule))
     stages = len(devices_of(schedule))
-    microbatches = 1 + max(action.microbatch for action in usual)
-    times = {kind: [[0.0] * microbatches for _ in range(stages)] for kind in "FB"}
-    for action, seconds in usual.items():
-        times[action.kind][action.stage][action.microbatch] = seconds
-    return simulate(schedule, times["F"], times["B"])
+    microbatches = 1 + max(action.microbatch for action in actions)
+    forward = [[0.0] * microbatches for _ in range(stages)]
+    backward = [[0.0] * microbatches for _ in range(stages)]
+    for action in actions:
+        times = backward
+        if action.kind == "F":
+            times = forward
+        of_updates = [of_update[action] for of_update in taken]
+        times[action.stage][action.microbatch] = statistics.median(of_updates)
+    return simulate(schedule, forward, backward)
 
 
 def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
@@ -115,11 +123,13 @@ def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
 def _before(action: Action, last: int) -> Action | None:
     """Give what has to be done before an action, ``last`` being the last stage."""
     stage, kind, microbatch = action
-    if kind == "B" and stage < last:
-        return Action(stage + 1, "B", microbatch)
-    if kind == "B":
+    if kind == "F":
+        if stage == 0:
+            return None
+        return Action(stage - 1, "F", microbatch)
+    if stage == last:
         return Action(stage, "F", microbatch)
-    return Action(stage - 1, "F", microbatch) if stage else None
+    return Action(stage + 1, "B", microbatch)
 
 
 def _time_of(action: Action, times: Times) -> float:
@@ -127,7 +137,9 @@ def _time_of(action: Action, times: Times) -> float:
     if isinstance(times, int | float):
         return times
     of_stage = times[action.stage]
-    return of_stage if isinstance(of_stage, int | float) else of_stage[action.microbatch]
+    if isinstance(of_stage, int | float):
+        return of_stage
+    return of_stage[action.microbatch]
 
 
 def _check_actions(schedule: Schedule) -> None:

@@ -11,7 +11,6 @@ nothing is decided yet. Which of them make a block is found afterwards.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from lockstep.model.snapshot import Snapshot
-from lockstep.tensors.pytree import call, each, tensors
+from lockstep.tensors.common_memory import tensors_of
+from lockstep.tensors.pytree import each, tensors
 
 _RATES = {"cpu": (4e10, 8e9), "cuda": (5e13, 1.5e12)}
 """Operations and bytes in a second, roughly: only their ratio matters for a split."""
@@ -55,8 +55,8 @@ class Segment:
 def trace(
     model: nn.Module,
     inputs: Any,
-    forward: Callable[[Any], Any] | None = None,
-    kind: str = "cpu",
+    forward: Callable[[Any], Any],
+    kind: str,
     *,
     fake: bool = True,
 ) -> Trace:
@@ -65,13 +65,11 @@ def trace(
     Args:
         model: in the mode in which it trains.
         inputs: of a micro-batch, say.
-        forward: called with the inputs instead of ``call(model, inputs)``; what it does beside the
-            model (autocast, the loss) is looked at too.
+        forward: calls the model with the inputs; what it does beside (autocast, the loss) is looked
+            at too.
         kind: the type of device that estimates are for.
         fake: follow the forward without running it, where that can be.
     """
-    if forward is None:
-        forward = functools.partial(call, model)
     if fake:
         try:
             with model_kept(model), _faked(model) as mode:
@@ -93,7 +91,7 @@ def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes: dict[str, Tensor] = {}
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            for name, tensor in tensors_of(model):
                 fakes[name] = mode.from_tensor(tensor)
             with _reparametrize_module(model, fakes, tie_weights=True):
                 yield mode
@@ -102,6 +100,7 @@ def _faked(model: nn.Module) -> Iterator[FakeTensorMode]:
 
 
 def _traced(model: nn.Module, inputs: Any, forward: Callable[[Any], Any], kind: str) -> Trace:
+    """Look at a forward; the arguments are those of ``trace``."""
     found = Trace(model, inputs, kind)
     names = [name for name, _ in model.named_modules()]
     saving = torch.autograd.graph.saved_tensors_hooks(found.keep, lambda tensor: tensor)
@@ -117,8 +116,13 @@ def watched(
     before: Callable[[str, Any], None],
     after: Callable[[str, Any], None],
 ) -> Iterator[None]:
-    """Let modules call ``before`` with their name and inputs, and ``after`` with name and
-    outputs.
+    """Call functions where modules begin and end in this context.
+
+    Args:
+        model: whose modules they are.
+        names: of the modules.
+        before: called with the name and the inputs of a module that begins.
+        after: called with the name and the outputs of a module that ends.
     """
     modules = dict(model.named_modules())
     handles = []
@@ -131,8 +135,9 @@ def watched(
             after(name, outputs)
 
         module = modules[name]
-        handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
-        handles.append(module.register_forward_hook(ends))
+        beginning = module.register_forward_pre_hook(begins, with_kwargs=True)
+        ending = module.register_forward_hook(ends)
+        handles += [beginning, ending]
     try:
         yield
     finally:
@@ -142,6 +147,11 @@ def watched(
 
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One forward: adds what every operator does to the segment in which it comes.
+
+    Args:
+        model: whose parameters and buffers are known by name.
+        inputs: of the forward.
+        kind: the type of device that estimates are for.
 
     Attributes:
         segments: in the order of forward.
@@ -162,7 +172,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.segments = [Segment("", storages=set(self.sizes))]
         self.state: dict[int, list[str]] = {}
         for name, tensor in named_state(model):
-            self.state.setdefault(self._number(tensor), []).append(name)
+            names = self.state.setdefault(self._number(tensor), [])
+            names.append(name)
         self._kept = set(self.state)
 
     def begin(self, name: str, inputs: Any) -> None:
@@ -196,13 +207,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         segment.storages.update(read, written)
         for number, size in written.items():
             self.sizes.setdefault(number, size)
-        moved = sum(read.values()) + sum(written.values())
+        moved = sum(read.values())
+        moved += sum(written.values())
         is_view = written.keys() <= read.keys() and not func._schema.is_mutable
         if written and is_view:
             moved = 0
         flops = _flops(func, args, kwargs, out)
         flops_rate, bytes_rate = self._rates
-        seconds = max(flops / flops_rate, moved / bytes_rate)
+        computing = flops / flops_rate
+        moving = moved / bytes_rate
+        seconds = max(computing, moving)
         segment.seconds += seconds
         for name in set(self._open):
             self.seconds[name] += seconds
@@ -213,7 +227,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = {}
         for tensor in tensors(nest):
             if tensor.layout == torch.strided:
-                found[self._number(tensor)] = bytes_of([tensor])
+                number = self._number(tensor)
+                found[number] = tensor.nbytes
         return found
 
     def _number(self, tensor: Tensor) -> int:
@@ -228,9 +243,19 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Multiplications and additions of matrix products and convolutions."""
+    """Count the multiplications and additions of a matrix product or a convolution.
+
+    Args:
+        func: the operator.
+        args: its arguments.
+        kwargs: its arguments by name.
+        out: its result.
+    """
     count = flop_registry.get(func._overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=out))
+    if count is None:
+        return 0
+    flops: int = count(*args, **kwargs, out_val=out)
+    return flops
 
 
 def bytes_of(held: Iterable[Tensor]) -> int:
