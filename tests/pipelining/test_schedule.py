@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lockstep.errors import StrategyError
@@ -78,7 +80,15 @@ def test_every_schedule_can_be_run_and_sums_gradients_in_the_order_of_one_device
             schedule = SCHEDULES[name](devices, microbatches)
             simulate(schedule)
             assert parse(printed(schedule)) == schedule
-            for stage in devices_of(schedule):
+            places = devices_of(schedule)
+            actions = sorted(itertools.chain(*schedule))
+            assert actions == sorted(
+                itertools.product(range(len(places)), "FB", range(microbatches))
+            ), "each once"
+            assert all(
+                places[a.stage] == device for device, order in enumerate(schedule) for a in order
+            ), "a stage is on one device"
+            for stage in places:
                 mine = [
                     a.microbatch
                     for order in schedule
@@ -146,17 +156,12 @@ def test_an_action_is_printed_and_read_as_a_word() -> None:
     ("text", "says"),
     [
         ("0F0 0B0\n1F0 1G0", '"1G0" is no action: write 2F0 for stage 2, forward, micro-batch 0'),
-        ("0F0 0B0 0F1\n1F0 1B0 1F1 1B1", "0B1 is missing"),
-        ("0F0 0F0 0B0", "0F0 is there twice"),
-        ("0B0 0F0", "0B0 comes before 0F0"),
-        ("0F0 0B0\n2F0 2B0", "there is a stage 2, and no stage 1"),
-        ("0F0 0B0 1F0\n1B0", "stage 1 is on device 0 and on 1"),
         (
             "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
             "wait for each other for ever: device 0 waits with 0B0 for 1B0, device 1 waits with "
             "1F1 for 0F1",
         ),
-        ("", "there is no action in it"),
+        ("0B0 0F0", "device 0 waits with 0B0 for 0F0"),
     ],
 )
 def test_a_schedule_that_cannot_be_run_is_refused_with_the_action(text: str, says: str) -> None:

@@ -99,14 +99,12 @@ class CardQueues:
         torch.accelerator.set_device_index(place.index)
         self.wait(place)
         if self._random is not None:
-            accelerators = tuple(self._computing)
-            put_states(self._random, accelerators)
+            put_states(self._random, tuple(self._computing))
 
     def leave(self, stage: int) -> None:
         """End the turn of a stage."""
         if self._random is not None:
-            accelerators = tuple(self._computing)
-            self._random = states(accelerators)
+            self._random = states(tuple(self._computing))
         place = self.places[stage]
         self._left[place] = self._computing[place].record_event()
 

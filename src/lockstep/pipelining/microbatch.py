@@ -66,8 +66,8 @@ class MicroBatch:
         self,
         number: int,
         occupy: Callable[[int], None],
-        route: Route = (),
-        turns: Turns | None = None,
+        route: Route,
+        turns: Turns | None,
     ) -> None:
         self.number = number
         self.route = route

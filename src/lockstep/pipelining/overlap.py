@@ -56,7 +56,7 @@ class Overlap:
         model: nn.Module,
         world: World,
         stages: int,
-        accelerators: Iterable[torch.device] = (),
+        accelerators: Iterable[torch.device],
     ) -> None:
         recompute.install()
         self.accelerators = tuple(dict.fromkeys(accelerators))

@@ -227,14 +227,10 @@ class Runner:
         if self._overlap.draws:
             random = states(self._overlap.accelerators)
         places = [device.torch for device in self._devices]
-        computing = {}
-        for place in places:
-            computing[place] = torch.accelerator.current_stream(place)
+        computing = {place: torch.accelerator.current_stream(place) for place in places}
         for microbatch in microbatches:
             number = microbatch.number % _COPYING
-            copying = {}
-            for place in computing:
-                copying[place] = self._copying_stream(place, number)
+            copying = {place: self._copying_stream(place, number) for place in computing}
             microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
 
     def _copying_stream(self, place: torch.device, number: int) -> torch.Stream:
@@ -287,5 +283,4 @@ class Runner:
                 spans[place].append(span)
         for of_device in spans:
             of_device.sort(key=lambda span: span.start)
-        timeline = Timeline(spans)
-        self.timelines.append(timeline)
+        self.timelines.append(Timeline(spans))

@@ -18,10 +18,10 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.timeline import Action
+from lockstep.pipelining.timeline import Action, Kind
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""
@@ -31,7 +31,7 @@ class Visit(NamedTuple):
     """One stay of a micro-batch on a stage."""
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Kind
 
 
 Route = tuple[Visit, ...]
@@ -111,11 +111,9 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
     Args:
         devices: how many; the schedule has ``devices * chunks`` stages.
         microbatches: how many.
-        chunks: stages on each device.
+        chunks: stages on each device, one at least.
     """
     _checked(devices, microbatches)
-    if chunks < 1:
-        raise StrategyError(f"schedule: {chunks} chunks on each device; there is at least one")
     groups = [range(first, first + devices) for first in range(0, microbatches, devices)]
     schedule: Schedule = []
     for device in range(devices):
@@ -145,19 +143,11 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
 
 
 def devices_of(schedule: Schedule) -> dict[int, int]:
-    """Find for each stage the device whose list has its actions.
-
-    Raises:
-        StrategyError: a stage is in two lists.
-    """
+    """Find for each stage the device whose list has its actions."""
     found: dict[int, int] = {}
     for device, order in enumerate(schedule):
         for action in order:
-            if found.setdefault(action.stage, device) != device:
-                raise StrategyError(
-                    f"schedule: stage {action.stage} is on device {found[action.stage]} and on "
-                    f"{device}"
-                )
+            found[action.stage] = device
     return found
 
 
@@ -221,7 +211,11 @@ def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[
         return _greedy(route, places, schedule, microbatches)
     orders = []
     for actions in schedule:
-        orders.append([(route.index((a.stage, a.kind)), a.microbatch) for a in actions])
+        order = []
+        for stage, kind, number in actions:
+            place = route.index((stage, kind))
+            order.append((place, number))
+        orders.append(order)
     return orders
 
 

@@ -62,9 +62,7 @@ class StagedModel:
             model.register_forward_pre_hook(_Hook(enter), prepend=True)
             model.register_forward_hook(_Hook(_exiting), always_call=True)
         if not devices[0].is_slot:
-            places = {}
-            for name, stage in stage_of.items():
-                places[name] = self._places[stage]
+            places = {name: self._places[stage] for name, stage in stage_of.items()}
             place_tensors(model, places, self._places[0])
 
     def moving(self) -> contextlib.AbstractContextManager[Any]:
@@ -150,7 +148,7 @@ class _Hook:
     def __call__(self, *args: Any) -> Any:
         return self._function(*args)
 
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Callable[..., None]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (_nothing,)
 
 

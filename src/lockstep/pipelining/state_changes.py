@@ -83,21 +83,27 @@ class _Held:
 
     value: Any
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         mine = self.value
-        theirs = other.value if isinstance(other, _Held) else None
+        theirs = other.value
         if mine is theirs:
             return True
-        return type(mine) is type(theirs) and isinstance(mine, _PLAIN) and bool(mine == theirs)
+        if type(mine) is not type(theirs) or not isinstance(mine, _PLAIN):
+            return False
+        return bool(mine == theirs)
 
 
 def _state(value: Any) -> list[Any]:
     """Give what tells a changed value from what it was."""
-    state = [_Held(value)]
-    if not isinstance(value, torch.Tensor):
-        return state + [_Held(item) for item in _items(value)]
-    version = None if value.is_inference() else value._version
-    return [*state, version, value.requires_grad]
+    state: list[Any] = [_Held(value)]
+    if isinstance(value, torch.Tensor):
+        if not value.is_inference():
+            state.append(value._version)
+        state.append(value.requires_grad)
+        return state
+    for item in _items(value):
+        state.append(_Held(item))
+    return state
 
 
 def _items(value: Any) -> Collection[Any]:

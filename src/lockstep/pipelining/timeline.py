@@ -9,6 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 from lockstep.errors import StrategyError
 
+Kind = Literal["F", "B"]
+"""Forward or backward."""
+
 
 class Action(NamedTuple):
     """One turn of a stage: the forward (``"F"``) or the backward (``"B"``) of a micro-batch,
@@ -16,7 +19,7 @@ class Action(NamedTuple):
     """
 
     stage: int
-    kind: Literal["F", "B"]
+    kind: Kind
     microbatch: int
 
     def __str__(self) -> str:
@@ -35,7 +38,7 @@ class Action(NamedTuple):
                 f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0'
             )
         stage, letter, microbatch = match.groups()
-        kind: Literal["F", "B"] = "B"
+        kind: Kind = "B"
         if letter == "F":
             kind = "F"
         return cls(int(stage), kind, int(microbatch))

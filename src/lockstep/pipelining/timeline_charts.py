@@ -59,7 +59,10 @@ class Timelines:
             axis.set_xlim(0, longest)
             _draw_one(axis, timeline, longest)
 
-        axis.set_xlabel(f"time, {self.unit}" if self.unit else "time")
+        label = "time"
+        if self.unit:
+            label = f"time, {self.unit}"
+        axis.set_xlabel(label)
         _explain(figure)
         return figure
 
@@ -104,24 +107,32 @@ def _explain(figure: Figure) -> None:
 
 
 def _draw_one(axis: Axes, timeline: Timeline, longest: float) -> None:
-    """Draw the rows of one timeline."""
+    """Draw the rows of one timeline.
+
+    Args:
+        axis: to draw on.
+        timeline: of all devices.
+        longest: the time of the longest one of the chart.
+    """
     count = len(timeline.devices)
     stages = 1 + max(span.action.stage for spans in timeline.devices for span in spans)
     for device, spans in enumerate(timeline.devices):
         for action, start, end in spans:
+            begin = start - timeline.start
+            length = end - start
+            depth = action.stage // count * count / stages
             axis.barh(
                 device,
-                end - start,
-                left=start - timeline.start,
+                length,
+                left=begin,
                 height=0.86,
-                color=_colour(action.kind, action.stage // count * count / stages),
+                color=_colour(action.kind, depth),
                 edgecolor="white",
                 linewidth=0.6,
             )
-            if end - start > longest / 60:
-                middle = (start + end) / 2 - timeline.start
+            if length > longest / 60:
                 axis.text(
-                    middle,
+                    begin + length / 2,
                     device,
                     str(action.microbatch),
                     ha="center",
@@ -144,5 +155,9 @@ def _colour(kind: str, depth: float) -> tuple[float, float, float]:
         kind: of an action.
         depth: from 0 to 1: a device's later stages are darker.
     """
-    hue, light = (0.58, 0.52) if kind == "F" else (0.07, 0.48)
+    hue = 0.07
+    light = 0.48
+    if kind == "F":
+        hue = 0.58
+        light = 0.52
     return colorsys.hls_to_rgb(hue, light - 0.22 * depth, 0.62)

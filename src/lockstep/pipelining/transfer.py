@@ -69,9 +69,7 @@ class TransferMode(TorchFunctionMode):
         super().__init__()
         self.owner = owner
         self._queues = queues
-        self.place = places[0]
-        if place is not None:
-            self.place = place
+        self.place = place or places[0]
         self._places = places
         self._copies: dict[_CopyKey, _Copy] = {}
 

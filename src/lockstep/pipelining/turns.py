@@ -86,7 +86,7 @@ class Turns:
         self,
         orders: Sequence[Sequence[Key]],
         places: Sequence[int],
-        beckon: Callable[[int, int], None] = lambda thread, device: None,
+        beckon: Callable[[int, int], None],
     ) -> None:
         self._devices = [_Device(order) for order in orders]
         self._places = places

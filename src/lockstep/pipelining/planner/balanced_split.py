@@ -113,16 +113,12 @@ def split(
 
 def _slower(one: Cost, other: Cost) -> Cost:
     """Give the larger of both numbers, each by itself."""
-    first = max(one[0], other[0])
-    second = max(one[1], other[1])
-    return first, second
+    return max(one[0], other[0]), max(one[1], other[1])
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
     """Add the numbers, each by itself."""
-    first = one[0] + other[0]
-    second = one[1] + other[1]
-    return first, second
+    return one[0] + other[0], one[1] + other[1]
 
 
 def _best(

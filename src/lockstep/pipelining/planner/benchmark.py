@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -71,8 +71,7 @@ class ModelBenchmark:
         """Count the bytes that a block takes besides activations: parameters, their gradients, the
         optimizer's state.
         """
-        copies = 1 + self._state_copies
-        return block.parameters + copies * block.trained
+        return block.parameters + (1 + self._state_copies) * block.trained
 
     def part(self, size: int) -> Part:
         """Give the first samples of the first micro-batch, on the device, in the job's format and
@@ -82,8 +81,7 @@ class ModelBenchmark:
             size: how many samples.
         """
         first = self.first
-        whole = first.inputs, first.targets
-        inputs, targets = cut(whole, 0, size, first.size)
+        inputs, targets = cut((first.inputs, first.targets), 0, size, first.size)
         dtype = self._precision.whole
         inputs = to_device(inputs, self._place, dtype, channels_last=self._channels_last)
         targets = to_device(targets, self._place, dtype)
@@ -238,7 +236,7 @@ def _round(
         total: one forward and the loss.
         device: the model's.
     """
-    taken = dict.fromkeys(itertools.product("FB", names), 0.0)
+    taken: _Times = defaultdict(float)
     here = "F", names[0]
 
     def now() -> float:

@@ -135,9 +135,8 @@ def watched(
             after(name, outputs)
 
         module = modules[name]
-        beginning = module.register_forward_pre_hook(begins, with_kwargs=True)
-        ending = module.register_forward_hook(ends)
-        handles += [beginning, ending]
+        handles.append(module.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.append(module.register_forward_hook(ends))
     try:
         yield
     finally:
