@@ -17,15 +17,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import io
+import itertools
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
 from torch import nn
+
+from lockstep.tensors.pytree import CONSTANTS
 
 _LARGE = 1 << 11
 """Bytes from which a tensor or an array isn't copied into the pickle."""
@@ -70,30 +73,32 @@ class Packed(NamedTuple):
 def pack(values: Iterable[Any], block: int) -> Packed:
     """Write values for another process, up to the first that can't be pickled.
 
-    Each is written before the next one is drawn. A tensor goes without its graph.
+    What can change is written before the next value is drawn. A tensor goes without its graph.
 
     Args:
         values: anything that cloudpickle can send.
         block: the open file that both have, of which nothing is needed any more.
     """
     count = 0
-    error, kind = None, ""
+    error = None
+    kind = ""
     body = io.BytesIO()
     pickler = _Pickler(body)
     sizes: list[int] = []
 
     with open(block, "r+b", closefd=False) as target:
         target.seek(_HEAD)
-        for value in values:
+        for together in _grouped(values):
             try:
-                pickler.dump(value)
+                pickler.dump(together)
             except Exception as problem:
-                error, kind = problem, type(value).__qualname__
+                error = problem
+                kind = type(together[0]).__qualname__
                 break
             sizes += [piece.nbytes for piece in pickler.pieces]
             target.writelines(pickler.pieces)
             pickler.forget()
-            count += 1
+            count += len(together)
 
         begin = target.tell()
         pickle.dump([*sizes, body.tell()], target)
@@ -105,6 +110,25 @@ def pack(values: Iterable[Any], block: int) -> Packed:
     if os.fstat(block).st_size > max(_KEPT, 4 * size):
         os.ftruncate(block, size)
     return Packed(count, size, error, kind)
+
+
+def _grouped(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """Yield the values in lists, each of which is one pickle.
+
+    Numbers and strings that follow one another are in one list, since a pickle for each would take
+    most of the time of a quick map. Any other value has its own: a generator may write its next
+    item into the same memory.
+    """
+    for is_constant, run in itertools.groupby(values, _is_constant):
+        if is_constant:
+            yield list(run)
+        else:
+            for value in run:
+                yield [value]
+
+
+def _is_constant(value: object) -> bool:
+    return type(value) in CONSTANTS
 
 
 def unpack(block: int, count: int) -> list[Any]:
@@ -121,7 +145,10 @@ def unpack(block: int, count: int) -> list[Any]:
             if file.readinto(buffer) < len(buffer):
                 raise EOFError("a value is shorter than its head says")
     rest = iter(buffers)
-    return [pickle.load(body, buffers=rest) for _ in range(count)]
+    values: list[Any] = []
+    while len(values) < count:
+        values += pickle.load(body, buffers=rest)
+    return values
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types

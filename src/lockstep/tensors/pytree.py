@@ -266,7 +266,8 @@ def _doubled(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-_CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
+CONSTANTS = frozenset((int, float, bool, str, bytes, type(None)))
+"""Types of values that nothing can change."""
 
 
 def own_copy(value: Any) -> Any:
@@ -282,7 +283,7 @@ def _cloned(tensor: Tensor) -> Tensor:
 
 
 def _deep_copy(value: T) -> T:
-    if type(value) in _CONSTANTS:
+    if type(value) in CONSTANTS:
         return value
     try:
         return copy.deepcopy(value)
