@@ -7,6 +7,7 @@ profile has nothing of it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -50,6 +51,9 @@ class Clock(Observer):
     """Notes when this process's threads begin and end what, while it is ``observing`` the
     updates of a step.
 
+    Args:
+        step: whose updates are clocked.
+
     Attributes:
         track: of the thread that runs the loop.
         overlaps: whether gradients were summed while backward ran.
@@ -58,7 +62,8 @@ class Clock(Observer):
     """
 
     def __init__(self, step: Step) -> None:
-        self._world = world = step.world
+        world = step.world
+        self._world = world
         self.track = Track(world.rank, str(world.device))
         self.overlaps = False
         self.timelines: dict[str, Timeline] = {}
@@ -91,15 +96,18 @@ class Clock(Observer):
     def observing(self) -> Iterator[None]:
         """Be among the step's observers meanwhile; a step that is open at the end is forgotten."""
         runner = self._runner
-        self._world.observers.append(self)
+        world = self._world
+        world.observers.append(self)
         if runner is not None:
             runner.timelines = []
         try:
             yield
         finally:
-            self._world.observers.remove(self)
+            world.observers.remove(self)
             if runner is not None:
-                whose = ", rank 0" if self._world.size > 1 else ""
+                whose = ""
+                if world.size > 1:
+                    whose = ", rank 0"
                 self.timelines = _timelines_of(runner, whose)
                 runner.timelines = None
             self.forget_step()
@@ -121,6 +129,7 @@ class Clock(Observer):
             self.end_step()
 
     def _begin_step(self) -> None:
+        """Open a step, for the loop and for each thread that has a track."""
         self._began = now()
         self._here.place = _Place(StepTimes())
         self._stays = {}
@@ -137,18 +146,22 @@ class Clock(Observer):
         self._close()
         self.track.steps.append(times)
 
-        is_replica = self.whose == "replica"
+        if self.whose == "replica":
+            self._wait_for_slowest()
+        for track in self._threads:
+            _add_those_of_loop(track.steps[-1], times)
+
+    def _wait_for_slowest(self) -> None:
+        """Note how long each replica waits for the slowest one; one without a share only waits."""
         begins = [begun for begun, _ in self._stays.values()]
         ends = [done for _, done in self._stays.values()]
         first = min(begins, default=0.0)
         slowest = max(ends, default=0.0)
         for number, track in enumerate(self._threads):
-            own = track.steps[-1]
-            own.wall = times.wall
-            if is_replica:
-                _, done = self._stays.get(number, (first, first))  # without a share it only waits
-                own.add("waiting", "slowest replica", slowest - done)
-            _add_those_of_loop(own, times)
+            done = first
+            if number in self._stays:
+                _, done = self._stays[number]
+            track.steps[-1].add("waiting", "slowest replica", slowest - done)
 
     def forget_step(self) -> None:
         """Drop the step that is open, where one is: it didn't come to its end."""
@@ -159,6 +172,7 @@ class Clock(Observer):
             track.steps.pop()
 
     def _close(self) -> None:
+        """End what `over` opened: the step, and its name in the trace."""
         self._began = None
         if self._named is not None:
             self._named.__exit__(None, None, None)
@@ -176,6 +190,10 @@ class Clock(Observer):
     def phase(self, kind: Kind, name: str) -> Iterator[None]:
         """Note what this thread does now. Phases may lie inside one another; each has what its
         inner ones leave.
+
+        Args:
+            kind: what its time counts as.
+            name: of the phase, in the summary and in the trace.
         """
         place = self._place
         if place is None:  # its work is part of what waits for it
@@ -194,7 +212,12 @@ class Clock(Observer):
 
     @contextlib.contextmanager
     def collective(self, name: str, parties: int) -> Iterator[None]:
-        """Note what the first ``parties`` ranks, or replicas, do together."""
+        """Note what ranks, or replicas, do together. Inside another collective nothing is noted.
+
+        Args:
+            name: of the collective.
+            parties: how many take part: the first ones.
+        """
         place = self._place
         if place is None or place.is_in_collective:
             yield
@@ -211,10 +234,17 @@ class Clock(Observer):
         self._was_in(name, parties, entered)
 
     def _was_in(self, name: str, parties: int, entered: float) -> None:
-        """Note that this thread has left a collective that it entered at that moment."""
+        """Note that this thread has left a collective.
+
+        Args:
+            name: of the collective.
+            parties: how many take part: the first ones.
+            entered: the moment at which it began.
+        """
         place: _Place = self._here.place
         left = now()
-        place.times.collectives.setdefault((name, parties), []).append((entered, left))
+        stays = place.times.collectives.setdefault((name, parties), [])
+        stays.append((entered, left))
         place.took(left - entered)
 
     @contextlib.contextmanager
@@ -235,15 +265,21 @@ class Clock(Observer):
         if is_queued:  # on accelerators, by threads that have no times of their own
             place.times.add("computing", "stages", seconds)
         if runner.timelines:
-            for track, computed in zip(self._threads, runner.timelines[-1].busy, strict=True):
+            busy = runner.timelines[-1].busy
+            for track, computed in zip(self._threads, busy, strict=True):
                 own = track.steps[-1]
                 own.add("computing", "stages", computed)
                 own.add("waiting", "other stages", max(0.0, seconds - computed))
 
     @contextlib.contextmanager
     def replica(self, number: int) -> Iterator[None]:
-        """Note what a replica computes, on its own thread."""
-        self._here.place = _Place(self._threads[number].steps[-1])
+        """Note what a replica computes, on its own thread.
+
+        Args:
+            number: of the replica, among those of this process.
+        """
+        track = self._threads[number]
+        self._here.place = _Place(track.steps[-1])
         began = now()
         try:
             with record_function(f"replica {number}"):
@@ -260,6 +296,10 @@ class Clock(Observer):
 
         The reducer waits for its sums in a callback at the end of backward. A callback that was
         queued before it runs before it.
+
+        Args:
+            total: the tensor that backward begins at.
+            sums: whether gradients are summed in this backward.
         """
         if not sums:
             yield
@@ -284,7 +324,13 @@ class Clock(Observer):
 
 
 def _add_those_of_loop(own: StepTimes, times: StepTimes) -> None:
-    """Add the times of the loop to those of a device."""
+    """Add the times of the loop to those of a device.
+
+    Args:
+        own: of the device, in one step.
+        times: of the loop, in the same step.
+    """
+    own.wall = times.wall
     for (kind, phase), seconds in times.spent.items():
         own.add(kind, phase, seconds)
     for (name, parties), stays in times.collectives.items():
@@ -301,7 +347,10 @@ def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
         runner: of the pipeline.
         whose: the end of the title of what was measured, where each rank has its own.
     """
-    noted = [timeline for timeline in runner.timelines or () if any(timeline.devices)]
+    noted = []
+    for timeline in runner.timelines or ():
+        if any(timeline.devices):
+            noted.append(timeline)
     if not noted:
         return {}
     noted.sort(key=lambda timeline: timeline.makespan)
@@ -315,5 +364,11 @@ def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
 
 
 def _microbatches(timeline: Timeline) -> int:
-    """Return the number of micro-batches of an update."""
-    return 1 + max(span.action.microbatch for spans in timeline.devices for span in spans)
+    """Return the number of micro-batches of an update.
+
+    Args:
+        timeline: of the update; micro-batches are counted from 0.
+    """
+    spans = itertools.chain(*timeline.devices)
+    last = max(span.action.microbatch for span in spans)
+    return last + 1

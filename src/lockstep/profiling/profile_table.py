@@ -17,14 +17,19 @@ def lines_of(profile: Profile, width: int = 80) -> list[str]:
     """Return a table with a row for each rank, and what should be known to read it.
 
     The table takes about 75 columns.
+
+    Args:
+        profile: what was found.
+        width: of the terminal, in columns.
     """
     steps = f"step {profile.first}"
     if profile.last > profile.first:
         steps = f"steps {profile.first} to {profile.last}"
     lines = _wrapped(f"profile of {steps}, in ms per step and % of it:", width)
 
+    head = [profile.whose, *KINDS, "step"]
     rows = [_cells(row) for row in profile.rows[:_ROWS]]
-    table = Table("profile", "Profile", [profile.whose, *KINDS, "step"], rows)
+    table = Table("profile", "Profile", head, rows)
     lines += table.lines(width)
     more = len(profile.rows) - _ROWS
     if more > 0:
@@ -50,7 +55,9 @@ def _cells(row: TimesOf) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    return short(max(1e3 * seconds, 0.0))
+    """Return a time in milliseconds; one that rounding took below 0 is 0."""
+    milliseconds = 1e3 * seconds
+    return short(max(milliseconds, 0.0))
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -77,13 +77,16 @@ class Profiler:
 
     def __exit__(self, kind: type[BaseException] | None, *of_an_error: object) -> None:
         self._stop()
-        if kind is None and not self._done and self._world.is_first:
-            self._world.tell(
-                Line.note(f"no profile: the training ended after step {self._world.step}")
-            )
+        world = self._world
+        if kind is None and not self._done and world.is_first:
+            world.tell(Line.note(f"no profile: the training ended after step {world.step}"))
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the same batches; some of the steps between them are profiled."""
+        """Yield the same batches; some of the steps between them are profiled.
+
+        Args:
+            batches: of an epoch, or of what is left of it.
+        """
         for batch in itertools.islice(batches, self._warm_up):
             self._warm_up -= 1
             is_last = not self._warm_up
@@ -112,6 +115,7 @@ class Profiler:
             self._trace = None
 
     def _begin(self) -> None:
+        """Start the trace of this rank, and let the clock observe the steps that follow."""
         # Kineto logs to standard error that it begins and ends, unless that is switched off before
         # its first use.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
@@ -123,6 +127,7 @@ class Profiler:
         self._observing.enter_context(self._clock.observing())
 
     def _stop(self) -> None:
+        """Stop observing, and the trace, where they have begun."""
         self._observing.close()
         if self._trace is not None and not self._done:
             self._trace.stop()
@@ -139,7 +144,8 @@ class Profiler:
         tracks: list[Track] = []
         for of_rank in world.gather_objects(clock.replicas):
             tracks += of_rank
-        bytes_of = world.gather_objects((bytes_kept(self._step), self._peak))
+        mine = bytes_kept(self._step), self._peak
+        bytes_of = world.gather_objects(mine)
         if not world.is_first:
             return
 
@@ -154,29 +160,30 @@ class Profiler:
             folder=os.path.relpath(folder),
         )
         drawings: list[Callable[[int], list[str]]] = [functools.partial(table_of, found)]
+        plain = {}
         for title, timeline in clock.timelines.items():
             drawings.append(functools.partial(lines_of, title, timeline))
-        if clock.timelines:
-            drawings.append(key)
+            plain[title] = timeline.plain()
         summary = _summary(found, clock.timelines, bytes_of)
         self._folder.write_json(folder / "summary.json", summary)
-        if clock.timelines:
-            plain = {title: timeline.plain() for title, timeline in clock.timelines.items()}
+        if plain:
+            drawings.append(key)
             turns = {"unit": "seconds", "timelines": plain}
             self._folder.write_json(folder / "timeline.json", turns)
         world.tell(dataclasses.replace(found, drawings=tuple(drawings)))
 
     def _save(self) -> None:
-        """Write this rank's trace, and the timelines.
+        """Write this rank's trace.
 
         Raises:
-            SaveError: they can't be written.
+            SaveError: it can't be written.
         """
         assert self._trace is not None
         folder = self._folder.profile
+        path = folder / f"rank{self._world.rank}.json.gz"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._trace.export_chrome_trace(str(folder / f"rank{self._world.rank}.json.gz"))
+            self._trace.export_chrome_trace(str(path))
         except OSError as error:
             reason = error.strerror or error
             raise SaveError(f"{folder}: the profile could not be written: {reason}") from error
@@ -187,7 +194,8 @@ class Profiler:
         whose = self._clock.whose
         notes = []
         if whose in _WAITING:
-            notes.append(f"waiting: {_WAITING[whose]}; computing: waiting for Python's lock too")
+            meaning = _WAITING[whose]
+            notes.append(f"waiting: {meaning}; computing: waiting for Python's lock too")
         if self._clock.overlaps:
             notes.append(
                 "communicating: only what backward did not hide (sums run while it computes)"
@@ -225,23 +233,29 @@ def _summary(
     """
     rows = []
     for row in found.rows:
-        shares = {kind: seconds / row.step for kind, seconds in row.kinds.items()}
         values = {
             found.whose: row.number,
             "device": row.device,
             "step_seconds": row.step,
             "seconds": row.kinds,
-            "shares": shares,
+            "shares": {kind: seconds / row.step for kind, seconds in row.kinds.items()},
             "phases": row.phases,
         }
         rows.append(values)
 
     processes = []
     for kept, peak in bytes_of:
-        processes.append({"bytes_kept": kept, "peak_bytes_of_a_step": peak})
+        of_process = {
+            "bytes_kept": kept,
+            "peak_bytes_of_a_step": peak,
+        }
+        processes.append(of_process)
 
-    summary: dict[str, Any] = {"first_step": found.first, "last_step": found.last}
-    summary[f"{found.whose}s"] = rows
+    summary: dict[str, Any] = {
+        "first_step": found.first,
+        "last_step": found.last,
+        f"{found.whose}s": rows,
+    }
     if timelines:
         summary["bubbles"] = {title: timeline.bubble for title, timeline in timelines.items()}
     summary["processes"] = processes
@@ -250,23 +264,36 @@ def _summary(
 
 
 def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> str:
-    """Return what each process keeps, and the most that it had in a step."""
-    kept = _least_to_most([kept for kept, _ in bytes_of])
-    text = f"memory of a process: weights, gradients and the optimizer's state {kept}"
-    peaks = [peak for _, peak in bytes_of if peak is not None]
-    if peaks:
-        text += f"; the peak of a step, with all that the process has, {_least_to_most(peaks)}"
+    """Return what each process keeps, and the most that it had in a step.
+
+    Args:
+        bytes_of: of each process, the bytes that it keeps, and the peak of a step.
+    """
+    kept, peaks = zip(*bytes_of, strict=True)
+    span = _least_to_most(kept)
+    text = f"memory of a process: weights, gradients and the optimizer's state {span}"
+    known = [peak for peak in peaks if peak is not None]
+    if known:
+        span = _least_to_most(known)
+        text += f"; the peak of a step, with all that the process has, {span}"
     return text
 
 
 def _least_to_most(sizes: Sequence[int]) -> str:
+    """Return ``3 MiB to 5 MiB``; ``3 MiB`` where all are alike."""
     least = size(min(sizes))
     most = size(max(sizes))
-    return least if least == most else f"{least} to {most}"
+    if least == most:
+        return least
+    return f"{least} to {most}"
 
 
 def _all_threads(devices: int) -> Any:
-    """Return the setting of a trace that has the threads of replicas, where this torch has one."""
+    """Return the setting of a trace that has the threads of replicas, where this torch has one.
+
+    Args:
+        devices: how many this process drives; with one there are no such threads.
+    """
     if devices == 1:
         return None
     with contextlib.suppress(ImportError, TypeError):

@@ -73,7 +73,12 @@ def times_of(tracks: Sequence[Track], *, one_clock: bool) -> tuple[TimesOf, ...]
 
 
 def _divide(steps: Sequence[StepTimes], one_clock: bool) -> None:
-    """Turn the collectives of one step into time spent, on all ranks."""
+    """Turn the collectives of one step into time spent, on all ranks.
+
+    Args:
+        steps: the same step, as each rank noted it.
+        one_clock: whether moments of different ranks can be compared.
+    """
     for name, parties in {key for step in steps for key in step.collectives}:
         present = steps[:parties]
         calls = [step.collectives.get((name, parties), []) for step in present]
@@ -122,7 +127,9 @@ def _mean(track: Track) -> TimesOf:
         wall += step.wall / count
         for (kind, phase), seconds in step.spent.items():
             kinds[kind] += seconds / count
-            name = f"{phase}: waiting" if kind == "waiting" else phase
+            name = phase
+            if kind == "waiting":
+                name = f"{phase}: waiting"
             phases[name] = phases.get(name, 0.0) + seconds / count
     kinds["other"] += wall - sum(kinds.values())
     return TimesOf(track.number, track.device, wall, kinds, phases)

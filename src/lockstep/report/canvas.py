@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, FAINT, GRID = "#222222", "#666666", "#dddddd"
+INK = "#222222"
+FAINT = "#666666"
+GRID = "#dddddd"
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
 """The colour-blind can tell these apart too (Okabe and Ito, 2008), as far as there are eight."""

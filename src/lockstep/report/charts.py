@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 Cell = str | float | int | None
 
+Pairs = Sequence[tuple[float, float]]
+"""Points (x, y) of a line, or the lowest and the highest value of each bar or point."""
+
 Numbers = tuple[Sequence[str], Sequence[Sequence[Cell]]]
 """What a chart shows, as a table: a head, and rows."""
 
@@ -74,7 +77,7 @@ class Bars:
     unit: str
     names: Sequence[str]
     values: Sequence[float]
-    spreads: Sequence[tuple[float, float]] | None = None
+    spreads: Pairs | None = None
     kinds: Sequence[str] | None = None
     notes: Sequence[str] | None = None
 
@@ -104,7 +107,8 @@ class Bars:
 
         marks = [short(value) for value in self.values]
         if self.notes is not None:
-            marks = [f"{mark}  {note}" for mark, note in zip(marks, self.notes, strict=True)]
+            for number, note in enumerate(self.notes):
+                marks[number] += f"  {note}"
         _mark(axes, ends, marks)
         return figure
 
@@ -112,8 +116,10 @@ class Bars:
         """Return the colour of each bar."""
         if self.kinds is None:
             return [_colour(0)] * len(self.names)
-        order = list(dict.fromkeys(self.kinds))
-        return [_colour(order.index(kind)) for kind in self.kinds]
+        colours: dict[str, str] = {}
+        for kind in self.kinds:
+            colours.setdefault(kind, _colour(len(colours)))
+        return [colours[kind] for kind in self.kinds]
 
 
 @dataclass(frozen=True)
@@ -139,18 +145,20 @@ class Stacks:
     def draw(self) -> Figure:
         """Draw lying bars, their parts in a row."""
         figure, axes = _lying(self.names, self.unit)
-        ends = [0.0] * len(self.names)
+        places = range(len(self.names))
+        ends = [0.0] * len(places)
         for number, (part, values) in enumerate(self.parts.items()):
             lengths = [max(0.0, value) for value in values]
             axes.barh(
-                range(len(self.names)),
+                places,
                 lengths,
                 left=ends,
                 height=_THICK,
                 color=_colour(number),
                 label=words(part),
             )
-            ends = [end + length for end, length in zip(ends, lengths, strict=True)]
+            for place, length in enumerate(lengths):
+                ends[place] += length
         _mark(axes, ends, [short(end) for end in ends])
         _legend(figure, len(self.parts))
         return figure
@@ -171,13 +179,16 @@ class Lines:
 
     x: str
     y: str
-    series: Mapping[str, Sequence[tuple[float, float]]]
-    spreads: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
+    series: Mapping[str, Pairs]
+    spreads: Mapping[str, Pairs] = field(default_factory=dict)
     chosen: bool = False
 
     @property
     def _places(self) -> list[float]:
-        places = {x for points in self.series.values() for x, _ in points}
+        """The values of the axis at which some line has a point, in order."""
+        places: set[float] = set()
+        for points in self.series.values():
+            places.update(x for x, _ in points)
         return sorted(places)
 
     def numbers(self) -> Numbers:
@@ -195,8 +206,10 @@ class Lines:
 
         rows = []
         for x in self._places:
-            row = [column.get(x) for column in columns.values()]
-            rows.append([x, *row])
+            row: list[Cell] = [x]
+            for column in columns.values():
+                row.append(column.get(x))
+            rows.append(row)
         return [self.x, *columns], rows
 
     def draw(self) -> Figure:
@@ -220,7 +233,13 @@ class Lines:
         return figure
 
     def _draw_line(self, axes: Axes, number: int, name: str) -> None:
-        """Draw a line, and its spreads."""
+        """Draw a line, and its spreads.
+
+        Args:
+            axes: of the chart.
+            number: of the line, from 0; its colour, width and dashes follow it.
+            name: of the line.
+        """
         points = self.series[name]
         xs = [x for x, _ in points]
         ys = [y for _, y in points]
@@ -262,7 +281,12 @@ def _colour(number: int) -> str:
 
 
 def _legend(figure: Figure, columns: int) -> None:
-    """Name the colours above the chart."""
+    """Name the colours above the chart.
+
+    Args:
+        figure: of the chart, whose lines or bars have labels.
+        columns: how many names lie side by side, three at most.
+    """
     figure.legend(
         loc="outside upper left",
         ncols=min(columns, 3),
@@ -273,10 +297,18 @@ def _legend(figure: Figure, columns: int) -> None:
 
 
 def _lying(names: Sequence[str], unit: str) -> tuple[Figure, Axes]:
-    """Return a figure for lying bars, with their names to the left."""
+    """Return a figure for lying bars, with their names to the left.
+
+    Args:
+        names: of the bars, from the top.
+        unit: of their lengths.
+    """
     figure = new_figure(WIDTH, 1.0 + _LINE * len(names), unit)
     axes = plain_axes(figure)
-    labels = [words("\n".join(textwrap.wrap(name, _NAME))) for name in names]
+    labels = []
+    for name in names:
+        lines = textwrap.wrap(name, _NAME)
+        labels.append(words("\n".join(lines)))
     axes.set_yticks(range(len(names)), labels)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.grid(axis="x", color=GRID, linewidth=0.8)
