@@ -148,7 +148,11 @@ def export(
     if most is not None:
         check_target(target.with_name(f"{target.name}.index.json"), overwrite, (".json",))
 
-    with contextlib.ExitStack() as stack, Display(quiet=quiet) as display, alone(slots(1)) as world:
+    with (
+        contextlib.ExitStack() as stack,
+        Display(quiet=quiet) as display,
+        alone(slots(1)) as world,
+    ):
         folder = folder_beside(target)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         world.tell = display.tell
@@ -198,7 +202,14 @@ def _refuse_combinations(
     quantize: str | None,
     max_shard_size: str | None,
 ) -> None:
-    """Refuse settings of `export` that don't exist, or don't go together."""
+    """Refuse settings of `export` that don't exist, or don't go together.
+
+    Args:
+        format, dynamic, dtype, quantize, max_shard_size: as `export` is given them.
+
+    Raises:
+        InputError: one of them can't be had; it names what to take.
+    """
     convert(format, Literal["safetensors", "torch-export", "onnx", "tensorrt"], "format")
     convert(dynamic, Literal["batch", "none"], "dynamic")
     convert(dtype, Literal["bfloat16", "float32"] | None, "dtype")
@@ -263,10 +274,18 @@ class _Export:
 
     @property
     def _torch_dtype(self) -> torch.dtype | None:
-        return None if self.dtype is None else getattr(torch, self.dtype)
+        """What the file computes in; None is the run's."""
+        dtype = None
+        if self.dtype is not None:
+            dtype = getattr(torch, self.dtype)
+        return dtype
 
     def divided(self, most: int) -> Exported:
-        """Write the weights alone, in files of at most ``most`` bytes."""
+        """Write the weights alone, in several files; what is returned names their index.
+
+        Args:
+            most: bytes of a file, at most.
+        """
         whole = self.weights
         if not self.job.save_frozen:  # the file of the run lacks what the model builds frozen
             whole = self.path.with_name("whole.safetensors")
@@ -276,7 +295,8 @@ class _Export:
             whole.unlink()
 
         files = list(self.path.parent.iterdir())
-        parts = counted(len(files) - 1, "part")  # one is the index
+        count = len(files) - 1  # one is the index
+        parts = counted(count, "part")
         self.display.line(f"weights alone, in {parts}, as they are in {self.weights}")
         return Exported(index, 0.0, {})
 
@@ -290,7 +310,14 @@ class _Export:
         return Exported(self.path, 0.0, {})
 
     def _write_weights(self, path: Path, dtype: torch.dtype | None) -> None:
-        model = trained_model(self.job, self.weights).to(dtype)
+        """Build the model, and write its weights to a file, which is read again.
+
+        Args:
+            path: the file.
+            dtype: of its floating point numbers; None is the run's.
+        """
+        model = trained_model(self.job, self.weights)
+        model.to(dtype)
         save_weights(path, model.state_dict())
         take_weights(model, path)  # which compares its sum
 
@@ -324,7 +351,8 @@ class _Export:
         of_file = self._written(what, expected[0], max(largest, *sizes))
         step.model = of_file
         found = _outputs(step, batches, job.seed)
-        apart = max(map(_difference, expected, found))
+        differences = map(_difference, expected, found)
+        apart = max(differences)
         self.display.line(
             f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the "
             "largest output"
@@ -352,6 +380,9 @@ class _Export:
         Args:
             apart: by how much.
             dtype: what the file computes in.
+
+        Raises:
+            NotEqual: the difference is larger than the tolerance.
         """
         bound = self.tolerance
         if bound is None:
@@ -363,7 +394,12 @@ class _Export:
             )
 
     def _batch(self, data: Any, size: int) -> Batch:
-        """Return a batch of up to so many samples, the first of a random order."""
+        """Return the first batch of a random order.
+
+        Args:
+            data: of the run.
+            size: samples of the batch; fewer where the data has no more.
+        """
         job = self.job.replace(
             batch_size=size,
             accumulate=1,
@@ -376,6 +412,10 @@ class _Export:
 
     def _exportable(self, step: Step, batches: list[Batch]) -> Exportable:
         """Return the model as it is to be written.
+
+        Args:
+            step: of the run, which places inputs as the job does.
+            batches: to compare; sizes that differ between them may vary in the file.
 
         Raises:
             InputError: none of its dimensions is the size of the batch, and one has to be.
@@ -396,10 +436,23 @@ class _Export:
         """Write the file, and load it again.
 
         What PyTorch and onnxruntime log meanwhile is for their makers.
+
+        Args:
+            what: the model to write.
+            outputs: of the run for the example, which the file gives likewise.
+            most: samples of the largest batch.
+
+        Returns:
+            A module that computes by the file.
+
+        Raises:
+            InputError: the format can't hold this model.
         """
         names = []
         for name, _ in named_tensors(outputs):
-            names.append(f"output_{name}" if name.isdigit() else name or "output")
+            if name.isdigit():
+                name = f"output_{name}"
+            names.append(name or "output")
 
         before = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
@@ -420,6 +473,13 @@ class _Export:
             logging.disable(before)
 
     def _evaluated(self, step: Step, model: nn.Module, sets: dict[str, Any]) -> dict[str, float]:
+        """Evaluate a model, and return its losses and metrics by name.
+
+        Args:
+            step: evaluates; it takes the model.
+            model: of the run, or of the file.
+            sets: the evaluation data, by name.
+        """
         job = self.job
         step.model = model
         loaders = eval_loaders(job, self.world, sets)
@@ -429,6 +489,13 @@ class _Export:
         return found
 
     def _print_metrics(self, own: str, less: str, metrics: dict[str, dict[str, float]]) -> None:
+        """Print a table of metrics.
+
+        Args:
+            own: the format of the run.
+            less: the format of the file.
+            metrics: of both, by format.
+        """
         self.display.line(f"{'':20}{own:>12}{less:>12}")
         for name, value in metrics[own].items():
             other = number(metrics[less][name])
@@ -436,16 +503,24 @@ class _Export:
 
 
 def _moved(made: Exported, target: Path, display: Display) -> Exported:
-    """Give what was made, and is right, its place."""
+    """Give what was made, and is right, its place.
+
+    Args:
+        made: in a hidden folder, alone with the files that belong to it.
+        target: where it is to be; the other files come beside it, before it.
+        display: prints the last line.
+    """
     every = sorted(made.path.parent.iterdir(), key=lambda part: part == made.path)
-    size = sum(part.stat().st_size for part in every)
+    size = 0
     for part in every:
+        size += part.stat().st_size
         os.replace(part, target.with_name(part.name))
     display.line(f"exported: {target}, {size / 1e6:,.1f} MB")
     return dataclasses.replace(made, path=target)
 
 
 def _outputs(step: Step, batches: list[Batch], seed: int) -> list[Any]:
+    """Return the outputs of the step's model for each batch."""
     found = []
     with step.evaluating():
         for _, shares in step.evaluator.over(batches, step.evaluator.predictions, seed):
@@ -456,6 +531,10 @@ def _outputs(step: Step, batches: list[Batch], seed: int) -> list[Any]:
 def _difference(run: Any, file: Any) -> float:
     """Return the largest difference of outputs, each relative to the largest value in that tensor
     of the run.
+
+    Args:
+        run: the outputs of the run for a batch.
+        file: those of the file for it, nested alike.
     """
     largest_apart = 0.0
     for one, other in zip(tensors(run), tensors(file), strict=True):
@@ -468,6 +547,8 @@ def _difference(run: Any, file: Any) -> float:
         if same.all():
             continue
         apart = (ours - theirs).abs()[~same].nan_to_num(math.inf)
-        largest = float(ours.abs().nan_to_num(0.0, 0.0, 0.0).max()) or 1.0
-        largest_apart = max(largest_apart, float(apart.max()) / largest)
+        finite = ours.abs().nan_to_num(0.0, 0.0, 0.0)
+        largest = float(finite.max()) or 1.0
+        relative = float(apart.max()) / largest
+        largest_apart = max(largest_apart, relative)
     return largest_apart

@@ -9,7 +9,7 @@ the reader of a file may not have.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def plain(outputs: Any) -> Any:
     """
     if isinstance(outputs, torch.Tensor):
         return outputs
-    are_tensors = all(isinstance(part, torch.Tensor) for part in parts(outputs) or ())
+    inside = parts(outputs) or ()
+    are_tensors = all(isinstance(part, torch.Tensor) for part in inside)
     if type(outputs) in (tuple, list) and are_tensors:
         return tuple(outputs)
     return dict(named_tensors(outputs))
@@ -51,7 +52,11 @@ def arguments(inputs: Any) -> dict[Any, Any]:
 
 
 def split(given: dict[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments by position, and by name."""
+    """Return arguments by position, and by name.
+
+    Args:
+        given: by name, or all by position.
+    """
     if all(isinstance(key, str) for key in given):
         return (), given
     return tuple(given.values()), {}
@@ -63,6 +68,13 @@ def dtype_of(model: nn.Module) -> torch.dtype:
         if p.is_floating_point():
             return p.dtype
     return torch.float32
+
+
+def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return a tensor in a dtype, if it holds floating point numbers; None is its own dtype."""
+    if tensor.is_floating_point():
+        return tensor.to(dtype)
+    return tensor
 
 
 class Exportable:
@@ -91,7 +103,10 @@ class Exportable:
         sizes: list[int],
         dtype: torch.dtype | None,
     ) -> None:
-        kinds = {repr(each(lambda t: f"{t.dtype} {t.dim()}", batch)) for batch in batches}
+        kinds = set()
+        for batch in batches:
+            kind = each(lambda t: f"{t.dtype} {t.dim()}", batch)
+            kinds.add(repr(kind))
         if len(kinds) > 1:
             raise InputError(
                 "inputs: more than the sizes of tensors changes from batch to batch: use tensors "
@@ -117,6 +132,10 @@ class Exportable:
     def _replace_forward(self, inputs: Any, dtype: torch.dtype | None) -> list[str]:
         """Give the model a forward with a parameter for each argument that holds tensors.
 
+        Args:
+            inputs: of the example.
+            dtype: the model computes in it; None is the run's.
+
         Returns:
             The names of these parameters.
         """
@@ -125,28 +144,19 @@ class Exportable:
         keys = list(self.example)
         own = dtype_of(self.model)
 
-        def cast(nest: Any, wanted: torch.dtype | None) -> Any:
-            if wanted is None:
-                return nest
-            return each(lambda t: t.to(wanted) if t.is_floating_point() else t, nest)
-
         def exported(*args: Any, **kwargs: Any) -> Any:
-            given = {**every, **dict(zip(keys, args, strict=False)), **kwargs}
-            args, kwargs = split(cast(given, dtype))
-            outputs = forward(*args, **kwargs)
-            return cast(plain(outputs), own if dtype else None)
+            """Compute the outputs; arguments without tensors are those of the example."""
+            by_position = dict(zip(keys, args, strict=False))
+            given = {**every, **by_position, **kwargs}
+            if dtype is not None:
+                given = each(lambda t: converted(t, dtype), given)
+            args, kwargs = split(given)
+            outputs = plain(forward(*args, **kwargs))
+            if dtype is not None:
+                outputs = each(lambda t: converted(t, own), outputs)
+            return outputs
 
-        known = []
-        for p in inspect.signature(forward).parameters.values():
-            if p.kind is p.POSITIONAL_OR_KEYWORD:
-                known.append(p.name)
-        names = []
-        for key in keys:
-            if isinstance(key, str):
-                names.append(key)
-            else:
-                names.append(known[key] if key < len(known) else f"input_{key}")
-
+        names = _names_of(forward, keys)
         # torch.export calls inputs by the names in a signature.
         named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         exported.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
@@ -158,7 +168,8 @@ class Exportable:
         """Return ``images float32(batch, 3, 32, 32)``: each tensor that the file takes."""
         words = []
         for name, tensor, dims in zip(self.names, tensors(self.example), self.dims, strict=True):
-            shape = ", ".join(dims.get(d, str(size)) for d, size in enumerate(tensor.shape))
+            sizes = [dims.get(d, str(size)) for d, size in enumerate(tensor.shape)]
+            shape = ", ".join(sizes)
             dtype = str(tensor.dtype).removeprefix("torch.")
             words.append(f"{name} {dtype}({shape})")
         return ", ".join(words)
@@ -201,3 +212,26 @@ class Exportable:
                     "--dynamic none fixes them"
                 )
         return InputError(f"torch.export can't take this model: {told(error)}")
+
+
+def _names_of(forward: Callable[..., Any], keys: list[Any]) -> list[str]:
+    """Return a name for each argument of a forward.
+
+    Args:
+        forward: of the model.
+        keys: the name or the position of each argument; what is behind ``*args`` has a number.
+    """
+    known = []
+    for p in inspect.signature(forward).parameters.values():
+        if p.kind is p.POSITIONAL_OR_KEYWORD:
+            known.append(p.name)
+
+    names = []
+    for key in keys:
+        if isinstance(key, str):
+            names.append(key)
+        elif key < len(known):
+            names.append(known[key])
+        else:
+            names.append(f"input_{key}")
+    return names

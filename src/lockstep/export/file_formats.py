@@ -72,11 +72,17 @@ def write(format: str, what: Exportable, path: Path, outputs: list[str], most: i
 
 
 def _write_program(what: Exportable, path: Path) -> None:
-    """Write a ``torch.export`` file, and refuse one with pickles in it."""
+    """Write a ``torch.export`` file.
+
+    Raises:
+        InputError: there are pickles in it.
+    """
     torch.export.save(what.program(), path)
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
-            if name.endswith("_config.json") and b'"use_pickle": true' in archive.read(name):
+            if not name.endswith("_config.json"):
+                continue
+            if b'"use_pickle": true' in archive.read(name):
                 raise InputError(
                     "torch-export: the model holds tensors of a class of its own, which would be "
                     "pickled"
@@ -84,19 +90,31 @@ def _write_program(what: Exportable, path: Path) -> None:
 
 
 def _write_onnx(what: Exportable, path: Path, outputs: list[str]) -> None:
-    names = [f"{name}_output" if name in what.names else name for name in outputs]
-    how: dict[str, Any] = {
-        "output_names": names,
-        "dynamic_shapes": tuple(what.dims),
-        "verbose": False,
-    }
-    made = torch.onnx.export(what.program(), (), dynamo=True, **how)
+    """Write an ONNX file; an output that has the name of an input gets another one."""
+    names = []
+    for name in outputs:
+        if name in what.names:
+            name = f"{name}_output"
+        names.append(name)
+    made = torch.onnx.export(
+        what.program(),
+        dynamo=True,
+        output_names=names,
+        dynamic_shapes=tuple(what.dims),
+        verbose=False,
+    )
     # There is a second file beside it, where that is more than one may hold.
     made.save(path)  # type: ignore[union-attr]
 
 
 def _write_engine(what: Exportable, path: Path, most: int) -> None:
-    """Build a TensorRT engine for batches of up to ``most`` samples."""
+    """Build a TensorRT engine.
+
+    Args:
+        what: the model, which is moved to the GPU.
+        path: the file.
+        most: samples of the largest batch.
+    """
     import torch_tensorrt
 
     what.model.cuda()
@@ -108,8 +126,9 @@ def _write_engine(what: Exportable, path: Path, most: int) -> None:
         least = []
         largest = []
         for d, size in enumerate(tensor.shape):
+            is_batch = its.get(d) == "batch"
             least.append(1 if d in its else size)
-            largest.append(most if its.get(d) == "batch" else size)
+            largest.append(most if is_batch else size)
         return torch_tensorrt.Input(
             min_shape=least,
             opt_shape=list(tensor.shape),
@@ -131,31 +150,47 @@ def quantize_linear_layers(path: Path) -> None:
     """Convert the weights of an ONNX file's linear layers to int8.
 
     Convolutions would be slower, and off by a fifth.
+
+    Raises:
+        InputError: there are no linear layers.
     """
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    quantize_dynamic(path, path, weight_type=QuantType.QUInt8, op_types_to_quantize=["MatMul"])
+    quantize_dynamic(
+        path,
+        path,
+        weight_type=QuantType.QUInt8,
+        op_types_to_quantize=["MatMul"],
+    )
     # A large file had a second one; now all is in one.
     path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-    if not any(node.op_type == "MatMulInteger" for node in onnx.load(path).graph.node):
+    nodes = onnx.load(path).graph.node
+    if not any(node.op_type == "MatMulInteger" for node in nodes):
         raise InputError(
             "quantize: the model has no linear layer, and nothing else becomes int8: leave it out"
         )
 
 
 def read(format: str, what: Exportable, path: Path, outputs: Any) -> nn.Module:
-    """Load what was written, as a module that gives what the file does, nested as ``outputs``."""
+    """Load what was written, as a module that computes by the file.
+
+    Args:
+        format: of the file.
+        what: the model that was written.
+        path: the file.
+        outputs: of the run; those of the file are nested alike.
+    """
     compute = _onnx_session(path) if format == "onnx" else _module(format, what, path)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
+        inputs = kwargs or args
         try:
-            found = tensors(compute(arguments(kwargs or args)))
+            found = tensors(compute(arguments(inputs)))
             return each(lambda _: next(found).cpu(), outputs)
         except Exception as error:
-            inputs = described(kwargs or args)
             raise NotEqual(
-                f"not equal: the file can't take {inputs}, as the run can: {told(error)}"
+                f"not equal: the file can't take {described(inputs)}, as the run can: {told(error)}"
             ) from error
 
     loaded = nn.Module()
@@ -172,7 +207,8 @@ def _onnx_session(path: Path) -> Callable[[dict[Any, Any]], Any]:
 
     def compute(given: dict[Any, Any]) -> Any:
         arrays = [tensor.detach().contiguous().numpy() for tensor in tensors(given)]
-        found = session.run(None, dict(zip(names, arrays, strict=True)))
+        fed = dict(zip(names, arrays, strict=True))
+        found = session.run(None, fed)
         return list(map(torch.from_numpy, found))
 
     return compute

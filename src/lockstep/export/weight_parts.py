@@ -24,6 +24,7 @@ from safetensors import safe_open
 from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.checkpoint.weights import TREE, refuse_damaged
 from lockstep.errors import FolderError, InputError, NotEqual, told
+from lockstep.export.exportable import converted
 
 
 def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None = None) -> Path:
@@ -51,19 +52,24 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
         if beside:
             name = next(iter(beside))
             raise InputError(f'{weights} also holds "{name}", which is no tensor of this format')
-        kept = {name: file.get_tensor(name).to("meta") for name in file.keys()}  # noqa: SIM118 — it isn't a dict
+        kept = {}
+        for name in file.keys():  # noqa: SIM118 — it isn't a dict
+            kept[name] = file.get_tensor(name).to("meta")
         refuse_damaged(weights, metadata, kept, file.get_tensor)
-        shapes = {name: _converted(tensor, dtype) for name, tensor in kept.items()}
-        parts = divided({name: tensor.nbytes for name, tensor in shapes.items()}, most)
+        shapes = {name: converted(tensor, dtype) for name, tensor in kept.items()}
+        sizes = {name: tensor.nbytes for name, tensor in shapes.items()}
+        parts = divided(sizes, most)
         places: dict[str, str] = {}
         for number, inside in enumerate(parts, start=1):
             part = path.with_name(f"{path.stem}-{number:05}-of-{len(parts):05}.safetensors")
             _write_part(part, file, {name: shapes[name] for name in inside}, dtype)
             places |= dict.fromkeys(inside, part.name)
 
-    total = sum(tensor.nbytes for tensor in shapes.values())
     index = path.with_name(f"{path.name}.index.json")
-    content = {"metadata": {"total_size": total}, "weight_map": places}
+    content = {
+        "metadata": {"total_size": sum(sizes.values())},
+        "weight_map": places,
+    }
     index.write_text(json.dumps(content, indent=2) + "\n")
     return index
 
@@ -74,15 +80,22 @@ def _write_part(
     shapes: Mapping[str, torch.Tensor],
     dtype: torch.dtype | None,
 ) -> None:
-    """Write some tensors of a file to another one, and compare them."""
+    """Write some tensors of a file to another one, and compare them.
 
-    def converted(name: str) -> torch.Tensor:
-        return _converted(file.get_tensor(name), dtype)
+    Args:
+        part: the file to write.
+        file: the open one.
+        shapes: the tensors without their values, by name.
+        dtype: that of floating point numbers; None is the file's.
+    """
 
-    write_tensors(part, shapes, {"format": "pt"}, converted)
+    def value_of(name: str) -> torch.Tensor:
+        return converted(file.get_tensor(name), dtype)
+
+    write_tensors(part, shapes, {"format": "pt"}, value_of)
     with safe_open(part, framework="pt") as written:
         for name in shapes:
-            if not torch.equal(written.get_tensor(name), converted(name)):
+            if not torch.equal(written.get_tensor(name), value_of(name)):
                 raise NotEqual(f'{part}: "{name}" is not as it was written')
 
 
@@ -100,7 +113,3 @@ def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
         groups[-1].append(name)
         held += size
     return groups
-
-
-def _converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
