@@ -203,7 +203,7 @@ def test_ratios_are_taken_within_a_round(machine: Callable[..., Any]) -> None:
     found = compared(strategies=["ddp"], rounds=4)
     speed_up = found.speed_up(found["ddp"])
     assert speed_up is not None and speed_up.spread == (1.5, 1.5)
-    assert found.efficiency(found["ddp"]) == 0.75
+    assert found.figures(found["ddp"])["efficiency"] == 0.75
 
 
 def test_where_nothing_could_be_measured_there_is_no_empty_table(

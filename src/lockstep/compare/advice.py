@@ -28,7 +28,12 @@ def best_of(found: Comparison) -> Row | None:
 
 
 def _is_as_fast(row: Row, fastest: Row) -> bool:
-    """Whether a row isn't clearly behind: by its median, or since it was ahead in some rounds."""
+    """Whether a row isn't clearly behind: by its median, or since it was ahead in some rounds.
+
+    Args:
+        row: of the comparison.
+        fastest: the row that it is held against.
+    """
     ahead = fastest.timing.over(row.timing)
     rounds = sum(rate > 1.0 for rate in ahead.rates)
     return ahead.median < _SAME or rounds < 0.75 * len(ahead.rates)
@@ -39,22 +44,25 @@ def unsteady(found: Comparison) -> str:
     been computing; else "".
     """
     spans = {}
+    references = []
     for row in found.measured:
         lowest, highest = row.timing.spread
         span = (highest - lowest) / row.timing.median
         if span > _STEADY:
             spans[row.name] = span
+            if row.role != "strategy":
+                references.append(row.name)
     if not spans:
         return ""
+
     widest = sorted(spans, key=spans.__getitem__, reverse=True)
     shown = [f"{name} differ by {100 * spans[name]:.0f} %" for name in widest[:3]]
-    references = []
-    for row in found.measured:
-        if row.name in spans and row.role != "strategy":
-            references.append(row.name)
-    doubtful = f"any ratio to {_listed(references)}" if references else "small differences"
+    turns = ", those of ".join(shown)
+    doubtful = "small differences"
+    if references:
+        doubtful = f"any ratio to {_listed(references)}"
     return (
-        f"The turns of {', those of '.join(shown)}: was something else computing on this machine? "
+        f"The turns of {turns}: was something else computing on this machine? "
         f"Measure again when nothing is, before believing {doubtful}."
     )
 
@@ -68,7 +76,10 @@ def sentence(found: Comparison) -> str:
     if not names:
         return "Nothing here can train this job: each row says why."
     if best is None:
-        return f"Take none of them: the results of {_listed(names)} differ from single-device training."
+        return (
+            f"Take none of them: the results of {_listed(names)} differ from single-device "
+            "training."
+        )
     parts = [f"Take {best.name}: {_why(found, best)}"]
     others = [row for row in found.measured if row.name != best.name]
     exact = [row for row in others if row.is_exact and row.role == "strategy"]
@@ -84,7 +95,12 @@ def sentence(found: Comparison) -> str:
 
 
 def _next(exact: list[Row], best: Row) -> str:
-    """Return which of the other strategies come next."""
+    """Return which of the other strategies come next.
+
+    Args:
+        exact: the others with single-device results.
+        best: the row to take.
+    """
     alike = [row.name for row in exact if _is_as_fast(row, best)]
     if alike:
         verb = "is" if len(alike) == 1 else "are"
@@ -94,7 +110,12 @@ def _next(exact: list[Row], best: Row) -> str:
 
 
 def _why(found: Comparison, best: Row) -> str:
-    """Return why the best row is the one to take."""
+    """Return why the best row is the one to take.
+
+    Args:
+        found: the comparison.
+        best: a strategy, or ``single``.
+    """
     if best.role != "strategy":
         return _why_no_strategy(found, best)
     why = []
@@ -112,9 +133,10 @@ def _why(found: Comparison, best: Row) -> str:
         why.append(f"{cores.median:.2f} times {all_cores(found)} without a strategy")
     agreement = best.agreement
     if agreement is not None and agreement.equal:
-        cut = agreement.micro_batches
-        parts = f" in {cut} micro-batches" if cut > 1 else ""
-        why.append(f"with single-device results{parts}")
+        results = "with single-device results"
+        if agreement.micro_batches > 1:
+            results += f" in {agreement.micro_batches} micro-batches"
+        why.append(results)
     return ", ".join(why)
 
 
@@ -137,16 +159,22 @@ def _why_no_strategy(found: Comparison, best: Row) -> str:
 
 
 def _times(row: Row, other: Row) -> str:
-    return f"{row.timing.over(other.timing).median:.2f}"
+    """Return how many times as fast as another row a row is: ``1.14``."""
+    ratio = row.timing.over(other.timing)
+    return f"{ratio.median:.2f}"
 
 
 def all_cores(found: Comparison) -> str:
     """Return ``all 2 cores``."""
     cores = found.machine["cores"]
-    return "all cores" if cores == 1 else f"all {cores} cores"
+    if cores == 1:
+        return "all cores"
+    return f"all {cores} cores"
 
 
 def _listed(names: list[str]) -> str:
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names[:-1])} and {names[-1]}"
+    """Return ``dp, ddp and pp``."""
+    *others, last = names
+    if not others:
+        return last
+    return f"{', '.join(others)} and {last}"

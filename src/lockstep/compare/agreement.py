@@ -59,7 +59,12 @@ class Agreement:
 
 
 def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
-    """Compare a row with ``single`` on one of its devices, with as many micro-batches."""
+    """Compare a row with ``single`` on one of its devices, with as many micro-batches.
+
+    Args:
+        job: the job, or its file.
+        entry: the row. It is tried in the job's own format, where float64 fails.
+    """
     reason = ""
     for precision in ("fp64", ""):
         setup = entry.setup

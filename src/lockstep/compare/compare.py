@@ -79,10 +79,14 @@ def compare(
     source = with_settings(as_job(job), settings)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, device_map)
+    name = "job"
+    path = "job"
+    if isinstance(source, JobFile):
+        name = source.name
+        path = source.path
     kept = None
     folder_of_runs = None
     if folder is not None:
-        name = source.name if isinstance(source, JobFile) else "job"
         kept = RunFolder.new(folder, f"{name}-compare")
         folder_of_runs = kept.path / "runs"
     say = told or (lambda line: None)
@@ -104,10 +108,11 @@ def compare(
         "device_map": device_map,
         "rounds": rounds,
         "seconds": seconds,
-        "no_parity": None if parity else True,
     }
+    if not parity:
+        asked["no_parity"] = True
     found = Comparison(
-        job=source.path if isinstance(source, JobFile) else "job",
+        job=path,
         command=comparison_folder.command(source, asked),
         batch_size=loaded.batch_size,
         rounds=rounds,
@@ -122,7 +127,16 @@ def compare(
 
 
 class _Turns:
-    """What is measured of each entry: its row, by name."""
+    """What is measured of each entry.
+
+    Args:
+        source: the job, or its file.
+        entries: what is to be measured, in this order.
+        say: called with each line of the report.
+
+    Attributes:
+        rows: the row of each entry, by name.
+    """
 
     def __init__(
         self,
@@ -137,21 +151,39 @@ class _Turns:
 
     def alive(self) -> list[Entry]:
         """Return the entries that didn't fail."""
-        return [entry for entry in self.entries if not self.rows[entry.name].reason]
+        alive = []
+        for entry in self.entries:
+            if not self.rows[entry.name].reason:
+                alive.append(entry)
+        return alive
 
     def note(self, entry: Entry, **found: Any) -> None:
-        """Add what was found to the row of an entry."""
-        self.rows[entry.name] = replace(self.rows[entry.name], **found)
+        """Add what was found to the row of an entry.
+
+        Args:
+            entry: what was measured.
+            found: fields of the row.
+        """
+        row = self.rows[entry.name]
+        self.rows[entry.name] = replace(row, **found)
 
     def look(self, *, parity: bool) -> None:
-        """Try each once; what fails here isn't timed."""
+        """Try each once; what fails here isn't timed.
+
+        Args:
+            parity: also hold the numbers of each strategy against those of one device.
+        """
         for entry in self.entries:
             tried = self._attempt(entry, seconds=_LOOK, looks=True)
             if tried is None:
                 self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
-            caveats = [str(caveat) for caveat in tried.caveats]
-            self.note(entry, caveats=caveats, plans=list(tried.plans), observed=tried.observed)
+            self.note(
+                entry,
+                caveats=[str(caveat) for caveat in tried.caveats],
+                plans=list(tried.plans),
+                observed=tried.observed,
+            )
             line = f"{entry.name}: works, started in {tried.started:.1f} s"
             if parity and entry.role == "strategy":
                 agreement = agreement_of(self.source, entry)
@@ -160,7 +192,12 @@ class _Turns:
             self.say(line)
 
     def time(self, rounds: int, seconds: float) -> None:
-        """Give each its turns."""
+        """Give each its turns. What fails in one of them has no more.
+
+        Args:
+            rounds: how many turns.
+            seconds: how long the timed updates of a turn take at least.
+        """
         tries: dict[str, list[TrialResult]] = {entry.name: [] for entry in self.alive()}
         for turn in range(rounds):
             for entry in self.alive():
@@ -179,6 +216,13 @@ class _Turns:
             )
 
     def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> TrialResult | None:
+        """Make one trial; if it fails, note why, and return None.
+
+        Args:
+            entry: what is tried.
+            seconds: how long the timed updates take at least.
+            looks: whether a few more updates are observed.
+        """
         try:
             return attempt(self.source, entry.setup, seconds=seconds, looks=looks)
         except LockstepError as error:
@@ -186,7 +230,11 @@ class _Turns:
             return None
 
     def train(self, folder: Path | None) -> None:
-        """Train each strategy, and ``single`` on one device, for the job's epochs."""
+        """Train each strategy, and ``single`` on one device, for the job's epochs.
+
+        Args:
+            folder: where the runs are made; None keeps none.
+        """
         with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
             for entry in self.alive():
                 if entry.role == "all cores":
@@ -196,6 +244,7 @@ class _Turns:
                     self.note(entry, run="")
 
     def _train(self, entry: Entry, folder: Path) -> None:
+        """Train an entry, and note its history; a failure is a caveat of its row."""
         setup = entry.setup
         try:
             run = train(
@@ -207,7 +256,8 @@ class _Turns:
             )
         except LockstepError as error:
             failed = f"its training failed: {first_line(error)}"
-            self.note(entry, caveats=[*self.rows[entry.name].caveats, failed])
+            before = self.rows[entry.name].caveats
+            self.note(entry, caveats=[*before, failed])
             self.say(f"{entry.name}: {failed}")
             return
         self.note(entry, history=run.history, run=str(run.folder))
@@ -217,7 +267,12 @@ class _Turns:
 
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:
-    """Return the row of an entry, with nothing measured yet."""
+    """Return the row of an entry, with nothing measured yet.
+
+    Args:
+        entry: what is to be measured.
+        source: the job, for the command that trains it so.
+    """
     setup = entry.setup
     return Row(
         name=entry.name,

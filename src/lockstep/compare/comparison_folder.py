@@ -90,7 +90,11 @@ def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:
 
 
 def tell(found: Comparison, say: Callable[[str], None]) -> None:
-    """Print the tables and the sentence; write the folder, where there is one."""
+    """Print the tables and the sentence; write the folder, where there is one.
+
+    Raises:
+        FolderError: it can't be written.
+    """
     say("")
     for line in lines_of(found, shutil.get_terminal_size().columns):
         say(line)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.comparison_table import (
@@ -19,6 +18,7 @@ from lockstep.compare.comparison_table import (
     reached,
     table,
 )
+from lockstep.compare.observed_updates import DeviceBatch
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.errors import counted
@@ -88,33 +88,41 @@ def _measured(found: Comparison) -> list[Section]:
 
 
 def _failed(found: Comparison) -> Section:
-    failed = [[row.name, row.reason] for row in found.rows if not row.rates]
-    tables = [Table("failed", "And why", ["", "reason"], failed)] if failed else []
+    """Return the section of the rows that failed."""
+    failed = []
+    for row in found.rows:
+        if not row.rates:
+            failed.append([row.name, row.reason])
+    tables = []
+    if failed:
+        tables.append(Table("failed", "And why", ["", "reason"], failed))
     return Section("What could not be measured", tables)
 
 
 def _speed(found: Comparison) -> Figure:
-    rows = found.measured
+    """Return the figure of rates, with the speed-up over one device behind each bar."""
+    names = []
+    values = []
+    spreads = []
+    kinds = []
     notes = []
-    for row in rows:
+    for row in found.measured:
+        names.append(row.name)
+        values.append(row.timing.median)
+        spreads.append(row.timing.spread)
+        kinds.append(row.strategy)
         ratio = found.speed_up(row)
         note = ""
         if ratio is not None and row.name != row.one:
             note = f"{ratio.median:.2f} x"
         notes.append(note)
-    chart = Bars(
-        "samples per second",
-        names=[row.name for row in rows],
-        values=[row.timing.median for row in rows],
-        spreads=[row.timing.spread for row in rows],
-        kinds=[row.strategy for row in rows],
-        notes=notes,
-    )
+    chart = Bars("samples per second", names, values, spreads, kinds, notes)
     caption = f"Longer is faster; x: times {one_device(found)}."
     return Figure("speed", "Samples per second", chart, caption)
 
 
 def _overview(found: Comparison) -> Table:
+    """Return the table of speed and memory."""
     caption = (
         f"{explained(found)}. Effic.: the speed-up over one device, for each device. Memory: the "
         "largest, of a process or an accelerator. Start: until the first step is done. Moved: what "
@@ -125,21 +133,27 @@ def _overview(found: Comparison) -> Table:
 
 
 def _memory(found: Comparison) -> Figure:
+    """Return the figure of memory: a bar for each process, or each accelerator."""
     names = []
     values = []
     kinds = []
     for row in found.measured:
         for i, peak in enumerate(row.peaks):
-            names.append(f"{row.name} {row.devices[i]}" if len(row.peaks) > 1 else row.name)
+            name = row.name
+            if len(row.peaks) > 1:
+                name += f" {row.devices[i]}"
+            names.append(name)
             values.append(peak / 2**20)
             kinds.append(row.strategy)
     caption = "Of each device."
     if found.on_slots:
         caption = "Of each process; one that drives several CPU devices has one bar."
-    return Figure("memory", "Memory at most", Bars("MiB", names, values, kinds=kinds), caption)
+    chart = Bars("MiB", names, values, kinds=kinds)
+    return Figure("memory", "Memory at most", chart, caption)
 
 
 def _time(found: Comparison) -> Section:
+    """Return the section that says where the time of a step goes."""
     title = "Where the time goes"
     names = []
     others = []
@@ -153,18 +167,19 @@ def _time(found: Comparison) -> Section:
         step = 1e3 * found.samples_of(row) / row.timing.median
         for kind, share in row.shares.items():
             parts.setdefault(kind, []).append(step * share)
-        if row.observed is not None and row.observed.overlaps:
+        observed = row.observed
+        if observed is not None and observed.overlaps:
             hidden.append(row.name)
 
     text = []
     if others:
-        text.append(
-            f"Not known of {', '.join(others)}: one clock can't tell of stages that take turns."
-        )
+        those = ", ".join(others)
+        text.append(f"Not known of {those}: one clock can't tell of stages that take turns.")
     if hidden:
+        those = ", ".join(hidden)
         text.append(
-            f"Communicating, of {', '.join(hidden)}: what backward did not hide, since sums run "
-            "while it computes."
+            f"Communicating, of {those}: what backward did not hide, since sums run while it "
+            "computes."
         )
     if not names:
         return Section(title, [], text)
@@ -172,46 +187,61 @@ def _time(found: Comparison) -> Section:
         "Of one global batch, at the rate of the median turn; how it divides is the mean over ranks "
         "(or replicas) of a few steps that were clocked apart. Shorter is faster."
     )
-    figure = Figure("time", "A step, in milliseconds", Stacks("ms", names, parts), caption)
+    chart = Stacks("ms", names, parts)
+    figure = Figure("time", "A step, in milliseconds", chart, caption)
     return Section(title, [figure], text)
 
 
 def _turns(found: Comparison) -> Iterator[Figure]:
+    """Yield a figure for each row that is a pipeline."""
     for row in found.measured:
-        if row.observed is not None and row.observed.timelines:
-            chart, caption = turns_of(row.observed.timelines)
-            name = re.sub(r"[\W_]", "-", f"turns-{row.name}")
-            title = f"{row.name}: the stages' turns in one step, in milliseconds"
-            yield Figure(name, title, chart, caption)
+        observed = row.observed
+        if observed is None or not observed.timelines:
+            continue
+        chart, caption = turns_of(observed.timelines)
+        name = re.sub(r"[\W_]", "-", f"turns-{row.name}")
+        title = f"{row.name}: the stages' turns in one step, in milliseconds"
+        yield Figure(name, title, chart, caption)
 
 
 def _outcome(found: Comparison) -> Iterator[Figure | Table]:
     """Yield the losses, and what was reached, with ``epochs``."""
-    trained = {row.name: _epochs(row) for row in found.measured if row.history}
-    if not trained:
+    if not any(row.history for row in found.measured):
         return
     caption = "Laid over one another: with single-device results all are one line."
-    for name, title in (("train_loss", "Training loss"), ("eval_loss", "Evaluation loss")):
+    titles = {
+        "train_loss": "Training loss",
+        "eval_loss": "Evaluation loss",
+    }
+    for loss, title in titles.items():
         series = {}
-        for row_name, records in trained.items():
-            points = []
-            for record in records:
-                if record.get(name) is not None:
-                    points.append((float(record["epoch"]), float(record[name])))
+        for row in found.measured:
+            points = _points(row, loss)
             if points:
-                series[row_name] = points
+                series[row.name] = points
         if series:
             chart = Lines("epoch", title.lower(), series)
-            yield Figure(name.replace("_", "-"), title, chart, caption)
+            yield Figure(loss.replace("_", "-"), title, chart, caption)
     yield reached(found)
 
 
-def _epochs(row: Row) -> list[dict[str, Any]]:
-    """Return the records of whole epochs, without those of logs and evaluations within one."""
-    return [record for record in row.history if "train_loss" in record]
+def _points(row: Row, loss: str) -> list[tuple[float, float]]:
+    """Return epoch and loss, for each whole epoch of a row that has this loss.
+
+    Args:
+        row: with a history; its records of logs and evaluations within an epoch are left out.
+        loss: ``train_loss`` or ``eval_loss``.
+    """
+    points = []
+    for record in row.history:
+        value = record.get(loss)
+        if "train_loss" in record and value is not None:
+            points.append((float(record["epoch"]), float(value)))
+    return points
 
 
 def _same_results(found: Comparison) -> Section:
+    """Return the section that compares the numbers of each row with those of one device."""
     title = "The same results?"
     rows = []
     reasons = []
@@ -242,23 +272,34 @@ def _same_results(found: Comparison) -> Section:
 
 
 def _seen(found: Comparison) -> Table:
+    """Return the table of what each device has of the first batch."""
     rows = []
     for row in found.measured:
-        if row.observed is None:
-            continue
-        for one in row.observed.devices:
-            count = ""
-            ids = ""
-            if one.samples is not None:
-                count = f"{len(one.samples):,}"
-                ids = ", ".join(map(str, one.samples[:_IDS]))
-                if len(one.samples) > _IDS:
-                    ids += ", ..."
-            sizes = [written(one.inputs), written(one.outputs)]
-            rows.append([row.name, one.device, count, *sizes, ids])
+        if row.observed is not None:
+            for device in row.observed.devices:
+                rows.append([row.name, *_cells_of(device)])
     head = ["", "device", "samples", "inputs", "outputs", "sample ids"]
     caption = (
         "Of the first global batch; inputs and outputs of one micro-batch, as the model has them. "
         "All together are the same samples in each row."
     )
     return Table("devices", "Sizes, and which samples", head, rows, caption)
+
+
+def _cells_of(batch: DeviceBatch) -> list[str]:
+    """Return the cells of a device: its name, samples, inputs, outputs, sample ids."""
+    count = ""
+    ids = ""
+    samples = batch.samples
+    if samples is not None:
+        count = f"{len(samples):,}"
+        ids = ", ".join(map(str, samples[:_IDS]))
+        if len(samples) > _IDS:
+            ids += ", ..."
+    return [
+        batch.device,
+        count,
+        written(batch.inputs),
+        written(batch.outputs),
+        ids,
+    ]

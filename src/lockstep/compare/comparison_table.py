@@ -18,6 +18,12 @@ from lockstep.tensors.byte_size import size
 SPEED = ("samples/s", "lowest, highest", "x one", "x cores", "effic.", "memory")
 """The columns of speed and memory."""
 
+_RATIOS = {
+    "x one": "speed_up",
+    "x cores": "against_all_cores",
+}
+"""The columns of ratios, and the figures of a row that they show."""
+
 _SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=True))
 """The columns of where the time of a step goes."""
 
@@ -43,7 +49,9 @@ _NOT_REACHED = {
 
 def one_device(found: Comparison) -> str:
     """Return what ratios are taken to."""
-    return "one CPU device" if found.on_slots else "one device"
+    if found.on_slots:
+        return "one CPU device"
+    return "one device"
 
 
 def explained(found: Comparison) -> str:
@@ -72,7 +80,8 @@ def table(name: str, title: str, cells: Cells, columns: Iterable[str], caption: 
     head = [column for column in columns if column in known]
     rows = []
     for row_name, row in cells.items():
-        rows.append([row_name, *(row.get(column, "") for column in head)])
+        words = [row.get(column, "") for column in head]
+        rows.append([row_name, *words])
     return Table(name, title, ["", *head], rows, caption)
 
 
@@ -82,6 +91,7 @@ def cells_of(found: Comparison) -> Cells:
 
 
 def _cells(found: Comparison, row: Row) -> dict[str, str]:
+    """Return the cells of a row that was measured, by column."""
     lowest, highest = row.timing.spread
     cells = {
         "samples/s": _rate(row.timing.median),
@@ -90,20 +100,18 @@ def _cells(found: Comparison, row: Row) -> dict[str, str]:
         "start": f"{row.started:.1f} s",
         "devices": row.where,
     }
-    for head, ratio in (("x one", found.speed_up(row)), ("x cores", found.against_cores(row))):
-        if ratio is not None:
-            cells[head] = f"{ratio.median:.2f}"
+    figures = found.figures(row)
+    for head, name in _RATIOS.items():
+        if figures[name] is not None:
+            cells[head] = f"{figures[name]:.2f}"
     for head, kind in _SHARES.items():
-        if kind in row.shares:
-            cells[head] = _percent(row.shares[kind])
-
-    efficiency = found.efficiency(row)
-    observed = row.observed
+        if figures[kind] is not None:
+            cells[head] = _percent(figures[kind])
     if len(row.devices) > 1:
-        if efficiency is not None:
-            cells["effic."] = _percent(efficiency)
-        if observed is not None and observed.moved is not None:
-            cells["moved"] = size(observed.moved)
+        if figures["efficiency"] is not None:
+            cells["effic."] = _percent(figures["efficiency"])
+        if figures["moved_bytes"] is not None:
+            cells["moved"] = size(figures["moved_bytes"])
     if row.agreement is not None:
         cells["parity"] = str(row.agreement)
     return cells
@@ -114,16 +122,23 @@ def _memory(row: Row) -> str:
     if not row.peaks:
         return ""
     largest = size(max(row.peaks))
-    return largest if len(row.peaks) == 1 else f"{len(row.peaks)} x {largest}"
+    count = len(row.peaks)
+    if count == 1:
+        return largest
+    return f"{count} x {largest}"
 
 
 def _rate(value: float) -> str:
     """Return ``10,230``, ``45.2``: four digits."""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %"
+    """Return ``87 %`` for 0.87."""
+    percent = 100 * part
+    return f"{percent:.0f} %"
 
 
 def reached(found: Comparison) -> Table:
@@ -142,16 +157,22 @@ def reached(found: Comparison) -> Table:
 
 def _last(row: Row) -> dict[str, float]:
     """Return the losses and the metrics of the last epoch."""
-    found = {}
-    last = row.history[-1] if row.history else {}
-    for name, value in last.items():
+    found: dict[str, float] = {}
+    if not row.history:
+        return found
+    for name, value in row.history[-1].items():
         if name not in _NOT_REACHED and value is not None:
             found[name] = value
     return found
 
 
 def lines_of(found: Comparison, width: int = 80) -> list[str]:
-    """Return all that is printed at the end."""
+    """Return all that is printed at the end.
+
+    Args:
+        found: the comparison.
+        width: of the terminal, in columns.
+    """
     turns = f"a turn of {found.seconds:g} s"
     if found.rounds > 1:
         turns = f"{found.rounds} turns of {found.seconds:g} s or more"
@@ -163,6 +184,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
         ],
         width,
     )
+
     cells = cells_of(found)
     if cells:
         lines += table("", "", cells, SPEED).lines(width)
@@ -172,17 +194,20 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
         if found.on_slots:
             below += _OF_CORES
         lines += _wrapped([below], width)
-        lines += ["", *table("", "", cells, _TIME).lines(width)]
+        lines.append("")
+        lines += table("", "", cells, _TIME).lines(width)
         moved = "moved: what a device gives to the others in a step, where that is known"
         lines += _wrapped([moved], width)
     lines += _wrapped([*plans_of(found), *caveats_of(found)], width)
 
     outcome = reached(found)
     if outcome.rows:
-        lines += ["", *outcome.lines(width)]
+        lines.append("")
+        lines += outcome.lines(width)
     for text in (unsteady(found), sentence(found)):
         if text:
-            lines += ["", *_wrapped([text], width)]
+            lines.append("")
+            lines += _wrapped([text], width)
     best = best_of(found)
     if best is not None and best.line:
         lines.append(f"  {best.line}")
@@ -201,8 +226,12 @@ def _failed(found: Comparison, width: int) -> list[str]:
 
 def _where(found: Comparison) -> str:
     """Return the devices of the strategies, or of ``single`` where there are none."""
-    places = [row.where for row in found.rows if row.role == "strategy"]
-    places.append(found[found.rows[0].one].where)
+    places = []
+    for row in found.rows:
+        if row.role == "strategy":
+            places.append(row.where)
+    one = found.rows[0].one
+    places.append(found[one].where)
     return max(places, key=len)
 
 
@@ -226,7 +255,11 @@ def plans_of(found: Comparison) -> list[str]:
 
 
 def _with_names(texts: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return each text once, behind the names of the rows that have it."""
+    """Return each text once, behind the names of the rows that have it.
+
+    Args:
+        texts: by the name of a row.
+    """
     names: dict[str, list[str]] = {}
     for name, lines in texts.items():
         for line in dict.fromkeys(lines):
@@ -235,20 +268,30 @@ def _with_names(texts: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _wrapped(texts: Sequence[str], width: int, indent: str = "") -> list[str]:
-    """Break texts into lines."""
+    """Break texts into lines.
+
+    Args:
+        texts: each begins a line; one that is empty is an empty line.
+        width: of the terminal, in columns.
+        indent: what each line begins with.
+    """
     lines = []
     for text in texts:
-        lines += textwrap.wrap(
+        broken = textwrap.wrap(
             text,
             max(20, width),
             initial_indent=indent,
             subsequent_indent=indent,
-        ) or [""]
+        )
+        lines += broken or [""]
     return lines
 
 
 def csv_of(found: Comparison) -> str:
-    """Return a line for each row, with plain numbers; what failed has its reason."""
+    """Return a CSV file: a line for each row, with plain numbers; what failed has its reason.
+
+    A column that only some rows have is empty in the others.
+    """
     rows = [_numbers(found, row) for row in found.rows]
     out = io.StringIO()
     columns = dict.fromkeys(itertools.chain.from_iterable(rows))

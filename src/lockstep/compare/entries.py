@@ -56,18 +56,26 @@ class Setup:
     @property
     def words(self) -> list[str]:
         """``--strategy dp --devices 2xcpu --channels-last``: the options of the command."""
-        placement = {"strategy": self.strategy, "devices": self.devices}
-        return option_words({**placement, **self.options, **self.settings})
+        every = {
+            "strategy": self.strategy,
+            "devices": self.devices,
+            **self.options,
+            **self.settings,
+        }
+        return option_words(every)
 
     def line(self, job: Job | JobFile) -> str:
-        """Return the command that trains a job so, or the call where the job isn't a file; ""
-        where there are no words for its devices.
+        """Return the command that trains a job so; "" where there are no words for its devices.
+
+        Args:
+            job: the job. If it isn't a file, a call of ``lockstep.train`` is returned.
         """
         if not isinstance(self.devices, str):
             return ""
         if isinstance(job, JobFile):
             setup = replace(self, settings={**job.settings, **self.settings})
-            return shlex.join(["lockstep", "train", *job_words(job), *setup.words])
+            words = ["lockstep", "train", *job_words(job), *setup.words]
+            return shlex.join(words)
         strategy = f'"{self.strategy}"'
         if self.options:
             strategy = f"named({strategy}, {_arguments(self.options)})"
@@ -90,7 +98,9 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
     words = []
     for name, value in values.items():
         option = name.replace("_", "-")
-        words.append("--map" if name == "device_map" else f"--{option}")
+        if name == "device_map":
+            option = "map"
+        words.append(f"--{option}")
         if isinstance(value, Mapping):
             words.append(json.dumps(dict(value)))
         elif value is not True:
@@ -99,6 +109,7 @@ def option_words(values: Mapping[str, Any]) -> list[str]:
 
 
 def _word(value: Any) -> str:
+    """Return a value as the command takes it: ``1,2``, ``true``, ``none``, ``0.1``."""
     if isinstance(value, list):
         return ",".join(map(str, value))
     if value is None or isinstance(value, bool):
@@ -107,6 +118,7 @@ def _word(value: Any) -> str:
 
 
 def _arguments(values: Mapping[str, Any]) -> str:
+    """Return keyword arguments as a person writes them: ``devices="2xcpu", batch_size=32``."""
     words = [f"{name}={value!r}" for name, value in values.items()]
     return ", ".join(words).replace("'", '"')
 
@@ -138,8 +150,12 @@ class Entry:
         if not first.is_slot:
             return ", ".join(map(str, self.devices))
         slots = counted(len(self.devices), "CPU device")
-        cores = {core for device in self.devices for core in device.cores}
-        if len(cores) < sum(device.threads for device in self.devices):
+        cores: set[int] = set()
+        threads = 0
+        for device in self.devices:
+            cores.update(device.cores)
+            threads += device.threads
+        if len(cores) < threads:
             return f"{slots} that share {counted(len(cores), 'core')}"
         return f"{slots} of {counted(first.threads, 'core')}"
 
@@ -152,10 +168,18 @@ def line_up(
 ) -> list[Entry]:
     """Return all rows, those that others are held against first.
 
+    Args:
+        strategies: by name, or with settings of their own; None is `LINE_UP`.
+        devices: for all of them, unless the sweep has devices.
+        sweep: the values to try; all combinations of them are rows.
+        device_map: which layer is on which device, for the strategies that take one.
+
     Raises:
         InputError: a strategy, a device or what is to be swept doesn't exist.
     """
-    wanted = [_as_setup(item) for item in (LINE_UP if strategies is None else strategies)]
+    if strategies is None:
+        strategies = LINE_UP
+    wanted = [_as_setup(item) for item in strategies]
     if not wanted:
         raise InputError("strategies: name at least one")
     for name, options in wanted:
@@ -164,8 +188,13 @@ def line_up(
             options["device_map"] = device_map
     names = [name for name, _ in wanted]
     sweep = _checked(sweep, names)
-    of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
-    others = {key: values for key, values in sweep.items() if key not in SETTINGS}
+    of_job = {}
+    of_strategies = {}
+    for key, values in sweep.items():
+        if key in SETTINGS:
+            of_job[key] = values
+        else:
+            of_strategies[key] = values
 
     references: list[Entry] = []
     entries: list[Entry] = []
@@ -181,12 +210,16 @@ def line_up(
             for name, options in wanted:
                 if name == "single":
                     continue
-                own = {key: values for key, values in others.items() if _takes(name, key)}
+                own = {}
+                for key, values in of_strategies.items():
+                    if _takes(name, key):
+                        own[key] = values
                 for more in _products(own):
                     setup = Setup(name, where, settings, {**options, **more})
+                    shown = {**setup.options, **swept}
                     entry = replace(
                         alone[0],
-                        name=_named(name, {**setup.options, **swept}),
+                        name=_named(name, shown),
                         role="strategy",
                         setup=setup,
                         devices=chosen,
@@ -208,7 +241,12 @@ def _as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
 
 
 def _references(chosen: tuple[Device, ...], settings: dict[str, Any]) -> list[Entry]:
-    """Return ``single`` on one of these devices, and where they are slots, on all cores."""
+    """Return ``single`` on one of these devices, and where they are slots, on all cores.
+
+    Args:
+        chosen: the devices of the strategies.
+        settings: fields of the job that are replaced, which the names of the rows have.
+    """
     first = chosen[0]
     if not first.is_slot:
         name = _named("single", settings)
@@ -236,12 +274,23 @@ def first_of(chosen: Sequence[Device], count: int) -> str:
 
 
 def _named(name: str, settings: Mapping[str, Any]) -> str:
-    words = [f"{key}={_word(value)}" for key, value in settings.items() if key != "device_map"]
-    return " ".join([name, *words])
+    """Return the name of a row: ``pp microbatches=4``.
+
+    Args:
+        name: of the strategy.
+        settings: that the row has and others may not; the device map is too long for a name.
+    """
+    words = [name]
+    for key, value in settings.items():
+        if key != "device_map":
+            words.append(f"{key}={_word(value)}")
+    return " ".join(words)
 
 
 def _products(values: Sweep) -> list[dict[str, Any]]:
-    return [dict(zip(values, row, strict=True)) for row in itertools.product(*values.values())]
+    """Return each combination of values; an empty one where there is nothing to sweep."""
+    rows = itertools.product(*values.values())
+    return [dict(zip(values, row, strict=True)) for row in rows]
 
 
 def _takes(strategy: str, key: str) -> bool:
@@ -252,7 +301,15 @@ def _takes(strategy: str, key: str) -> bool:
 
 
 def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the same with the values in their own types."""
+    """Return the same with the values in their own types.
+
+    Args:
+        sweep: as a person gave it, with values that may be text.
+        strategies: the names of those that are compared.
+
+    Raises:
+        InputError: there are no values, or something isn't a setting here.
+    """
     found: dict[str, list[Any]] = {}
     for key, values in sweep.items():
         if not values:
@@ -263,19 +320,22 @@ def _checked(sweep: Sweep, strategies: Sequence[str]) -> dict[str, list[Any]]:
         elif key in SETTINGS:
             found[key] = [checked_setting(key, value) for value in values]
         elif having:
-            found[key] = [_checked_option(having[0], key, value) for value in values]
+            found[key] = []
+            for value in values:
+                chosen = named(having[0], **{key: value})
+                found[key].append(getattr(chosen, key))
         else:
             raise _unknown(key, strategies)
     return found
 
 
-def _checked_option(strategy: str, key: str, value: Any) -> Any:
-    """Return the value of a setting of a strategy in its own type."""
-    return getattr(named(strategy, **{key: value}), key)
-
-
 def _unknown(key: str, strategies: Sequence[str]) -> InputError:
-    """Return the error of a sweep of something that isn't a setting here."""
+    """Return the error of a sweep of something that isn't a setting here.
+
+    Args:
+        key: what was to be swept.
+        strategies: the names of those that are compared.
+    """
     others = [name for name in STRATEGIES if _takes(name, key)]
     if others:
         return InputError(

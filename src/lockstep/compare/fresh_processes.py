@@ -30,6 +30,12 @@ def in_fresh_processes(
 ) -> T:
     """Call ``function(world, job, strategy, devices, **settings)`` on every rank of the setup.
 
+    Args:
+        function: it comes to the processes as pickling sends it.
+        job: the job, or its file, which each process reads for itself.
+        setup: its settings are applied to the job.
+        settings: what the function is given beside.
+
     Returns:
         The result of rank 0.
 

@@ -62,7 +62,11 @@ class ObservedUpdates:
 
 
 class UpdateObserver:
-    """Observes updates of a step on this rank, from its first one on; each rank has one."""
+    """Observes updates of a step on this rank, from its first one on; each rank has one.
+
+    Args:
+        step: which hasn't made an update yet.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -74,12 +78,20 @@ class UpdateObserver:
         """Yield the same batches; take note of whose samples they are."""
         for batch in batches:
             shares = [batch.parts] if batch.shares is None else batch.shares
-            self._samples = [_ids(share) for share in shares if any(part.size for part in share)]
+            self._samples = []
+            for share in shares:
+                if any(part.size for part in share):
+                    self._samples.append(_ids(share))
             self._size = batch.size
             yield batch
 
     def clock(self, batches: Iterator[Batch], seed: int) -> ObservedUpdates:
-        """Clock some more updates, and return what was observed. Every rank calls this."""
+        """Clock some more updates, and return what was observed. Every rank calls this.
+
+        Args:
+            batches: of these updates.
+            seed: of the job.
+        """
         step = self._step
         world = step.world
         is_staged = "stage" in world.layout.axes
@@ -109,7 +121,7 @@ class UpdateObserver:
 
 
 def _clocked(step: Step, batches: Iterator[Batch], seed: int) -> Clock:
-    """Clock some updates."""
+    """Clock some updates, and return the clock."""
     clock = Clock(step)
     with clock.observing():
         for batch in itertools.islice(clock.over(batches), CLOCKED):

@@ -82,7 +82,11 @@ class Row:
             return {}
         times = self.observed.times
         step = sum(one.step for one in times)
-        return {kind: sum(one.kinds[kind] for one in times) / step for kind in times[0].kinds}
+        shares = {}
+        for kind in times[0].kinds:
+            seconds = sum(one.kinds[kind] for one in times)
+            shares[kind] = seconds / step
+        return shares
 
 
 _FIGURES = (
@@ -107,9 +111,13 @@ class Comparison:
     """All rows, and what they were measured with.
 
     Attributes:
+        job: the path of the job file, or ``job``.
         command: what repeats the comparison.
         batch_size: samples of the global batch (of the job; a sweep may have others).
+        rounds: how many turns each row had.
+        seconds: how long the timed updates of a turn took at least.
         machine: what it was measured on, and the versions.
+        on_slots: whether the devices are slots.
         rows: in the order of measuring.
         folder: where the report is.
     """
@@ -147,30 +155,41 @@ class Comparison:
         """Return how many times as fast as all cores of the machine a row is, where slots are the
         devices.
         """
-        return None if row.cores is None else self._ratio(row, row.cores)
+        return self._ratio(row, row.cores)
 
-    def _ratio(self, row: Row, to: str) -> Timing | None:
-        other = self[to]
-        if row.rates and other.rates:
-            return row.timing.over(other.timing)
+    def _ratio(self, row: Row, to: str | None) -> Timing | None:
+        """Return the ratio of a row to another one, from each round.
+
+        Args:
+            row: of this comparison.
+            to: the name of the other row; None where there is none.
+
+        Returns:
+            None where one of them failed, too.
+        """
+        if to is not None and row.rates:
+            other = self[to]
+            if other.rates:
+                return row.timing.over(other.timing)
         return None
-
-    def efficiency(self, row: Row) -> float | None:
-        """Return the speed-up over one device, for each device; 1 is all that there is to gain."""
-        speed_up = median_of(self.speed_up(row))
-        return None if speed_up is None else speed_up / len(row.devices)
 
     def figures(self, row: Row) -> dict[str, Any]:
         """Return what follows from the measurements of a row, by name; None where it isn't
         known.
+
+        The efficiency is the speed-up for each device: 1 is all that there is to gain.
         """
         figures: dict[str, Any] = dict.fromkeys(_FIGURES)
         if row.rates:
             figures["samples_per_second"] = row.timing.median
             figures["lowest"], figures["highest"] = row.timing.spread
-            figures["speed_up"] = median_of(self.speed_up(row))
-            figures["against_all_cores"] = median_of(self.against_cores(row))
-            figures["efficiency"] = self.efficiency(row)
+            speed_up = self.speed_up(row)
+            if speed_up is not None:
+                figures["speed_up"] = speed_up.median
+                figures["efficiency"] = speed_up.median / len(row.devices)
+            against_cores = self.against_cores(row)
+            if against_cores is not None:
+                figures["against_all_cores"] = against_cores.median
             figures["largest_memory_bytes"] = max(row.peaks)
             figures["memory_bytes"] = sum(row.peaks)
             figures["start_seconds"] = row.started
@@ -194,12 +213,8 @@ class Comparison:
         return cls(**{**values, "rows": rows})
 
 
-def median_of(timing: Timing | None) -> float | None:
-    """Return the median of a ratio, where there is one."""
-    return None if timing is None else timing.median
-
-
 def _row(values: Mapping[str, Any]) -> Row:
+    """Return the row that a file holds; what follows from its fields is left out."""
     kept = {one.name: values[one.name] for one in fields(Row)}
     agreement = kept["agreement"]
     if agreement is not None:

@@ -35,20 +35,30 @@ def sweeps_of(found: Comparison) -> Iterator[Figure]:
     for row in found.measured:
         ratio = found.speed_up(row)
         if row.role != "one device" and ratio is not None:
-            rows.append((row, _numbers_of(row), ratio))
-            keys |= dict.fromkeys(_numbers_of(row))
+            numbers = _numbers_of(row)
+            rows.append((row, numbers, ratio))
+            keys |= dict.fromkeys(numbers)
 
     for key in keys:
         lines: dict[str, dict[float, Timing]] = {}
         levels = {}
         for row, numbers, ratio in rows:
             if key in numbers:
-                words = [word for word in row.name.split(" ") if not word.startswith(f"{key}=")]
-                lines.setdefault(" ".join(words), {})[numbers[key]] = ratio
+                line = lines.setdefault(_name_without(key, row), {})
+                line[numbers[key]] = ratio
             elif key not in row.settings:
                 levels[row.name] = ratio.median
         if any(len(line) > 1 for line in lines.values()):
             yield _sweep(found, key, lines, levels)
+
+
+def _name_without(key: str, row: Row) -> str:
+    """Return the name of a row without one of its settings: ``pp`` of ``pp microbatches=4``."""
+    words = []
+    for word in row.name.split(" "):
+        if not word.startswith(f"{key}="):
+            words.append(word)
+    return " ".join(words)
 
 
 def _sweep(
@@ -78,18 +88,22 @@ def _sweep(
 
     to = one_device(found)
     axis = _AXES.get(key, key.replace("_", " "))
+    title = f"Speed-up over {to}, by {axis}"
     caption = "Each at the median of its turns, from the lowest to the highest; higher is faster."
     if levels:
         caption += " Lines that are level all the way are of rows without that setting."
     chart = Lines(axis, f"times {to}", series, spreads, chosen=True)
-    return Figure(f"sweep-{key}", f"Speed-up over {to}, by {axis}", chart, caption)
+    return Figure(f"sweep-{key}", title, chart, caption)
 
 
 def _numbers_of(row: Row) -> dict[str, float]:
     """Return the settings of a row that are numbers; the number of devices too, where the names of
     the rows have it.
     """
-    numbers = {key: float(v) for key, v in row.settings.items() if type(v) in (int, float)}
+    numbers = {}
+    for key, value in row.settings.items():
+        if type(value) in (int, float):
+            numbers[key] = float(value)
     if " devices=" in row.name:
         numbers["devices"] = float(len(row.devices))
     return numbers

@@ -78,13 +78,23 @@ def attempt(
 ) -> TrialResult:
     """Try a setup, in processes that end with the trial.
 
-    The timed updates take so many seconds at least. A trial that ``looks`` goes on with a few more:
-    what each device sees, and where its time goes.
+    Args:
+        job: the job, or its file.
+        setup: how it is trained.
+        seconds: how long the timed updates take at least.
+        looks: go on with a few more updates: what each device sees, and where its time goes.
 
     Raises:
         LockstepError: this setup is refused, or fails.
     """
-    return in_fresh_processes(_tried, job, setup, asked=now(), seconds=seconds, looks=looks)
+    return in_fresh_processes(
+        _tried,
+        job,
+        setup,
+        asked=now(),
+        seconds=seconds,
+        looks=looks,
+    )
 
 
 def _tried(
@@ -97,6 +107,17 @@ def _tried(
     seconds: float,
     looks: bool,
 ) -> TrialResult:
+    """Make a trial on this rank.
+
+    Args:
+        world: of this rank.
+        job: the job.
+        strategy: its settings, as a person chose them.
+        devices: of all ranks.
+        asked: when the trial was asked for.
+        seconds: how long the timed updates take at least.
+        looks: whether a few more updates are observed.
+    """
     lines: list[Line] = []
 
     def keep(told: object) -> None:
@@ -141,6 +162,7 @@ def _tried(
 
 
 def _workers(job: Job, world: World, data: Any) -> int | None:
+    """Return the number of loader workers of a rank; None for a dataset of tensors."""
     if not is_stream(data) and type(base_of(data)) is TensorDataset:
         return None
     if job.loader_workers is not None:

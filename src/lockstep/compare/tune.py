@@ -141,7 +141,8 @@ def tune(
     if devices in ("auto", None) and chosen[0].is_slot:
         count = len(_devices.usable_cores())
     placements = _placements(strategy, chosen, count, the_job(source).batch_size)
-    search = _Search(source, start, rounds, seconds, told or (lambda line: None))
+    say = told or (lambda line: None)
+    search = _Search(source, start, rounds, seconds, say)
     return search.through(placements, chosen[0])
 
 
@@ -165,12 +166,14 @@ class _Turns:
         """Drop the settings that are far behind after the first turn."""
         rates = {setting: self.tries[setting][0].rate for setting in self.alive}
         highest = max([self.best[0], *rates.values()])
-        self.alive = [s for s in self.alive if rates[s] >= _HOPELESS * highest]
+        least = _HOPELESS * highest
+        self.alive = [setting for setting in self.alive if rates[setting] >= least]
 
     def gain(self, setting: str) -> Timing:
-        """Return a ratio to the best from each round."""
+        """Return the gain of a setting: a ratio to the best from each round that it was in."""
         rates = [tried.rate for tried in self.tries[setting]]
-        return Timing(rates).over(Timing(self.best[: len(rates)]))
+        best = Timing(self.best[: len(rates)])
+        return Timing(rates).over(best)
 
     def taken(self) -> str | None:
         """Return the setting that gained most, if any gained."""
@@ -211,7 +214,12 @@ class _Search:
         self.settings = the_job(self.job)
 
     def through(self, placements: Mapping[str, Setup], device: Device) -> Tuning:
-        """Try all stages, one after the other, on devices like this one."""
+        """Try all stages, one after the other.
+
+        Args:
+            placements: strategies and devices to try, by the words of the table.
+            device: one of these devices; its type decides what else is tried.
+        """
         turns = counted(self.rounds, "turn")
         self.told(
             f"each setting in {turns} against the best before it; + is kept for those that follow"
@@ -256,7 +264,11 @@ class _Search:
         self.stage("loading", setups)
 
     def change_rounding(self, kind: str) -> None:
-        """Try formats, and then ways to compile, on devices of a type."""
+        """Try formats, and then ways to compile.
+
+        Args:
+            kind: the type of the devices.
+        """
         self.effect = "rounding changed"
         self.told("\nsettings that change rounding")
         self.stage("precision", self.in_formats(kind))
@@ -265,12 +277,18 @@ class _Search:
         graphs = self.settings.accumulate == 1 and self.setup.strategy != "dp"
         setups = {}
         for mode in compilations(kind, graphs=graphs):
-            words = "compile" if mode is True else f"compile={mode}"
+            words = "compile"
+            if mode is not True:
+                words = f"compile={mode}"
             setups[words] = self.setup.replace(compile=mode)
         self.stage("compile", setups)
 
     def in_formats(self, kind: str) -> dict[str, Setup]:
-        """Return the best setup in other formats, in half ones with the layout of convolutions."""
+        """Return the best setup in other formats, in half ones with the layout of convolutions.
+
+        Args:
+            kind: the type of the devices.
+        """
         # In the usual layout convolutions gain little by a half format, or lose.
         is_laid_out = self.settings.channels_last or not self.best.convolves
         setups = {}
@@ -279,24 +297,42 @@ class _Search:
                 continue
             words = f"precision={name}"
             setup = self.setup.replace(precision=name)
-            if kind != "cpu" and name in ("bf16", "fp16") and not is_laid_out:
+            is_half = name in ("bf16", "fp16")
+            if is_half and kind != "cpu" and not is_laid_out:
                 words += ", channels_last"
                 setup = setup.replace(channels_last=True)
             setups[words] = setup
         return setups
 
     def attempt(self, setup: Setup) -> TrialResult:
+        """Time a setup once.
+
+        Raises:
+            LockstepError: it is refused, or fails.
+        """
         return attempt(self.job, setup, seconds=self.seconds)
 
     def switch(self, stage: str, name: str) -> None:
-        """Try the other value of a setting that is true or false."""
-        value = not self.setup.settings.get(name, getattr(self.settings, name))
-        words = name if value else f"{name}=false"
+        """Try the other value of a setting that is true or false.
+
+        Args:
+            stage: what the setting is about.
+            name: of the setting.
+        """
+        before = self.setup.settings.get(name, getattr(self.settings, name))
+        value = not before
+        words = name
+        if before:
+            words = f"{name}=false"
         self.stage(stage, {words: self.setup.replace(**{name: value})})
 
     def stage(self, stage: str, setups: Mapping[str, Setup]) -> None:
         """Try setups in turns with the best so far; the fastest one takes its place, where it
         gains.
+
+        Args:
+            stage: what these settings are about.
+            setups: by the words of the table.
         """
         turns = _Turns([], {setting: [] for setting in setups}, list(setups))
         for _ in range(self.rounds):
@@ -325,7 +361,12 @@ class _Search:
             self.best = turns.tries[taken][0]
 
     def turn(self, turns: _Turns, setups: Mapping[str, Setup]) -> None:
-        """Time the best and each setting once."""
+        """Time the best and each setting once.
+
+        Args:
+            turns: of this stage; a setting that fails has no more.
+            setups: by setting.
+        """
         turns.best.append(self.attempt(self.setup).rate)
         for setting in list(turns.alive):
             try:
@@ -339,7 +380,12 @@ class _Search:
             turns.drop_hopeless()
 
     def remark(self, tried: TrialResult, *, only_once: bool) -> str:
-        """Return what a person should know of a setting."""
+        """Return what a person should know of a setting.
+
+        Args:
+            tried: its first trial.
+            only_once: whether it was too far behind for a second one.
+        """
         remarks = [str(caveat) for caveat in tried.caveats if caveat not in self.best.caveats]
         if tried.first > 5.0 + 3 * self.best.first:
             remarks.append(f"its first update took {tried.first:.0f} s, this once at least")
@@ -348,7 +394,11 @@ class _Search:
         return "; ".join(remarks)
 
     def say(self, row: Row) -> None:
-        """Print a line of the table, and its remark below it."""
+        """Print a line of the table, and its remark below it.
+
+        Args:
+            row: what was measured; a long remark of an earlier row isn't printed again.
+        """
         is_long = len(row.remark) > _LONG
         is_told = is_long and any(row.remark == before.remark for before in self.rows)
         self.rows.append(row)
@@ -367,33 +417,52 @@ class _Search:
             self.told(line)
 
     def confirmed(self, kept: Setup) -> Tuning:
-        """Measure what was found against the job as it is, once more."""
+        """Measure what was found against the job as it is, once more, and print what to take.
+
+        Args:
+            kept: the best setup of those that keep the numbers.
+        """
         setups = {}
         if kept != self.start:
             setups["that keep the numbers"] = kept
         if self.setup not in (self.start, kept):
             setups["of both kinds"] = self.setup
 
-        kept, gain_kept = self.start, None
-        changed, gain_changed = self.start, None
+        kept = self.start
+        changed = self.start
+        gain_kept = None
+        gain_changed = None
         for what, gain in self.gains(setups).items():
             self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
             if gain.median < _TAKEN:
                 self.told("  these settings are not recommended")
                 continue
             self.told(f"  {setups[what].line(self.job)}")
-            changed, gain_changed = setups[what], gain
+            changed = setups[what]
+            gain_changed = gain
             if what == "that keep the numbers":
-                kept, gain_kept = changed, gain
+                kept = changed
+                gain_kept = gain
 
         if changed == self.start:
             self.told("\nnothing that was tried is faster than the job as it is")
         else:
             self.told("\nnothing was changed: the line is yours to paste")
-        return Tuning(self.start, kept, changed, gain_kept, gain_changed, self.rows)
+        return Tuning(
+            self.start,
+            kept,
+            changed,
+            gain_kept,
+            gain_changed,
+            self.rows,
+        )
 
     def gains(self, setups: Mapping[str, Setup]) -> dict[str, Timing]:
-        """Return how many times as fast as the job as it is each setup is, by turns."""
+        """Return how many times as fast as the job as it is each setup is.
+
+        Args:
+            setups: by what is printed of them. They are timed in turns with the job as it is.
+        """
         if not setups:
             return {}
         rates: dict[str, list[float]] = {what: [] for what in ("", *setups)}
@@ -406,7 +475,12 @@ class _Search:
 
 
 def formats(kind: str, held: torch.dtype) -> list[str]:
-    """Return the formats to try on devices of a type, in this order, for parameters of a dtype."""
+    """Return the formats to try, in this order.
+
+    Args:
+        kind: the type of the devices.
+        held: the dtype of the parameters.
+    """
     names = []
     if kind in ROUNDING:
         names.append("tf32")
@@ -419,8 +493,11 @@ def formats(kind: str, held: torch.dtype) -> list[str]:
 
 
 def compilations(kind: str, *, graphs: bool) -> list[bool | str]:
-    """Return the values of ``compile`` to try on devices of a type; CUDA graphs only where they
-    can be captured.
+    """Return the values of ``compile`` to try.
+
+    Args:
+        kind: the type of the devices.
+        graphs: whether CUDA graphs can be captured.
     """
     if kind == "cpu":
         return [True]
@@ -435,7 +512,14 @@ def _placements(
     count: int,
     batch_size: int,
 ) -> dict[str, Setup]:
-    """Return one device, and each exact strategy on 2, 4, ... and all ``count`` devices."""
+    """Return one device, and each exact strategy on 2, 4, ... and all devices.
+
+    Args:
+        strategy: the only one to try, by name, or None.
+        chosen: the devices as a person gave them.
+        count: how many there are; as many slots as there are cores, where none were given.
+        batch_size: of the job; no more devices than samples are tried.
+    """
     setups = []
     if strategy in (None, "single"):
         setups.append(Setup("single", first_of(chosen, 1)))
@@ -465,6 +549,9 @@ def _replicating(strategy: str | None) -> list[str]:
 
 
 def _ratio(gain: Timing) -> str:
+    """Return ``1.20 (1.15, 1.24)``: the median, the lowest and the highest of several rounds."""
+    median = f"{gain.median:.2f}"
     if len(gain.rates) == 1:
-        return f"{gain.median:.2f}"
-    return f"{gain.median:.2f} ({gain.spread[0]:.2f}, {gain.spread[1]:.2f})"
+        return median
+    lowest, highest = gain.spread
+    return f"{median} ({lowest:.2f}, {highest:.2f})"
