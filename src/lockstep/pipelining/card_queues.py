@@ -190,7 +190,7 @@ class CardQueues:
 
         Args:
             gradient: of the copy that was sent.
-            place: where the tensor was that it was made of.
+            place: the accelerator of the original tensor.
         """
         self._held.append(gradient)
         with self._copying[place], self._copying[gradient.device]:

@@ -151,8 +151,7 @@ class Runner:
             microbatch = self._microbatch(number)
             microbatches.append(microbatch)
             with self._overlap.observing(microbatch, work.count):
-                result = self._compute(microbatch, work)
-            results.append(result)
+                results.append(self._compute(microbatch, work))
         self._note_timeline(microbatches)
         return results
 
@@ -169,8 +168,7 @@ class Runner:
         for number in range(work.count):
             microbatch = self._microbatch(number, route, turns)
             microbatches.append(microbatch)
-            function = functools.partial(self._in_own_thread, microbatch, work)
-            functions.append(function)
+            functions.append(functools.partial(self._in_own_thread, microbatch, work))
         if not self._is_on_slots:
             self._give_queues(microbatches)
         self._overlap.begin()
@@ -279,8 +277,7 @@ class Runner:
             for visit, start, end in microbatch.stays:
                 action = Action(visit.stage, visit.kind, microbatch.number)
                 place = self._places[visit.stage]
-                span = Span(action, start, end)
-                spans[place].append(span)
+                spans[place].append(Span(action, start, end))
         for of_device in spans:
             of_device.sort(key=lambda span: span.start)
         self.timelines.append(Timeline(spans))

@@ -123,7 +123,7 @@ def place_tensors(model: nn.Module, places: Mapping[str, torch.device], rest: to
     Args:
         model: whose tensors they are.
         places: by name of a parameter or buffer.
-        rest: the place of those that aren't there.
+        rest: the place of all other tensors.
     """
     recurrent = []
     for module in model.modules():

@@ -163,8 +163,8 @@ class TransferMode(TorchFunctionMode):
         Args:
             queues: of the micro-batch.
             func: the function.
-            args: on one device, if it wants them there.
-            kwargs: the same.
+            args: its arguments, which have been moved.
+            kwargs: its arguments by name, which have been moved.
         """
         if func in _ANYWHERE:
             queues.wait_all()
@@ -223,9 +223,9 @@ class TransferMode(TorchFunctionMode):
         computes.
 
         Args:
-            func: that is called with them.
-            args: on several devices.
-            kwargs: the same.
+            func: the function that is called with them.
+            args: arguments on several devices.
+            kwargs: arguments by name.
         """
         stage = self.place
         written = _written(func, args, kwargs)

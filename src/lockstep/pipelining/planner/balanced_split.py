@@ -112,12 +112,12 @@ def split(
 
 
 def _slower(one: Cost, other: Cost) -> Cost:
-    """Give the larger of both numbers, each by itself."""
+    """Give the larger first number, and the larger second number."""
     return max(one[0], other[0]), max(one[1], other[1])
 
 
 def _sum(one: Cost, other: Cost) -> Cost:
-    """Add the numbers, each by itself."""
+    """Add the first numbers, and the second numbers."""
     return one[0] + other[0], one[1] + other[1]
 
 
@@ -132,8 +132,9 @@ def _best(
     Args:
         blocks: how many.
         stages: how many runs of them, none empty.
-        cost: of a stage, with its first block and the one behind its last.
-        together: gives the cost of some stages with one more.
+        cost: gives the cost of a stage by its number, the place of its first block, and the place
+            behind its last one.
+        together: gives the cost of the stages so far and one more.
     """
     # By the number of blocks before, the best split of them.
     best: dict[int, tuple[Cost, list[int]]] = {0: ((0.0, 0.0), [0])}

@@ -254,7 +254,7 @@ def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) ->
         memory: bytes of each device, or of all; None asks the devices.
 
     Raises:
-        StrategyError: there are more sizes than devices, or fewer.
+        StrategyError: ``memory`` doesn't have one size for each device.
     """
     number = len(devices)
     if isinstance(memory, int):

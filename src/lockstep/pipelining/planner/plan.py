@@ -206,12 +206,12 @@ def choose_schedule(
         )
     limit = _NEAR * fitting[0].seconds
     as_fast = [candidate for candidate in fitting if candidate.seconds <= limit]
-    best = min(as_fast, key=_held_by)
+    best = min(as_fast, key=_preference)
     return Choice(best, batch, tuple(found))
 
 
-def _held_by(candidate: Candidate) -> tuple[int, float, int]:
-    """Give what is compared of candidates that are as fast."""
+def _preference(candidate: Candidate) -> tuple[int, float, int]:
+    """Give the key of a candidate among those that are as fast; the least is taken."""
     stages = len(candidate.plan.places)
     peak = max(candidate.peak)
     return stages, peak, candidate.microbatches

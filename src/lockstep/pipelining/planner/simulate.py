@@ -72,8 +72,7 @@ def simulate(
                 end = start + _time_of(action, times)
                 free[device] = end
                 ended[action] = end
-                span = Span(action, start, end)
-                spans[device].append(span)
+                spans[device].append(Span(action, start, end))
     waits = []
     for device, order in enumerate(waiting):
         if order:
