@@ -17,7 +17,7 @@ together, and BatchNorm and a loss over pairs see the whole batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -83,15 +83,10 @@ class PP(Strategy):
     chunks: int | None = None
 
     def __post_init__(self) -> None:
-        microbatches = None if self.microbatches == "auto" else self.microbatches
-        counts = {
-            f"{microbatches!r} micro-batches": microbatches,
-            f"{self.chunks!r} stages on each device": self.chunks,
-            f"micro-batches of {self.split_size!r} samples": self.split_size,
-        }
-        for what, count in counts.items():
-            if not _is_count(count):
-                raise StrategyError(f"{self.name}: {what}: give a whole number from 1")
+        if self.microbatches != "auto":
+            self._refuse_no_count(self.microbatches, "{!r} micro-batches")
+        self._refuse_no_count(self.chunks, "{!r} stages on each device")
+        self._refuse_no_count(self.split_size, "micro-batches of {!r} samples")
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
@@ -109,6 +104,20 @@ class PP(Strategy):
                 "take interleaved or auto"
             )
 
+    def _refuse_no_count(self, value: Any, what: str) -> None:
+        """Refuse a setting that is neither a whole number from 1, nor None.
+
+        Args:
+            value: of the setting.
+            what: has a place for the value, for the message.
+        """
+        if value is None:
+            return
+        is_whole = isinstance(value, int) and not isinstance(value, bool)
+        if not is_whole or value < 1:
+            described = what.format(value)
+            raise StrategyError(f"{self.name}: {described}: give a whole number from 1")
+
     @property
     def _has_one_stage_each(self) -> bool:
         """Whether the schedule is one of those with one stage on each device."""
@@ -116,9 +125,12 @@ class PP(Strategy):
 
     def num_microbatches(self, job: Recipe) -> int:
         """How many micro-batches a global batch is cut into."""
-        number = self.microbatches if isinstance(self.microbatches, int) else _MICROBATCHES
+        number = _MICROBATCHES
+        if isinstance(self.microbatches, int):
+            number = self.microbatches
         if self.split_size is not None and isinstance(job, Job):
-            number = -(-job.batch_size // (job.accumulate * self.split_size))
+            at_once = job.accumulate * self.split_size
+            number = -(-job.batch_size // at_once)
         return job.accumulate * number
 
     def chunks_on(self, devices: int) -> int:
@@ -126,10 +138,15 @@ class PP(Strategy):
         if self.chunks is not None:
             return self.chunks
         if self.device_map and not self._has_one_stage_each:
-            stages = [stage for stage in self.device_map.values() if isinstance(stage, int)]
-            number = 1 + max(stages, default=0)
-            return max(1, -(-number // devices))
-        return 2 if self.schedule == "interleaved" and devices > 1 else 1
+            last = 0
+            for stage in self.device_map.values():
+                if isinstance(stage, int):
+                    last = max(last, stage)
+            stages = 1 + last
+            return max(1, -(-stages // devices))
+        if self.schedule == "interleaved" and devices > 1:
+            return 2
+        return 1
 
     @property
     def _is_open(self) -> bool:
@@ -148,7 +165,9 @@ class PP(Strategy):
                 stage.
         """
         self.refuse_function(job)
-        way = self._as_before(before, len(world.devices)) if before else self
+        way = self
+        if before:
+            way = self._as_before(before, len(world.devices))
         if not way._is_open:
             if way.device_map is not None:
                 return way
@@ -165,21 +184,19 @@ class PP(Strategy):
         try:
             found, choice = way._measured(job, world)
         except Exception as error:
-            is_known = isinstance(error, LockstepError) and not isinstance(error, TooFewLayers)
-            if way._is_open or is_known:
+            if way._is_open:
                 raise
-            why = f"looking at a forward raised {told(error)}: stages by their parameters"
-            # Too few layers are cut by parameters, also those that this forward didn't come to.
-            if not isinstance(error, TooFewLayers):
-                world.tell(Line(why, "plan"))
+            _log_unmeasured(error, world)
             return way
 
         _log_stages(found, world)
         way = replace(way, device_map=found.device_map)
-        return way if choice is None else way._chosen(choice, world)
+        return way._chosen(choice, world)
 
-    def _chosen(self, choice: Choice, world: World) -> PP:
+    def _chosen(self, choice: Choice | None, world: World) -> PP:
         """Take over what a simulation chose, where it is open."""
+        if choice is None:
+            return self
         best = choice.best
         if self._is_open:
             world.tell(Line(choice.why, "plan"))
@@ -187,7 +204,12 @@ class PP(Strategy):
         if microbatches == "auto":
             microbatches = best.microbatches
         chunks = len(best.plan.places) // len(world.devices)
-        return replace(self, microbatches=microbatches, schedule=best.schedule, chunks=chunks)
+        return replace(
+            self,
+            microbatches=microbatches,
+            schedule=best.schedule,
+            chunks=chunks,
+        )
 
     def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
         """Find the stages, and a schedule where it is open or a device has several stages."""
@@ -198,16 +220,26 @@ class PP(Strategy):
         job = self.seen_by_a_replica(job)
         if chunks == 1 and not self._is_open:
             cut = job.replace(accumulate=self.num_microbatches(job))
-            schedule = _order_of(self, len(devices))(number)
+            order = _order_of(self, len(devices))
+            schedule = order(number)
             return found_for(cut, devices, schedule, capacity), None
-        is_open = self.schedule == "auto" and self.chunks is None and self.device_map is None
+
+        numbers: Sequence[int] = [number]
+        if self.microbatches == "auto":
+            numbers = NUMBERS
+        schedules = None
+        numbers_of_chunks = [chunks]
+        if self.schedule != "auto":
+            schedules = [self.schedule]
+        elif self.chunks is None and self.device_map is None:
+            numbers_of_chunks = [1, 2]
         return planned(
             job,
             devices,
             device_map=self.device_map,
-            schedules=None if self.schedule == "auto" else [self.schedule],
-            microbatches=NUMBERS if self.microbatches == "auto" else [number],
-            chunks=(1, 2) if is_open else (chunks,),
+            schedules=schedules,
+            microbatches=numbers,
+            chunks=numbers_of_chunks,
             capacity=capacity,
         )
 
@@ -225,11 +257,16 @@ class PP(Strategy):
                 split_size=before.get("split_size"),
             )
         if way.schedule == "auto":
-            way = replace(way, schedule=before.get("schedule", "auto"), chunks=before.get("chunks"))
+            way = replace(
+                way,
+                schedule=before.get("schedule", "auto"),
+                chunks=before.get("chunks"),
+            )
         device_map = before.get("device_map")
         if way.device_map is None and device_map is not None:
             there = replace(way, device_map=device_map)
-            if 1 + max(device_map.values()) == devices * there.chunks_on(devices):
+            stages = 1 + max(device_map.values())
+            if stages == devices * there.chunks_on(devices):
                 return there
         return way
 
@@ -247,14 +284,27 @@ class PP(Strategy):
         self.refuse_other_processes(world)
         self._refuse_settings(job, world)
         model = build_model(job, world, place=False)
-        each = self.chunks_on(len(world.devices))
-        stages = len(world.devices) * each
-        found = stage_of(model, self.device_map or even_split(model, stages, each), stages)
-        places = [stage % len(world.devices) for stage in range(stages)]
-        staged = StagedModel(model, found, [world.devices[place] for place in places])
-        runner = Runner(model, world, _order_of(self, len(world.devices)), places)
+        devices = len(world.devices)
+        each = self.chunks_on(devices)
+        stages = devices * each
+        device_map = self.device_map
+        if not device_map:
+            device_map = even_split(model, stages, each)
+        found = stage_of(model, device_map, stages)
+        # Stages go over the devices in turn.
+        places = list(range(devices)) * each
+        staged = StagedModel(model, found, list(world.devices) * each)
+        runner = Runner(model, world, _order_of(self, devices), places)
+        optimizer = build_optimizer(job, model)
         cut = job.replace(accumulate=self.num_microbatches(job))
-        return self.step_of(model, build_optimizer(job, model), cut, world, staged, runner)
+        return self.step_of(
+            model,
+            optimizer,
+            cut,
+            world,
+            staged,
+            runner,
+        )
 
     def _refuse_settings(self, job: Recipe, world: World) -> None:
         kinds = sorted({device.type for device in world.devices})
@@ -291,7 +341,9 @@ class PP(Strategy):
             return 'microbatches="auto"'
         if self.schedule == "auto":
             return 'schedule="auto"'
-        return "" if self.split_size is None else "split_size"
+        if self.split_size is not None:
+            return "split_size"
+        return ""
 
     def step_of(
         self,
@@ -302,7 +354,16 @@ class PP(Strategy):
         staged: StagedModel,
         runner: Runner,
     ) -> Step:
-        """Give the step of a model that is laid out; the job's ``accumulate`` is that of its cut."""
+        """Give the step of a model that is laid out.
+
+        Args:
+            model: the model.
+            optimizer: of its parameters.
+            job: its ``accumulate`` is the number of micro-batches.
+            world: of this process.
+            staged: the model, with its layers on several devices.
+            runner: computes the micro-batches.
+        """
         return StagedStep(model, optimizer, job, world, staged, runner)
 
     def caveats(self, job: Recipe, model: nn.Module, replicas: int) -> list[Caveat]:
@@ -343,13 +404,6 @@ class MP(PP):
         super().__post_init__()
 
 
-def _is_count(value: object) -> bool:
-    """Whether a value is a whole number from 1, or None."""
-    if value is None:
-        return True
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
     """Give the function that makes a schedule of so many micro-batches."""
     if way.schedule == "interleaved":
@@ -359,12 +413,27 @@ def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
     return partial(one_f_one_b, devices)
 
 
+def _log_unmeasured(error: Exception, world: World) -> None:
+    """Log why stages are made by the parameters of layers; other errors are raised again."""
+    if isinstance(error, TooFewLayers):
+        # Layers that this forward didn't come to have parameters, too.
+        return
+    if isinstance(error, LockstepError):
+        raise error
+    why = f"looking at a forward raised {told(error)}: stages by their parameters"
+    world.tell(Line(why, "plan"))
+
+
 def _log_stages(found: Partition, world: World) -> None:
     """Log what each stage holds, and its share of the time."""
     whole = sum(stage.time for stage in found.stages) or 1.0
-    stages = [f"{stage.name} ({100 * stage.time / whole:.0f} %)" for stage in found.stages]
+    stages = []
+    for stage in found.stages:
+        share = 100 * stage.time / whole
+        stages.append(f"{stage.name} ({share:.0f} %)")
     how = "measured" if found.measured else "estimated"
-    world.tell(Line(f"stages: {' | '.join(stages)} of the time, {how}", "plan"))
+    listed = " | ".join(stages)
+    world.tell(Line(f"stages: {listed} of the time, {how}", "plan"))
 
 
 def _memory_of(world: World) -> list[float] | None:
@@ -372,4 +441,5 @@ def _memory_of(world: World) -> list[float] | None:
     each = capacities(world.devices, None)
     if each is None or not world.device.is_slot:
         return each
-    return [sum(each) / world.local_size] * len(each)
+    of_process = sum(each) / world.local_size
+    return [of_process] * len(each)

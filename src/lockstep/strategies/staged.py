@@ -64,6 +64,14 @@ class StagedEvaluator(Evaluator):
 class StagedStep(Step):
     """One model over several devices, and the one optimizer over its parameters.
 
+    Args:
+        model: the model.
+        optimizer: of its parameters.
+        job: its ``accumulate`` is the number of micro-batches.
+        world: of this process.
+        staged: see below.
+        runner: see below.
+
     Attributes:
         staged: the model, with its layers on several devices.
         runner: computes the micro-batches.
@@ -83,22 +91,30 @@ class StagedStep(Step):
         super().__init__(model, optimizer, job, world)
         self.staged = staged
         self.runner = runner
-        elements = sum(p.numel() for p in self.trained.values)
-        self._is_small = world.device.is_slot and elements <= _FEW
+        self._is_small = False
         # On accelerators a device's time is not its thread's, which only queues work.
-        self.timed = "device" if world.device.is_slot else "rank"
+        self.timed = "rank"
+        if world.device.is_slot:
+            self.timed = "device"
+            elements = sum(p.numel() for p in self.trained.values)
+            self._is_small = elements <= _FEW
 
     def gradients(self, batch: Batch) -> Loss:
         """Sum gradients over the micro-batches, by autograd itself."""
         for p in self.trained.values:
             p.grad = None
         streams = Streams()
-        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
-        if not parts:  # other replicas have them all
+        parts = []
+        for number, part in enumerate(batch.parts):
+            if part.size:
+                parts.append((number, part))
+        if not parts:
+            # Other replicas have all samples.
             return added([])
 
         def begin(i: int) -> None:
-            self.draws.begin_part(parts[i][0])
+            number, _ = parts[i]
+            self.draws.begin_part(number)
 
         def forward(i: int) -> Loss:
             number, part = parts[i]
@@ -108,7 +124,8 @@ class StagedStep(Step):
         def backward(i: int, made: Loss) -> Loss:
             return self._backward(made, batch.size)
 
-        found = self._stages(Work(begin, forward, backward, len(parts)))
+        work = Work(begin, forward, backward, len(parts))
+        found = self._stages(work)
         home = None
         if self.staged.moves:
             # Targets, and so counts, are not where the loss is.
@@ -124,6 +141,10 @@ class StagedStep(Step):
         """Draw from a micro-batch's own random stream in this context, if it needs one.
 
         In a job's training the stream has the seed that ``begin_part`` gives.
+
+        Args:
+            number: of the micro-batch.
+            streams: of the micro-batches of this update, where nobody seeds them.
         """
         if not self.runner.streamed:
             return nullcontext()
@@ -136,6 +157,7 @@ class StagedStep(Step):
         return stream(lambda: torch.Generator().manual_seed(key))
 
     def _move_parameters(self, size: int, count: Number) -> None:
+        """Weight and clip the gradients, and let the optimizer make its step."""
         if not self._is_small:
             super()._move_parameters(size, count)
             return

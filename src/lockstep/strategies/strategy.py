@@ -160,7 +160,9 @@ class Strategy(ABC):
         """
         if replicas == 1:
             return
-        for name, module in _embeddings(model):
+        for name, module in model.named_modules():
+            if not isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
             if module.max_norm is not None:
                 raise StrategyError(
                     f'{self.name}: "{name}" has max_norm, which rewrites weights in forward, '
@@ -250,9 +252,3 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
         if replicas == 1:
             of = "micro-batches, which move them once each"
         yield Caveat("buffer", f"InstanceNorm's running statistics are those of {of}")
-
-
-def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            yield name, module

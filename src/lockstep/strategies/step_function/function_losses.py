@@ -69,10 +69,15 @@ def _as_loss(name: str, total: Any, count: Any) -> Loss:
             f'update("{name}"): there is no count, so what a mean is over is unknown: give the '
             f'sum over items, and their number: update("{name}", total, count)'
         )
-    is_scalar = isinstance(count, torch.Tensor) and not count.dim() and not count.requires_grad
-    if not isinstance(count, int | float) and not is_scalar:
+    if isinstance(count, torch.Tensor):
+        is_number = not count.dim() and not count.requires_grad
+    else:
+        is_number = isinstance(count, int | float)
+    if not is_number:
         raise LossError(f'update("{name}"): the count is {count!r}, a number of items is expected')
-    return Loss(total.float() if total.dtype in HALF else total, count)
+    if total.dtype in HALF:
+        total = total.float()
+    return Loss(total, count)
 
 
 class SummedFunction(Summed):
@@ -99,16 +104,22 @@ class SummedFunction(Summed):
         counts: set[float] = set()
 
         def take(name: str, loss: Loss) -> None:
-            named[f'update("{name}"), call {len(named) + 1}'] = (loss.total.detach(), loss.count)
+            call = f'update("{name}"), call {len(named) + 1}'
+            named[call] = (loss.total.detach(), loss.count)
             counts.add(float(loss.count))
             if loss.total.requires_grad:
                 sums.append(loss.total)
 
         batch = clones((piece.inputs, piece.targets))
         self._function(self.model, batch, Update(take, self._step, self._samples))
-        # One device has the mean over what is counted, which only losses of one count share.
-        count = counts.pop() if len(counts) == 1 else piece.size
-        return PieceSums(torch.stack(sums).sum() if sums else None, count, named)
+        count: Number = piece.size
+        if len(counts) == 1:
+            # One device has the mean over what is counted, which only losses of one count share.
+            count = counts.pop()
+        total = None
+        if sums:
+            total = torch.stack(sums).sum()
+        return PieceSums(total, count, named)
 
     def doubled(self) -> SummedFunction:
         """Give the losses of a model in float64, whose tensors the function takes as they are."""

@@ -53,7 +53,15 @@ _LENT = 4
 
 
 class FunctionStep(Step):
-    """Calls the function on this process's share; a base class before the step of a strategy."""
+    """Calls the function on this process's share; a base class before the step of a strategy.
+
+    Args:
+        model: has a part for each optimizer.
+        optimizer: holds those of all names.
+        job: has the function.
+        world: of this process.
+        others: what the step of the strategy takes beside these.
+    """
 
     def __init__(
         self,
@@ -71,10 +79,12 @@ class FunctionStep(Step):
         self.part_names.known = tuple(self._order)
         # By the name of each optimizer, the parameters that it moves; they may be shared.
         self._parameters_of: dict[str, list[nn.Parameter]] = {}
+        self._reducers: dict[str, FlatReducer] = {}
         for name in self._order:
-            own = set(map(id, model.get_submodule(name).parameters()))
+            part = model.get_submodule(name)
+            own = set(map(id, part.parameters()))
             self._parameters_of[name] = [p for p in self.trained.values if id(p) in own]
-        self._reducers = {name: FlatReducer(model, world) for name in self._order}
+            self._reducers[name] = FlatReducer(model, world)
         self._losses_of: dict[str, list[Loss]] = {}
         self._has_samples = True
         # The updates before this step was made.
@@ -104,18 +114,27 @@ class FunctionStep(Step):
             parts[name] = (total, count)
             # On an accelerator the mean over no item is NaN, which is found later.
             mean = mean + total / count
-        return self._ended(Loss(mean * batch.size, batch.size, parts), batch.size)
+        loss = Loss(mean * batch.size, batch.size, parts)
+        return self._ended(loss, batch.size)
 
     def run_function(self, batch: Batch) -> None:
         """Run the function on this process's share, and meet the other ranks at the end."""
-        self._has_samples = bool(batch.parts[0].size)
-        part = self._lent(batch.parts[0])
+        part = batch.parts[0]
+        self._has_samples = bool(part.size)
+        part = self._lent(part)
         self.draws.begin_part(0)
         self._call(self.placed(part), batch.size)
         self._agree(_END)
 
     @phase("computing", "step function")
     def _call(self, part: Part, samples: int) -> None:
+        """Call the function.
+
+        Args:
+            part: the samples that it is given.
+            samples: of the global batch.
+        """
+
         def take(name: str, loss: Loss) -> None:
             self._make_update(name, loss, samples)
 
@@ -137,9 +156,8 @@ class FunctionStep(Step):
             InputError: there is no such optimizer, or the replicas make different calls.
         """
         if name not in self._parameters_of:
-            raise InputError(
-                f'update("{name}"): there is no such optimizer; {nearest(str(name), self._order)}'
-            )
+            near = nearest(str(name), self._order)
+            raise InputError(f'update("{name}"): there is no such optimizer; {near}')
         mine = Loss(0.0, 0)
         if self._has_samples:
             self._backward_into(name, loss, samples)
@@ -175,9 +193,18 @@ class FunctionStep(Step):
         self._run_backward(total, factor, trained)
 
     def _move(self, name: str, loss: Loss, samples: int) -> None:
-        """Weight and clip summed gradients, and let the optimizer of that name make its step."""
-        waits = not self._on_accelerator or not isinstance(loss.count, torch.Tensor)
-        if waits and float(loss.count) == 0:
+        """Weight and clip summed gradients, and let the optimizer of that name make its step.
+
+        Args:
+            name: of the optimizer.
+            loss: of the global batch.
+            samples: of the global batch.
+
+        Raises:
+            RunError: the loss counted no item.
+        """
+        is_on_device = self._on_accelerator and isinstance(loss.count, torch.Tensor)
+        if not is_on_device and float(loss.count) == 0:
             raise no_items(self.world.step)
         self._losses_of.setdefault(name, []).append(loss)
         self._by_name.active = name
@@ -196,13 +223,18 @@ class FunctionStep(Step):
 
     def _lent(self, part: Part) -> Part:
         """Give this rank's samples, or some of the first rank that has any."""
-        if self.world.size == 1 or (not self.own_loop and part.of >= self.world.size):
+        if self.world.size == 1:
+            return part
+        has_each_some = part.of >= self.world.size
+        if has_each_some and not self.own_loop:
             return part
         sizes = [size for (size,) in over_ranks(self.world, part.size)]
         if all(sizes):
             return part
         source = next(rank for rank, size in enumerate(sizes) if size)
-        mine = _some_of(part) if self.world.rank == source else part
+        mine = part
+        if self.world.rank == source:
+            mine = _some_of(part)
         lent = self.world.broadcast_object(mine, source)
         return part if part.size else lent
 
@@ -220,10 +252,13 @@ class FunctionStep(Step):
             return
         calls = []
         for rank, code in enumerate(codes):
-            call = "ends" if code == _END else f"calls update({self._order[code]!r})"
+            call = "ends"
+            if code != _END:
+                call = f"calls update({self._order[code]!r})"
             calls.append(f"replica {rank} {call}")
+        listed = ", ".join(calls)
         raise InputError(
-            f"step function: in step {self.world.step} {', '.join(calls)}: each replica has to "
+            f"step function: in step {self.world.step} {listed}: each replica has to "
             "make the same calls, so choose them by update.step, not by the samples of a local "
             "batch, nor by a counter of your own"
         )
@@ -241,7 +276,9 @@ class FunctionStep(Step):
     @property
     def number(self) -> int:
         """The number of the update, from 1; in an own loop, without those of other steps."""
-        return self._loaded + self._updates if self.own_loop else self.world.step
+        if self.own_loop:
+            return self._loaded + self._updates
+        return self.world.step
 
     def load(self, folder: str | Path) -> None:
         """Take over the checkpoint that ``save`` wrote, and go on counting updates from there."""
@@ -254,9 +291,15 @@ class FunctionStep(Step):
         Raises:
             StrategyError: a loss isn't.
         """
-        if self.sums.is_due(self._updates):
-            summed = SummedFunction(self.model, self._function, self.number, batch.size)
-            self.sums.check(batch, summed)
+        if not self.sums.is_due(self._updates):
+            return
+        summed = SummedFunction(
+            self.model,
+            self._function,
+            self.number,
+            batch.size,
+        )
+        self.sums.check(batch, summed)
 
     def gradients(self, batch: Batch) -> Loss:
         """Refuse to compute gradients: there are several losses.
@@ -276,6 +319,7 @@ class FunctionStep(Step):
 def _some_of(part: Part) -> Part:
     """Give a few samples of a share, to be sent to another rank."""
     size = min(part.size, _LENT)
-    inputs, targets = cut((part.inputs, part.targets), 0, size, part.size)
-    inputs, targets = to_device((inputs, targets), torch.device("cpu"))
+    nest = part.inputs, part.targets
+    first = cut(nest, 0, size, part.size)
+    inputs, targets = to_device(first, torch.device("cpu"))
     return Part(inputs, targets, size, part.of)

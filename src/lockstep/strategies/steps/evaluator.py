@@ -49,8 +49,13 @@ class Evaluator:
         with step.modes.evaluating():
             models = step.models()
             encoders = _encoders_with_nested_tensors(models)
-            own = models[:1] if step._shares_parameters else models
-            modes = [(module, module.training) for model in own for module in model.modules()]
+            own = models
+            if step._shares_parameters:
+                own = models[:1]
+            modes = []
+            for model in own:
+                for module in model.modules():
+                    modes.append((module, module.training))
             stream = step.draws.stream
             step.share_buffers()
             step.loss.follow()
@@ -83,7 +88,8 @@ class Evaluator:
             if inputs is None:
                 return None, 0.0, 0
             size = batch_size_of(inputs)
-            outputs, (total, count) = self.gathered(Part(inputs, targets, size, size))
+            part = Part(inputs, targets, size, size)
+            outputs, (total, count) = self.gathered(part)
             return outputs, total, count
 
     # ---- within ``evaluating()`` -----------------------------------------------------------------
@@ -111,10 +117,10 @@ class Evaluator:
         model = self._step.model
         if isinstance(model, nn.ModuleDict):
             first = next(iter(model))
+            parts = ", ".join(model)
             raise JobError(
-                f"model: it is the parts {', '.join(model)}, without a forward to evaluate "
-                f'or predict with: call a part yourself (run.model()["{first}"]), or give a Module '
-                "with a forward"
+                f"model: it is the parts {parts}, without a forward to evaluate or predict with: "
+                f'call a part yourself (run.model()["{first}"]), or give a Module with a forward'
             )
 
     def results(self, batch: Batch) -> list[tuple[Any, Any, Loss]]:
@@ -136,7 +142,10 @@ class Evaluator:
         Returns:
             The number of samples and the outputs of each local batch.
         """
-        return [(part.size, outputs) for part, outputs in self.of_each(self.predicted, batch)]
+        found = []
+        for part, outputs in self.of_each(self.predicted, batch):
+            found.append((part.size, outputs))
+        return found
 
     def of_each(
         self,
@@ -144,6 +153,10 @@ class Evaluator:
         batch: Batch,
     ) -> list[tuple[Part, T]]:
         """Call a function for each replica of this process that has samples of a batch.
+
+        Args:
+            function: takes a model and samples that are on its device.
+            batch: of the loader.
 
         Returns:
             The samples and what the function made of them, for each of these replicas.

@@ -66,15 +66,22 @@ class SavedState:
         self.frozen.check()
         extra = self._extra_states()
         weights = self._weights(extra, whole=whole)
-        state: dict[str, Any] = {"model": weights}
-        state["optimizer"] = step.layout.optimizer_state(whole=whole)
+        state: dict[str, Any] = {
+            "model": weights,
+            "optimizer": step.layout.optimizer_state(whole=whole),
+        }
         if step.scaler is not None:
             state["scaler"] = step.scaler.state_dict()
-        named = step.model.named_buffers()
-        buffers = {name: buffer for name, buffer in named if name not in weights}
+
+        buffers = {}
+        for name, buffer in step.model.named_buffers():
+            if name not in weights:
+                buffers[name] = buffer
         if buffers:
             state["buffers"] = buffers
-        if len(extra) == 1 or (extra and not are_alike(extra)):
+
+        is_of_one = len(extra) == 1
+        if is_of_one or (extra and not are_alike(extra)):
             state["extra_state"] = extra
         changed = self._changed_flags()
         if changed:
@@ -92,7 +99,12 @@ class SavedState:
         self.frozen.check()
         with step.modes.evaluating():
             weights = self.weights_for_file(whole=not step.layout.keeps_shards)
-            save_weights(path, weights, joined=step.layout.joined, writes=step.world.is_first)
+            save_weights(
+                path,
+                weights,
+                joined=step.layout.joined,
+                writes=step.world.is_first,
+            )
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint to a folder; see `Step.save`."""
@@ -100,8 +112,10 @@ class SavedState:
         writer = Writer(folder, step.world, 1, alike=step.alike)
         error: SaveError | None = None
         try:
-            state = step.state_dict(whole=not (step.layout.keeps_shards and writer.is_shared))
-            writer.save(step.number, {**state, "step": step.number}, {"step": step.number})
+            shares_out = step.layout.keeps_shards and writer.is_shared
+            state = step.state_dict(whole=not shares_out)
+            state["step"] = step.number
+            writer.save(step.number, state, {"step": step.number})
             writer.finish()
         except SaveError as raised:
             error = raised
@@ -114,7 +128,8 @@ class SavedState:
         mine = [extra_state_of(model) for model in self._step.models()]
         if not mine[0]:
             return []
-        return list(itertools.chain(*self._step.world.gather_objects(mine)))
+        of_ranks = self._step.world.gather_objects(mine)
+        return list(itertools.chain(*of_ranks))
 
     def _weights(self, extra: Sequence[Mapping[str, Any]], *, whole: bool) -> dict[str, Any]:
         """Give the model's state dict, with extra state only where it is the same in all replicas.
@@ -123,10 +138,13 @@ class SavedState:
             extra: of every replica.
             whole: as in ``state_dict``.
         """
-        weights = self._step.layout.weights(whole=whole) | self.frozen.sums
+        found = self._step.layout.weights(whole=whole) | self.frozen.sums
         if not extra:
-            return weights
-        weights = {name: value for name, value in weights.items() if not is_extra_state(name)}
+            return found
+        weights = {}
+        for name, value in found.items():
+            if not is_extra_state(name):
+                weights[name] = value
         if are_alike(extra):
             weights.update(extra[0])
         return weights
@@ -137,8 +155,11 @@ class SavedState:
         if built is None:
             # No update was made here.
             return dict(self._saved_flags)
-        now = flags_of(self._step.model)
-        return {name: text for name, text in now.items() if built.get(name) != text}
+        changed = {}
+        for name, text in flags_of(self._step.model).items():
+            if built.get(name) != text:
+                changed[name] = text
+        return changed
 
     # ---- the state that is taken over ------------------------------------------------------------
 
@@ -161,19 +182,25 @@ class SavedState:
             InputError: the names or shapes are another model's.
         """
         step = self._step
-        extra = self._extra_state_in(state)
-        own = extra_state_of(step.model) if extra[0] == {} else {}
-        weights = {**own, **state["model"], **extra[0]}
+        extra, *extra_of_others = self._extra_state_in(state)
+        weights: dict[str, Any] = {}
+        if not extra:
+            weights.update(extra_state_of(step.model))
+        weights.update(state["model"])
+        weights.update(extra)
+
         if any(isinstance(value, str) for value in weights.values()):
+            # Frozen parameters were left out.
             mine = step.layout.weights(whole=False)
             weights = with_own(weights, mine, "the checkpoint", self.frozen.sum_of)
         try:
             step.layout.take_weights(weights)
         except RuntimeError as error:
-            raise InputError(
-                f"the saved model is another one: {str(error).splitlines()[-1].strip()}"
-            ) from error
-        for model, of_model in zip(step.models()[1:], extra[1:], strict=True):
+            *_, reason = str(error).splitlines()
+            raise InputError(f"the saved model is another one: {reason.strip()}") from error
+
+        _, *others = step.models()
+        for model, of_model in zip(others, extra_of_others, strict=True):
             set_extra_state(model, of_model)
         self._take_buffers(state.get("buffers", {}))
         self._saved_flags = state.get("changed_attributes", {})
@@ -183,22 +210,31 @@ class SavedState:
 
     def _extra_state_in(self, state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Give the extra state in ``state`` for each replica of this process."""
+        world = self._step.world
         models = len(self._step.models())
-        replicas = self._step.world.size * models
+        replicas = world.size * models
         saved = state.get("extra_state")
         self._not_kept = []
         if saved is None:
             # All replicas have the same.
-            weights = state["model"].items()
-            return [{name: value for name, value in weights if is_extra_state(name)}] * models
+            common = {}
+            for name, value in state["model"].items():
+                if is_extra_state(name):
+                    common[name] = value
+            return [common] * models
         if len(saved) == replicas:
-            first = self._step.world.rank * models
+            first = world.rank * models
             return list(saved[first : first + models])
+
         name = next(iter(saved[0]))
         before = counted(len(saved), "replica")
-        text = f'extra state "{name}" was saved by {before} and this training has {replicas}'
-        fix = "resume on as many devices, or keep what does not depend on the samples in a buffer"
-        self._not_kept = [Caveat("state", f"{text}, so it begins anew", fix)]
+        caveat = Caveat(
+            "state",
+            f'extra state "{name}" was saved by {before} and this training has {replicas}, so it '
+            "begins anew",
+            "resume on as many devices, or keep what does not depend on the samples in a buffer",
+        )
+        self._not_kept = [caveat]
         return [{}] * models
 
     def _take_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:

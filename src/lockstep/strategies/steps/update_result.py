@@ -30,7 +30,14 @@ class Result:
         size: the samples of the global batch.
     """
 
-    __slots__ = ("_parts", "_read", "_skipped", "count", "size", "total")
+    __slots__ = (
+        "_parts",
+        "_read",
+        "_skipped",
+        "count",
+        "size",
+        "total",
+    )
 
     def __init__(
         self,
@@ -93,16 +100,15 @@ def added(losses: Sequence[Loss], home: torch.device | None = None) -> Loss:
     """
     if len(losses) == 1 and home is None:
         return losses[0]
-    pairs: dict[str, list[tuple[Number, Number]]] = {}
+    totals: dict[str, list[Number]] = {}
+    counts: dict[str, list[Number]] = {}
     for loss in losses:
-        for name, pair in loss.parts.items():
-            pairs.setdefault(name, []).append(pair)
+        for name, (total, count) in loss.parts.items():
+            totals.setdefault(name, []).append(total)
+            counts.setdefault(name, []).append(count)
     parts = {}
-    for name, of_name in pairs.items():
-        parts[name] = (
-            _sum([total for total, _ in of_name], home),
-            _sum([count for _, count in of_name], home),
-        )
+    for name, of_name in totals.items():
+        parts[name] = (_sum(of_name, home), _sum(counts[name], home))
     total = _sum([loss.total for loss in losses], home)
     count = _sum([loss.count for loss in losses], home)
     return Loss(total, count, parts)
@@ -121,11 +127,15 @@ def _sum(values: Sequence[Number], home: torch.device | None) -> Number:
             by_place.setdefault(place, []).append(value)
         sums = [_sum(on_one_device, None) for on_one_device in by_place.values()]
         values = [_at(home, one) for one in sums]
-    return functools.reduce(operator.add, values) if values else 0
+    if not values:
+        return 0
+    return functools.reduce(operator.add, values)
 
 
 def _at(home: torch.device, number: Number) -> Number:
-    return number.to(home, non_blocking=True) if isinstance(number, Tensor) else number
+    if isinstance(number, Tensor):
+        return number.to(home, non_blocking=True)
+    return number
 
 
 def flattened(losses: Sequence[Loss]) -> list[Number]:
@@ -142,14 +152,18 @@ def nested(numbers: Iterator[Number], names: Iterable[str]) -> Loss:
     """Make a loss of the next numbers, with parts of these names."""
     total = next(numbers)
     count = next(numbers)
-    parts = {name: (next(numbers), next(numbers)) for name in names}
+    parts = {}
+    for name in names:
+        total_of_part = next(numbers)
+        parts[name] = (total_of_part, next(numbers))
     return Loss(total, count, parts)
 
 
 def read(results: Sequence[Result]) -> list[Loss]:
     """Give total, count and parts of each result; those on an accelerator are read together, once."""
     new = [result for result in results if result._read is None]
-    numbers = iter(_on_host(flattened([result.sums for result in new])))
+    unread = flattened([result.sums for result in new])
+    numbers = iter(_on_host(unread))
     for result in new:
         result._read = nested(numbers, result._parts)
     return [result._read for result in results if result._read is not None]
@@ -160,7 +174,8 @@ def _on_host(values: list[Number]) -> list[float]:
     waiting: dict[Any, dict[int, Tensor]] = {}
     for place, value in enumerate(values):
         if _is_on_accelerator(value):
-            of_kind = waiting.setdefault((value.device, value.dtype), {})
+            kind = value.device, value.dtype
+            of_kind = waiting.setdefault(kind, {})
             of_kind[place] = value.detach().reshape(())
     read_values: list[Any] = list(values)
     for of_kind in waiting.values():
@@ -201,8 +216,10 @@ class PartNames:
             names = list(loss.parts)
             if not self._world.layout.together:
                 return tuple(names)
-            if not self._loss.is_known:  # PyTorch's losses have no parts, on any rank
-                names = list(itertools.chain(*self._world.gather_objects(names)))
+            if not self._loss.is_known:
+                # (PyTorch's losses have no parts, on any rank.)
+                of_ranks = self._world.gather_objects(names)
+                names = list(itertools.chain(*of_ranks))
             self.known = tuple(dict.fromkeys(names))
         new = sorted(set(loss.parts).difference(self.known))
         if new:

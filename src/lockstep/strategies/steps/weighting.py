@@ -54,19 +54,31 @@ def backward_factor(total: Tensor, divisor: Number, *, waits: bool) -> Tensor:
     if isinstance(divisor, Tensor) and not waits:
         here = divisor.to(total.device, non_blocking=True)
         return quotient(1.0, here, total).to(total.dtype)
-    factor = 1.0 / float(divisor) if divisor else 0.0
+    factor = 0.0
+    if divisor:
+        factor = 1.0 / float(divisor)
     return scalar(factor, total.dtype, total.device)
 
 
 def quotient(number: float, count: Tensor, like: Tensor | None) -> Tensor:
     """Divide on the count's device, in float64 if ``like`` is, otherwise in float32.
 
+    Args:
+        number: is divided.
+        count: the divisor.
+        like: a gradient, or a total; None is one in float32.
+
     A count of 0 is an error that `Step.check` raises. Until then it must not spoil the parameters:
     the quotient is finite, and the gradients of a total over nothing stay 0.
     """
-    wide = torch.float64 if like is not None and like.dtype == torch.float64 else torch.float32
-    least = count.clamp_min(_LEAST_COUNT if count.is_floating_point() else 1)
-    return (scalar(number, wide, count.device) / least).to(wide)
+    wide = torch.float32
+    if like is not None and like.dtype == torch.float64:
+        wide = torch.float64
+    least: float = 1
+    if count.is_floating_point():
+        least = _LEAST_COUNT
+    divisor = count.clamp_min(least)
+    return (scalar(number, wide, count.device) / divisor).to(wide)
 
 
 def weight(parameters: Sequence[nn.Parameter], size: int, count: Number, *, waits: bool) -> None:

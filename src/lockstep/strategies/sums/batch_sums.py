@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -83,7 +82,12 @@ class BatchSums:
         if summed is None:
             summed = SummedLoss(step.model, step.loss)
         is_first = not self._has_checked
-        verdict = self._verdict(batch, summed, f"in update {step.number}", is_first=is_first)
+        verdict = self._verdict(
+            batch,
+            summed,
+            f"in update {step.number}",
+            is_first=is_first,
+        )
         self._is_owed = verdict is None and self._has_checked
         if verdict is None:
             return
@@ -106,10 +110,19 @@ class BatchSums:
         number = batch.index + 1
         if not self._is_possible() or step.replicas == 1 or not is_power_of_two(number):
             return
-        summed = SummedLoss(step.model, step.loss, metrics=metrics, trains=False)
+        summed = SummedLoss(
+            step.model,
+            step.loss,
+            metrics=metrics,
+            trains=False,
+        )
         summed.holds = [*summed.holds, *holds]
-        when = f"in batch {number} of an evaluation"
-        verdict = self._verdict(batch, summed, when, is_first=number == 1)
+        verdict = self._verdict(
+            batch,
+            summed,
+            f"in batch {number} of an evaluation",
+            is_first=number == 1,
+        )
         if verdict is not None and step.world.is_first:
             step.tell_once(self._notes_of_evaluation(verdict))
 
@@ -121,12 +134,23 @@ class BatchSums:
         *,
         is_first: bool,
     ) -> Verdict | None:
-        """Compare, and refuse a difference; None where there are too few samples."""
+        """Compare, and refuse a difference.
+
+        Args:
+            batch: some samples of it are compared.
+            summed: computes the sums of a piece.
+            when: begins the message.
+            is_first: whether no batch was checked before.
+
+        Returns:
+            None where there are too few samples.
+        """
         step = self._step
+        may_communicate = is_first and step.world.size > 1
         check = SumCheck(
             summed,
             in_turn=self._is_in_turn(batch),
-            watches=self.draws or (is_first and step.world.size > 1),
+            watches=self.draws or may_communicate,
             accelerators=step.draws.accelerators,
         )
         available = self._available(batch)
@@ -134,11 +158,13 @@ class BatchSums:
             return None
         sizes = [self._sizes(batch, available, is_first=is_first)]
         if batch.collate is not None:
+            # For a second attempt, where memory is too short for the first.
             fewer = max(2, self._samples_of_a_part(batch))
-            sizes.append(coprime_sizes(min(available, fewer)))
+            fewer = min(available, fewer)
+            sizes.append(coprime_sizes(fewer))
         with step.layout.read():
-            for each in sizes:
-                pieces = self._pieces(batch, *each)
+            for first, second in sizes:
+                pieces = self._pieces(batch, first, second)
                 verdict = _checked(check, pieces)
                 if verdict is not None:
                     break
@@ -157,7 +183,8 @@ class BatchSums:
 
     def _samples_of_a_part(self, batch: Batch) -> int:
         """How many samples are computed at once in the largest local batch, or micro-batch."""
-        return -(-max(part.of for part in batch.parts) // self._step.world.layout.local_batches)
+        largest = max(part.of for part in batch.parts)
+        return -(-largest // self._step.world.layout.local_batches)
 
     def _available(self, batch: Batch) -> int:
         """How many samples there are to check. Nobody can collate the batches of an own loop, which
@@ -166,8 +193,8 @@ class BatchSums:
         if batch.collate is not None:
             return 0 if batch.samples is None else batch.size
         samples = self._largest_part(batch).size
-        is_alone = min(here for (here,) in over_ranks(self._step.world, samples)) < 2
-        return 0 if is_alone else samples
+        (fewest,) = min(over_ranks(self._step.world, samples))
+        return samples if fewest >= 2 else 0
 
     def _sizes(self, batch: Batch, available: int, *, is_first: bool) -> tuple[int, int]:
         """The samples of two parts to check, without a common divisor.
@@ -184,7 +211,10 @@ class BatchSums:
             if not is_first and 2 * each <= min(available, _FIRST):
                 return each, each
             return coprime_sizes(wanted)
-        for samples in itertools.chain(range(wanted, available + 1), range(wanted, 2, -1)):
+
+        more = range(wanted, available + 1)
+        fewer = range(wanted, 2, -1)
+        for samples in [*more, *fewer]:
             sizes = coprime_sizes(samples)
             is_even = 3 * min(sizes) >= max(sizes)
             if is_even and each not in (samples, *sizes):
@@ -197,7 +227,10 @@ class BatchSums:
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:
             indices = batch.samples[:samples].tolist()
-            pairs = batch.collate([indices[start : start + size] for start, size in spans])
+            of_spans = []
+            for start, size in spans:
+                of_spans.append(indices[start : start + size])
+            pairs = batch.collate(of_spans)
         else:
             part = self._largest_part(batch)
             nest = part.inputs, part.targets
@@ -211,15 +244,26 @@ class BatchSums:
     def _largest_part(self, batch: Batch) -> Part:
         given = batch.parts
         if batch.shares is not None:
-            given = [part for share in batch.shares for part in share]
+            given = []
+            for share in batch.shares:
+                given += share
         return max(given, key=lambda part: part.size)
 
     # ---- what is done with what is found ---------------------------------------------------------
 
     def _refuse(self, verdict: Verdict, pieces: list[Piece], when: str) -> None:
+        """Raise the error of a difference, or log it where differences are accepted.
+
+        Args:
+            verdict: has a difference.
+            pieces: the whole, and its parts.
+            when: begins the message.
+        """
         step = self._step
         whole, first, second = pieces
-        keeps = "single or mp keep" if step.replicas > 1 else "whole batches keep"
+        keeps = "whole batches keep"
+        if step.replicas > 1:
+            keeps = "single or mp keep"
         error = verdict.error or StrategyError(
             f"results depend on where a batch is cut: {when}, of {whole.size} samples as one and "
             f"in parts of {first.size} and {second.size}, {verdict.difference}; {verdict.where}",
@@ -247,17 +291,24 @@ class BatchSums:
             )
 
     def _notes_of_evaluation(self, verdict: Verdict) -> Iterator[Caveat]:
-        modules = list(self._step.model.modules())
-        if any(map(normalizes_by_batch, modules)):
+        draws = verdict.draws
+        has_batch_norm = False
+        for module in self._step.model.modules():
+            draws |= module.training and draws_dropout(module)
+            has_batch_norm |= normalizes_by_batch(module)
+        if has_batch_norm:
             yield Caveat("batchnorm", "BatchNorm normalizes over the local batch in evaluation")
-        if verdict.draws or any(module.training and draws_dropout(module) for module in modules):
+        if draws:
             yield _drawing("in evaluation", "those of one device")
 
     def _notes(self, verdict: Verdict, *, in_turn: bool) -> Iterator[Caveat]:
         of_replicas = self._step.replicas > 1
         if verdict.communicates:
-            text = "the model, or its loss, communicates with other ranks"
-            yield Caveat("uncopied", f"{text}: whether parts of a batch add up is not checked")
+            yield Caveat(
+                "uncopied",
+                "the model, or its loss, communicates with other ranks: whether parts of a batch "
+                "add up is not checked",
+            )
             return
         if verdict.unchecked:
             yield Caveat(
@@ -265,14 +316,23 @@ class BatchSums:
                 f"whether parts of a batch add up to it was not checked ({verdict.unchecked})",
                 "lockstep verify shows whether results are those of single-device training",
             )
+
         how = "from the local batch: each replica has its own, or follows the first"
         if in_turn:
             how = "once per micro-batch, not once per batch"
-        names = verdict.kept if of_replicas else [*verdict.written, *verdict.kept]
+        names = verdict.kept
+        if not of_replicas:
+            names = [*verdict.written, *names]
         for name in names:
             yield Caveat("buffer", f'"{name}" is written {how}', "single keeps the results")
-        if verdict.draws and not any(map(draws_dropout, self._step.model.modules())):
-            others = "single-device training" if of_replicas else "those of whole batches"
+
+        if not verdict.draws:
+            return
+        has_dropout = any(map(draws_dropout, self._step.model.modules()))
+        if not has_dropout:
+            others = "those of whole batches"
+            if of_replicas:
+                others = "single-device training"
             yield _drawing("in forward", others)
 
 

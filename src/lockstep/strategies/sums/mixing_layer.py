@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +18,15 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class _Call(NamedTuple):
-    """A call of a module in forward."""
+    """A call of a module in forward.
 
-    module: nn.Module
+    Attributes:
+        module: its name and kind, for messages.
+        given: its arguments, as far as they are floating-point tensors.
+        gave: its outputs, likewise.
+    """
+
+    module: str
     given: list[Tensor]
     gave: list[Tensor]
 
@@ -40,27 +47,35 @@ def first_that_mixes(
         snapshot: of the model, which is put back before each call.
     """
     whole, *_, last = pieces
-    calls = []
-    for piece in (whole, last):
-        snapshot.put_back()
-        calls.append(_calls(model, compute_outputs, piece))
-    for one, other in zip(*calls, strict=False):
+    snapshot.put_back()
+    of_whole = _calls(model, compute_outputs, whole)
+    snapshot.put_back()
+    of_last = _calls(model, compute_outputs, last)
+    for one, other in zip(of_whole, of_last, strict=False):
         gave_other_rows = _differ(one.gave, other.gave, whole, last)
         if gave_other_rows and not _differ(one.given, other.given, whole, last):
-            name = next(name for name, module in model.named_modules() if module is one.module)
-            named = f'"{name}"' if name else "the model"
-            return f"samples act on one another in {named} ({type(one.module).__name__})"
+            return f"samples act on one another in {one.module}"
     return ""
 
 
-def _calls(model: nn.Module, compute_outputs: Callable[[Piece], Any], piece: Piece) -> list[_Call]:
+def _calls(
+    model: nn.Module,
+    compute_outputs: Callable[[Piece], Any],
+    piece: Piece,
+) -> list[_Call]:
     """List the calls of modules in forward, in the order in which they end."""
     calls: list[_Call] = []
 
-    def note(module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        calls.append(_Call(module, _floats((args, kwargs)), _floats(outputs)))
+    def note(words: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        given = _floats((args, kwargs))
+        calls.append(_Call(words, given, _floats(outputs)))
 
-    hooks = [module.register_forward_hook(note, with_kwargs=True) for module in model.modules()]
+    hooks = []
+    for path, module in model.named_modules():
+        name = f'"{path}"' if path else "the model"
+        words = f"{name} ({type(module).__name__})"
+        hook = module.register_forward_hook(partial(note, words), with_kwargs=True)
+        hooks.append(hook)
     try:
         compute_outputs(piece)
     finally:
@@ -70,18 +85,33 @@ def _calls(model: nn.Module, compute_outputs: Callable[[Piece], Any], piece: Pie
 
 
 def _floats(nest: Any) -> list[Tensor]:
-    return [tensor.detach() for tensor in tensors(nest) if tensor.is_floating_point()]
+    found = []
+    for tensor in tensors(nest):
+        if tensor.is_floating_point():
+            found.append(tensor.detach())
+    return found
 
 
-def _differ(of_whole: list[Tensor], of_part: list[Tensor], whole: Piece, part: Piece) -> bool:
-    """Whether the rows of a part are other ones where they are computed with the whole."""
+def _differ(
+    of_whole: list[Tensor],
+    of_part: list[Tensor],
+    whole: Piece,
+    part: Piece,
+) -> bool:
+    """Whether the rows of a part are other ones where they are computed with the whole.
+
+    Tensors that don't have a row for each sample are left out.
+    """
     for one, other in zip(of_whole, of_part, strict=False):
-        if other.shape[:1] != (part.size,) or one.shape != (whole.size, *other.shape[1:]):
+        if not other.dim() or not other.numel():
             continue
-        if not other.numel():
+        size, *row = other.shape
+        if size != part.size or one.shape != (whole.size, *row):
             continue
-        apart = (one.narrow(0, part.start, part.size) - other).abs().max()
-        bound = _TOLERANCE.get(other.dtype, 5e-2) * other.abs().max()
+        rows = one.narrow(0, part.start, part.size)
+        apart = (rows - other).abs().max()
+        tolerance = _TOLERANCE.get(other.dtype, 5e-2)
+        bound = tolerance * other.abs().max()
         if not apart <= bound:
             return True
     return False

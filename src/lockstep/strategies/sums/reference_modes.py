@@ -50,8 +50,9 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
     """Give the attributes that a module has in evaluation, as far as they are other ones."""
     if not isinstance(module, _KNOWN):
-        has_rate = draws_dropout(module) and "dropout" in vars(module)
-        return {"dropout": 0.0} if has_rate else {}
+        if draws_dropout(module) and "dropout" in vars(module):
+            return {"dropout": 0.0}
+        return {}
     found: dict[str, Any] = {"training": False}
     if isinstance(module, _BATCH_NORMS) and module.running_mean is None:
         found["running_mean"] = like.new_zeros(module.num_features)
@@ -62,8 +63,11 @@ def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
 @contextlib.contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
     """Compute without autocast, also a caller's, and without compiled code."""
+    device_types = {"cpu"}
+    for p in model.parameters():
+        device_types.add(p.device.type)
     with contextlib.ExitStack() as stack:
-        for device_type in {"cpu", *(p.device.type for p in model.parameters())}:
+        for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         yield
@@ -73,12 +77,15 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 def in_float64(model: nn.Module) -> Iterator[None]:
     """The model itself in float64 for a while: parameters, buffers, and tensors in attributes."""
     parameters = [(p, p.data) for p in model.parameters()]
-    held = []
+    owners: list[dict[str, Any]] = []
     for module in model.modules():
-        for owner in (module._buffers, vars(module)):
-            for key, value in owner.items():
-                if isinstance(value, Tensor):
-                    held.append((owner, key, value))
+        owners.append(module._buffers)
+        owners.append(vars(module))
+    held = []
+    for owner in owners:
+        for key, value in owner.items():
+            if isinstance(value, Tensor):
+                held.append((owner, key, value))
     try:
         for p, data in parameters:
             p.data = doubled(data)

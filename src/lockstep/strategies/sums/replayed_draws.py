@@ -57,8 +57,10 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def coarsest(self) -> torch.dtype:
         """The coarsest format of floating numbers that was computed in."""
         real = {dtype.to_real() for dtype in self._formats}
-        found = [dtype for dtype in _COARSER if dtype in real]
-        return found[-1] if found else torch.float64
+        for dtype in reversed(_COARSER):
+            if dtype in real:
+                return dtype
+        return torch.float64
 
     @contextlib.contextmanager
     def forward(self, piece: Piece) -> Iterator[None]:
@@ -67,7 +69,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start = piece.start
         self._size = piece.size
         self._at = 0
-        with self if self.watches else contextlib.nullcontext():
+        with self._recording(self.watches):
             yield
         if self._records:
             self._in_forward = len(self._drawn)
@@ -80,8 +82,13 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts do so where the whole does.
         """
         draws = self._records or len(self._drawn) > self._in_forward
-        with self if self.watches and draws else contextlib.nullcontext():
+        with self._recording(self.watches and draws):
             yield
+
+    def _recording(self, watches: bool) -> contextlib.AbstractContextManager[Any]:
+        if watches:
+            return self
+        return contextlib.nullcontext()
 
     def __torch_dispatch__(
         self,
@@ -90,33 +97,47 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call an operator, and replace what it draws."""
+        """Call an operator, and replace what it draws.
+
+        Args:
+            func: the operator.
+            types: of its arguments; not used.
+            args: its arguments.
+            kwargs: those given by name.
+        """
         del types
         kind = _kind_of(func)
         self.communicates |= kind.communicates
-        if kind.dropout_at is not None and kind.dropout_at < len(args):
-            given = list(args)
-            given[kind.dropout_at] = 0.0
-            args = tuple(given)
+        at = kind.dropout_at
+        if at is not None and at < len(args):
+            args = (*args[:at], 0.0, *args[at + 1 :])
         made = func(*args, **(kwargs or {}))
         for tensor in tensors(made):
             self._formats.add(tensor.dtype)
         if not kind.draws:
             return made
+
         if kind.name == "native_dropout":
+            inputs, rate = args[:2]
             mask = self._replaced(made[1])
-            return args[0] * mask / (1 - args[1]), mask
+            return inputs * mask / (1 - rate), mask
+
         draws_rows = kind.name == "multinomial" and args[0].dim() == 1
         is_of_samples = draws_rows or kind.name == "randperm"
         if is_of_samples and not self._records and self._kept().shape != made.shape:
-            self._at += 1  # the numbers of samples of the whole mean nothing in a part
+            # The numbers of samples of the whole mean nothing in a part.
+            self._at += 1
             self.is_lost |= draws_rows
             return made
-        return self._replaced(made) if isinstance(made, Tensor) else made
+        if isinstance(made, Tensor):
+            return self._replaced(made)
+        return made
 
     def _kept(self) -> Tensor:
         """What the whole has drawn in the place of what comes next."""
-        return self._drawn[self._at] if self._at < len(self._drawn) else torch.empty(0)
+        if self._at < len(self._drawn):
+            return self._drawn[self._at]
+        return torch.empty(0)
 
     def _replaced(self, drawn: Tensor) -> Tensor:
         if self._records:
@@ -159,10 +180,13 @@ class _Kind(NamedTuple):
 
 @functools.cache
 def _kind_of(func: Any) -> _Kind:
-    names = [argument.name for argument in func._schema.arguments]
+    dropout_at = None
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == "dropout_p":
+            dropout_at = place
     return _Kind(
         name=func.overloadpacket.__name__,
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         communicates=communicates(func),
-        dropout_at=names.index("dropout_p") if "dropout_p" in names else None,
+        dropout_at=dropout_at,
     )

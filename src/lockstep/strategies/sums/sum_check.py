@@ -42,13 +42,23 @@ from lockstep.strategies.sums.reference_modes import (
 from lockstep.strategies.sums.replayed_draws import ReplayedDraws
 from lockstep.strategies.sums.sums_of_pieces import Piece, Summed
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+    torch.float16: 5e-2,
+    torch.bfloat16: 5e-2,
+}
 """How far a sum may be off, relatively, by the coarsest format that something was computed in."""
 
 _UNDECIDED = 1e-2
 """How far a sum may be off in float32 where nothing can be computed in float64."""
 
-_FLOOR = {torch.float64: 1e-5, torch.float32: 1e-2, torch.float16: 1e-1, torch.bfloat16: 1e-1}
+_FLOOR = {
+    torch.float64: 1e-5,
+    torch.float32: 1e-2,
+    torch.float16: 1e-1,
+    torch.bfloat16: 1e-1,
+}
 """The part of the largest gradient below which another one is rounding: that of a key's bias is
 zero.
 """
@@ -136,7 +146,8 @@ class SumCheck:
             again = self._compared(self._summed.doubled(), doubled, explains=True)
         if again.communicates or not again.unchecked:
             return again
-        if verdict.apart > max(_UNDECIDED, TOLERANCE[again.precision]):
+        undecided = max(_UNDECIDED, TOLERANCE[again.precision])
+        if verdict.apart > undecided:
             return self._compared(self._summed, pieces, explains=True)
         verdict.difference = ""
         verdict.unchecked = f"float64 can't decide ({again.unchecked})"
@@ -161,7 +172,12 @@ class SumCheck:
         formats = {p.dtype for p in self._model.parameters()}
         draws = ReplayedDraws(pieces[0].size, formats, watches=watches)
         snapshot = Snapshot(self._model, summed.holds, self._accelerators)
-        comparison = _Comparison(summed, snapshot, draws, in_turn=self._in_turn)
+        comparison = _Comparison(
+            summed,
+            snapshot,
+            draws,
+            in_turn=self._in_turn,
+        )
         try:
             verdict = comparison(pieces)
             if verdict.difference and explains:
@@ -186,7 +202,13 @@ def _as_compared(summed: Summed) -> Iterator[None]:
 
 @dataclass
 class _Computed:
-    """What a piece came to: totals and counts, and the values that were written, by name."""
+    """What a piece came to.
+
+    Attributes:
+        count: the number of items that its loss counted.
+        numbers: its totals and counts, by name.
+        written: the values that were written, by name.
+    """
 
     count: float
     numbers: dict[str, float]
@@ -194,7 +216,14 @@ class _Computed:
 
 
 class _Comparison:
-    """The whole and its parts, one after the other, and what they came to."""
+    """The whole and its parts, one after the other, and what they came to.
+
+    Args:
+        summed: computes the sums of a piece.
+        snapshot: of the model, which is put back before each piece.
+        draws: gives the parts the random numbers of the whole.
+        in_turn: whether a part begins with what the one before has left.
+    """
 
     def __init__(
         self,
@@ -222,9 +251,8 @@ class _Comparison:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            why = (
-                f"a part of a batch can't be computed: {type(error).__name__}: {first_line(error)}"
-            )
+            kind = type(error).__name__
+            why = f"a part of a batch can't be computed: {kind}: {first_line(error)}"
         verdict = Verdict(
             unchecked=why,
             communicates=self._draws.communicates,
@@ -251,14 +279,16 @@ class _Comparison:
         self._computed.append(of_whole)
         if self._draws.communicates:
             return
+        factor = -of_whole.count / whole.size
         for p in self._trained.values():
             if p.grad is not None:
-                p.grad = p.grad * (-of_whole.count / whole.size)
+                p.grad = p.grad * factor
         self._note_norms()
         for part in parts:
             if part is parts[0] or not self._in_turn:
                 self._snapshot.put_back()
-            self._computed.append(self._compute(part, divisor=whole.size))
+            of_part = self._compute(part, divisor=whole.size)
+            self._computed.append(of_part)
             self._note_norms()
 
     def _compute_whole(self, whole: Piece) -> _Computed:
@@ -278,10 +308,15 @@ class _Comparison:
                 with self._draws.backward():
                     torch.autograd.backward(sums.total / by)
         self._draws_elsewhere |= self._snapshot.drew_elsewhere()
-        return _Computed(count, sums.numbers(), self._snapshot.changed())
+        return _Computed(
+            count=count,
+            numbers=sums.numbers(),
+            written=self._snapshot.changed(),
+        )
 
     def _note_norms(self) -> None:
-        self._norms.append([_norm(p.grad) for p in self._trained.values()])
+        norms = [_norm(p.grad) for p in self._trained.values()]
+        self._norms.append(norms)
 
     # ---- judging ---------------------------------------------------------------------------------
 
@@ -296,8 +331,11 @@ class _Comparison:
                 if not same(whole.written.get(name), part.written.get(name)):
                     differing.add(name)
         parameters = self._snapshot.parameters
-        verdict.written = [name for name in whole.written if name in parameters]
-        verdict.drifts = [name for name in verdict.written if name in differing]
+        for name in whole.written:
+            if name in parameters:
+                verdict.written.append(name)
+                if name in differing:
+                    verdict.drifts.append(name)
         verdict.kept = sorted(differing - parameters)
 
     def _leave_out_times(self, verdict: Verdict, whole: Piece) -> None:
@@ -310,11 +348,13 @@ class _Comparison:
     def _judge(self, verdict: Verdict) -> None:
         """Find the worst difference: rather one of totals than one of gradients."""
         whole = self._computed[0]
-        if not all(map(math.isfinite, [*whole.numbers.values(), *self._norms[0]])):
+        of_whole = [*whole.numbers.values(), *self._norms[0]]
+        if not all(map(math.isfinite, of_whole)):
             verdict.unchecked = "the loss, or a gradient, is not finite"
             return
         if not any(one.count for one in self._computed):
-            return  # an update that counts no item is skipped
+            # An update that counts no item is skipped.
+            return
         for sums in (self._sums(), self._gradients(_FLOOR[verdict.precision])):
             verdict.apart, text = max(sums, default=(0.0, ""))
             if verdict.apart > TOLERANCE[verdict.precision]:
@@ -331,18 +371,22 @@ class _Comparison:
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
             largest = max(map(abs, [value, *of_parts]))
+            difference = abs(value - sum(of_parts))
+            apart = _finite(difference / max(1e-300, largest))
             added = " + ".join(f"{number:.6g}" for number in of_parts)
             text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
-            yield _finite(abs(value - sum(of_parts)) / max(1e-300, largest)), text
+            yield apart, text
 
     def _gradients(self, floor: float) -> Iterator[tuple[float, str]]:
         """Yield how far each gradient is off, and what to say."""
         whole = self._computed[0]
-        mean = abs(whole.numbers.get("the total of the loss", 0.0)) / max(whole.count, 1.0)
+        total = whole.numbers.get("the total of the loss", 0.0)
+        mean = abs(total) / max(whole.count, 1.0)
         *before, left = self._norms
         sizes = [max(norms) for norms in zip(*before, strict=True)]
         # All gradients may be rounding: those of a constant, say.
-        smallest = floor * max([*sizes, _OF_LOSS * mean]) + 1e-300
+        largest = max([*sizes, _OF_LOSS * mean])
+        smallest = floor * largest + 1e-300
         for name, size, norm in zip(self._trained, sizes, left, strict=True):
             apart = _finite(norm / (size + smallest))
             what = f'the gradient of "{name}" for the whole batch is not the sum for its parts'
@@ -372,5 +416,6 @@ def _norm(gradient: Tensor | None) -> float:
     """The norm of a gradient, which rounding that flips one of many ReLUs hardly changes."""
     if gradient is None or not gradient.numel():
         return 0.0
-    dense = gradient.to_dense() if gradient.is_sparse else gradient
-    return float(torch.linalg.vector_norm(dense))
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return float(torch.linalg.vector_norm(gradient))
