@@ -164,7 +164,7 @@ import sys
 sys.path[:0] = {folders}
 import test_failing_stages as here
 here.Failing.place, here.Failing.fail = {place!r}, staticmethod(here.fails)
-job = here._job(here.Failing, loss=here.loss, eval_data=None, metrics={{}})
+job = here._job(here.Failing, loss=here.loss, eval_data=None, metrics={{}}, check_every=0)
 here.train(job, strategy=here.PP(here.MAP, 4), devices="2xcpu", folder={folder!r}, quiet=True)
 """
 
