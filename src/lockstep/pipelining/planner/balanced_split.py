@@ -53,15 +53,7 @@ def split(
         StrategyError: a device is too small for its stage.
     """
     if stages > len(blocks):
-        shown = [block.name or "the model" for block in blocks[:4]]
-        if len(blocks) > 4:
-            shown.append("...")
-        has = counted(len(blocks), "block")
-        fits = counted(max(len(blocks), 1), "device")
-        raise TooFewLayers(
-            f"partition: {stages} stages, but the model has {has} that can be placed "
-            f"({', '.join(shown)}): use {fits}"
-        )
+        raise _too_few(blocks, stages)
     times = [block.time for block in blocks]
     before = list(itertools.accumulate(times, initial=0.0))
 
@@ -72,9 +64,7 @@ def split(
             return 0.0, time
         needed = need(stage, blocks[first:last])
         share = needed / max(capacity[stage], 1.0)
-        if share <= 1:
-            share = 0.0
-        return share, time
+        return share * (share > 1), time
 
     (over, fastest), bounds = _best(len(blocks), stages, cost, _slower)
     if over and capacity is not None:
@@ -109,6 +99,19 @@ def split(
     if math.isinf(least):
         return bounds
     return bounds_of_least
+
+
+def _too_few(blocks: Sequence[Block], stages: int) -> TooFewLayers:
+    """Make the error of a model that has fewer blocks than stages."""
+    shown = [block.name or "the model" for block in blocks[:4]]
+    if len(blocks) > 4:
+        shown.append("...")
+    has = counted(len(blocks), "block")
+    fits = counted(max(len(blocks), 1), "device")
+    return TooFewLayers(
+        f"partition: {stages} stages, but the model has {has} that can be placed "
+        f"({', '.join(shown)}): use {fits}"
+    )
 
 
 def _slower(one: Cost, other: Cost) -> Cost:

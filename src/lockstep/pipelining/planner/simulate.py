@@ -73,6 +73,20 @@ def simulate(
                 free[device] = end
                 ended[action] = end
                 spans[device].append(Span(action, start, end))
+    _refuse_waiting(waiting, last)
+    return Timeline(spans)
+
+
+def _refuse_waiting(waiting: Sequence[Sequence[Action]], last: int) -> None:
+    """Refuse a schedule whose devices have actions left, which wait for each other.
+
+    Args:
+        waiting: the actions that are left, for each device.
+        last: the last stage.
+
+    Raises:
+        StrategyError: there are some.
+    """
     waits = []
     for device, order in enumerate(waiting):
         if order:
@@ -82,7 +96,6 @@ def simulate(
         raise StrategyError(
             f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
         )
-    return Timeline(spans)
 
 
 def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
