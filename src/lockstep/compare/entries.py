@@ -188,13 +188,8 @@ def line_up(
             options["device_map"] = device_map
     names = [name for name, _ in wanted]
     sweep = _checked(sweep, names)
-    of_job = {}
-    of_strategies = {}
-    for key, values in sweep.items():
-        if key in SETTINGS:
-            of_job[key] = values
-        else:
-            of_strategies[key] = values
+    of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
+    others = {key: values for key, values in sweep.items() if key not in SETTINGS}
 
     references: list[Entry] = []
     entries: list[Entry] = []
@@ -210,11 +205,7 @@ def line_up(
             for name, options in wanted:
                 if name == "single":
                     continue
-                own = {}
-                for key, values in of_strategies.items():
-                    if _takes(name, key):
-                        own[key] = values
-                for more in _products(own):
+                for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}
                     entry = replace(
@@ -227,6 +218,11 @@ def line_up(
                     entries.append(entry)
     by_name = {entry.name: entry for entry in (*references, *entries)}
     return list(by_name.values())
+
+
+def _taken(name: str, sweep: Sweep) -> Sweep:
+    """Return what a strategy takes of the values to try."""
+    return {key: values for key, values in sweep.items() if _takes(name, key)}
 
 
 def _as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
