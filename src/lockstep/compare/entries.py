@@ -186,8 +186,8 @@ def line_up(
         devices = devices_for(name, devices)
         if device_map is not None and _takes(name, "device_map"):
             options["device_map"] = device_map
-    names = [name for name, _ in wanted]
-    sweep = _checked(sweep, names)
+    sweep = _checked(sweep, [name for name, _ in wanted])
+    compared = [one for one in wanted if one[0] != "single"]  # each reference is one
     of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
     others = {key: values for key, values in sweep.items() if key not in SETTINGS}
 
@@ -202,9 +202,7 @@ def line_up(
                 swept["devices"] = count
             alone = _references(chosen, settings)
             references += alone
-            for name, options in wanted:
-                if name == "single":
-                    continue
+            for name, options in compared:
                 for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}
