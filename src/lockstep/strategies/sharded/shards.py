@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import StrategyError
 from lockstep.model.optimizers.kinds import is_hooked
-from lockstep.strategies.sharded.sharded_modules import ShardedModules, kept_whole
+from lockstep.strategies.sharded.fully_sharded import ShardedModules, kept_whole
 from lockstep.tensors.row_shard import RowShard
 
 Place = tuple[nn.Module, str]
