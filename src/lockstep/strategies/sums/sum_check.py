@@ -355,7 +355,8 @@ class _Comparison:
         if not any(one.count for one in self._computed):
             # An update that counts no item is skipped.
             return
-        for sums in (self._sums(), self._gradients(_FLOOR[verdict.precision])):
+        floor = _FLOOR[verdict.precision]
+        for sums in (self._sums(floor), self._gradients(floor)):
             verdict.apart, text = max(sums, default=(0.0, ""))
             if verdict.apart > TOLERANCE[verdict.precision]:
                 verdict.difference = text
@@ -364,13 +365,16 @@ class _Comparison:
             verdict.difference = ""
             verdict.unchecked = "a part of a batch draws other random numbers than the whole"
 
-    def _sums(self) -> Iterator[tuple[float, str]]:
+    def _sums(self, floor: float) -> Iterator[tuple[float, str]]:
         """Yield how far each total and each count is off, and what to say."""
         whole, *parts = self._computed
+        total = whole.numbers.get("the total of the loss", 0.0)
         for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
             largest = max(map(abs, [value, *of_parts]))
+            if name.startswith("the total of part"):  # it may be rounding, of a part that is 0
+                largest = max(largest, floor * abs(total))
             difference = abs(value - sum(of_parts))
             apart = _finite(difference / max(1e-300, largest))
             added = " + ".join(f"{number:.6g}" for number in of_parts)
