@@ -373,7 +373,7 @@ class _Comparison:
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
             largest = max(map(abs, [value, *of_parts]))
-            if name.startswith("the total of part"):  # it may be rounding, of a part that is 0
+            if name.startswith("the total"):  # a part, or a metric, may be 0 but for rounding
                 largest = max(largest, floor * abs(total))
             difference = abs(value - sum(of_parts))
             apart = _finite(difference / max(1e-300, largest))
