@@ -235,3 +235,12 @@ def test_an_object_with_to_is_moved_by_it_and_stays_as_it_is_where_it_takes_no_f
     moved = to_device(nest, torch.device("meta"), torch.float64)
     assert moved["graphs"].values.is_meta and moved["graphs"].values.dtype is torch.float32
     assert moved["class"] is Moves and moved["text"] == "to"
+
+
+def test_packed_sequences_are_moved_to_another_format() -> None:
+    """Found by trial: a recurrent network with packed inputs could not be trained in fp64."""
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    moved = to_device((packed, torch.ones(2)), torch.device("cpu"), torch.float64)
+    assert moved[0].data.dtype == moved[1].dtype == torch.float64
+    words = torch.nn.utils.rnn.pack_sequence([torch.ones(3, dtype=torch.int64)])
+    assert to_device(words, torch.device("cpu"), torch.float64).data.dtype == torch.int64

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 NORMS = (_BatchNorm, _InstanceNorm)
 """Layers whose running statistics act in evaluation only."""
@@ -45,6 +47,12 @@ def draws_dropout(module: nn.Module) -> bool:
         return module.p > 0
     rate = getattr(module, "dropout", None)
     return isinstance(rate, float) and rate > 0
+
+
+def is_spectral_norm(module: nn.Module) -> bool:
+    """Whether a module is a spectral norm, or a layer with one, which iterates in training."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 def normalizes_by_batch(module: nn.Module) -> bool:

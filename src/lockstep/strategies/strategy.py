@@ -9,7 +9,6 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 from torch import nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 
 from lockstep.data import AnyLoader, job_loader
 from lockstep.data.job_loaders import OF_COLLATE
@@ -20,7 +19,7 @@ from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.world import World
 from lockstep.model.compile import refuse_graphs
 from lockstep.model.hooks import PARAMETER_HOOKS, hooked_parameters
-from lockstep.model.modes import draws_dropout
+from lockstep.model.modes import draws_dropout, is_spectral_norm
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
 from lockstep.settings import described_fields
@@ -241,7 +240,7 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
         text = "BatchNorm without running statistics normalizes over the local batch in evaluation"
         yield Caveat("batchnorm evaluation", text)
 
-    has_spectral_norm = any(isinstance(m, _SpectralNorm) for m in model.modules())
+    has_spectral_norm = any(map(is_spectral_norm, model.modules()))
     if has_spectral_norm and job.accumulate > 1:
         text = "a spectral norm iterates once per micro-batch, not once per batch"
         yield Caveat("buffer", text, "whole batches keep the results")

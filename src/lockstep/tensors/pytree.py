@@ -424,7 +424,10 @@ def to_device(
         return leaf
 
     def moved_packed(packed: Any) -> Any:
-        return packed.to(device)
+        packed = packed.to(device)
+        if dtype is not None and packed.data.is_floating_point():
+            packed = packed.to(dtype)
+        return packed
 
     return each(moved, tree, on_packed=moved_packed, on_object=moved_object)
 

@@ -32,6 +32,8 @@ from zoo import ZOO, drawn, slow  # isort: skip
 NOT_STOPPED = {
     "batchnorm": "known by its type, and logged",
     "hf-resnet-batchnorm-known": "known by its type, and logged",
+    "spectral-norm": "known by its type, and logged",
+    "earlier-spectral-norm": "known by its type, and logged",
     "masked-mean-late-3": "the loss is held to being a sum in every update, not here",
     "small-term-1e-5": "a term of 1e-5 of the loss is rounding in float32",
     "centres-from-forward-10": "it begins between two checks",

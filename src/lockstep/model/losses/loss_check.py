@@ -44,6 +44,9 @@ ADVICE = (
     "use single (or mp) without accumulate"
 )
 
+_LEAST = 1e-5
+"""The size of a smaller total, which may be rounding: that of a divergence of equal outputs."""
+
 _DOUBLE = 1e-8
 """How far sums may be off in float64, relative to what is added."""
 
@@ -355,7 +358,7 @@ def _add_up(sums: Iterable[tuple[Any, ...]], tolerance: float) -> Any:
     """
     fine: Any = True
     for value, *of_parts in zip(*sums, strict=True):
-        size = abs(value) + sum(map(abs, of_parts))
+        size = abs(value) + sum(map(abs, of_parts)) + _LEAST
         # A part that isn't finite, of a whole that is, is wrong too: the variance of one sample.
         is_not_finite = value - value != 0
         fine = fine & (is_not_finite | (abs(sum(of_parts) - value) <= tolerance * size))

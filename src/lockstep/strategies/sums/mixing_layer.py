@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,12 +22,10 @@ class _Call(NamedTuple):
     """A call of a module in forward.
 
     Attributes:
-        module: its name and kind, for messages.
         given: its arguments, as far as they are floating-point tensors.
         gave: its outputs, likewise.
     """
 
-    module: str
     given: list[Tensor]
     gave: list[Tensor]
 
@@ -51,10 +50,14 @@ def first_that_mixes(
     of_whole = _calls(model, compute_outputs, whole)
     snapshot.put_back()
     of_last = _calls(model, compute_outputs, last)
-    for one, other in zip(of_whole, of_last, strict=False):
+    for call, one in of_whole.items():
+        other = of_last.get(call)
+        if other is None:  # the part calls it less often
+            continue
         gave_other_rows = _differ(one.gave, other.gave, whole, last)
         if gave_other_rows and not _differ(one.given, other.given, whole, last):
-            return f"samples act on one another in {one.module}"
+            module, _ = call
+            return f"samples act on one another in {module}"
     return ""
 
 
@@ -62,13 +65,19 @@ def _calls(
     model: nn.Module,
     compute_outputs: Callable[[Piece], Any],
     piece: Piece,
-) -> list[_Call]:
-    """List the calls of modules in forward, in the order in which they end."""
-    calls: list[_Call] = []
+) -> dict[tuple[str, int], _Call]:
+    """Find the calls of modules in forward, in the order in which they end.
+
+    Returns:
+        By the module's name and kind, and the number of its call.
+    """
+    calls: dict[tuple[str, int], _Call] = {}
+    numbers: Counter[str] = Counter()
 
     def note(words: str, module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         given = _floats((args, kwargs))
-        calls.append(_Call(words, given, _floats(outputs)))
+        calls[words, numbers[words]] = _Call(given, _floats(outputs))
+        numbers[words] += 1
 
     hooks = []
     for path, module in model.named_modules():

@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
 
-from lockstep.model.modes import draws_dropout
+from lockstep.model.modes import draws_dropout, is_spectral_norm
 from lockstep.tensors.pytree import doubled
 
 _BATCH_NORMS = nn.modules.batchnorm._BatchNorm
 _KNOWN = (
     _BATCH_NORMS,
-    _SpectralNorm,
     nn.modules.instancenorm._InstanceNorm,
     nn.modules.dropout._DropoutNd,
     nn.RReLU,
@@ -49,7 +47,7 @@ def known_in_evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def _in_evaluation(module: nn.Module, like: Tensor) -> dict[str, Any]:
     """Give the attributes that a module has in evaluation, as far as they are other ones."""
-    if not isinstance(module, _KNOWN):
+    if not isinstance(module, _KNOWN) and not is_spectral_norm(module):
         if draws_dropout(module) and "dropout" in vars(module):
             return {"dropout": 0.0}
         return {}

@@ -63,6 +63,11 @@ _FLOOR = {
 zero.
 """
 
+_LEAST = 1e-5
+"""The size of a smaller gradient, and of smaller losses of an item, in float64: they may be
+rounding, as a divergence of equal outputs is.
+"""
+
 _OF_LOSS = 1e-2
 """The part of the loss that the largest gradient is taken for where all are smaller."""
 
@@ -356,7 +361,8 @@ class _Comparison:
             # An update that counts no item is skipped.
             return
         floor = _FLOOR[verdict.precision]
-        for sums in (self._sums(floor), self._gradients(floor)):
+        least = _LEAST if verdict.precision == torch.float64 else 1e-300
+        for sums in (self._sums(floor, least), self._gradients(floor, least)):
             verdict.apart, text = max(sums, default=(0.0, ""))
             if verdict.apart > TOLERANCE[verdict.precision]:
                 verdict.difference = text
@@ -365,23 +371,25 @@ class _Comparison:
             verdict.difference = ""
             verdict.unchecked = "a part of a batch draws other random numbers than the whole"
 
-    def _sums(self, floor: float) -> Iterator[tuple[float, str]]:
+    def _sums(self, floor: float, least: float) -> Iterator[tuple[float, str]]:
         """Yield how far each total and each count is off, and what to say."""
         whole, *parts = self._computed
         total = whole.numbers.get("the total of the loss", 0.0)
+        # A part, or a metric, may be 0 but for rounding.
+        smallest = max(floor * abs(total), least * whole.count, 1e-300)
         for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
             largest = max(map(abs, [value, *of_parts]))
-            if name.startswith("the total"):  # a part, or a metric, may be 0 but for rounding
-                largest = max(largest, floor * abs(total))
+            if name.startswith("the total"):
+                largest = max(largest, smallest)
             difference = abs(value - sum(of_parts))
             apart = _finite(difference / max(1e-300, largest))
             added = " + ".join(f"{number:.6g}" for number in of_parts)
             text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
             yield apart, text
 
-    def _gradients(self, floor: float) -> Iterator[tuple[float, str]]:
+    def _gradients(self, floor: float, least: float) -> Iterator[tuple[float, str]]:
         """Yield how far each gradient is off, and what to say."""
         whole = self._computed[0]
         total = whole.numbers.get("the total of the loss", 0.0)
@@ -390,7 +398,7 @@ class _Comparison:
         sizes = [max(norms) for norms in zip(*before, strict=True)]
         # All gradients may be rounding: those of a constant, say.
         largest = max([*sizes, _OF_LOSS * mean])
-        smallest = floor * largest + 1e-300
+        smallest = max(floor * largest, least)
         for name, size, norm in zip(self._trained, sizes, left, strict=True):
             apart = _finite(norm / (size + smallest))
             what = f'the gradient of "{name}" for the whole batch is not the sum for its parts'
@@ -409,6 +417,10 @@ class _Comparison:
             with _as_compared(self._summed):
                 verdict.error = self._summed.explained(pieces[0])
             verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
+            if self._in_turn and verdict.kept:
+                verdict.where = (
+                    f'forward writes "{verdict.kept[0]}", which the next micro-batch may read'
+                )
 
 
 def _finite(number: float) -> float:
