@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_663
+TOTAL = 259_889
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -202,15 +202,15 @@ TOKENS = {
     "export": 5_633,
     "launch": 20_176,
     "map": 5_354,
-    "model": 18_627,
+    "model": 18_694,
     "parallel": 14_100,
     "pipelining": 24_050,
     "prediction": 4_302,
     "profiling": 4_504,
     "report": 3_332,
     "run": 3_946,
-    "strategies": 49_907,
-    "tensors": 8_483,
+    "strategies": 50_041,
+    "tensors": 8_508,
     "threads": 7_182,
     "top": 7_135,
     "training": 28_454,
