@@ -75,7 +75,7 @@ def test_a_group_on_accelerators_has_gloo_beside_it(
         dist, "init_process_group", lambda name, **named: found.update(named, name=name)
     )
     for name in ("settle", "pin", "bind"):
-        monkeypatch.setattr(group.devices, name, lambda *of: None)
+        monkeypatch.setattr(group.cores, name, lambda *of: None)
     monkeypatch.setattr(group, "enter", lambda world: None)
     world = World(devices=(Device(kind, 0),))
     group.join(world, SimpleNamespace(set_timeout=lambda patience: None), backend=backend)

@@ -424,10 +424,8 @@ def to_device(
         return leaf
 
     def moved_packed(packed: Any) -> Any:
-        packed = packed.to(device)
-        if dtype is not None and packed.data.is_floating_point():
-            packed = packed.to(dtype)
-        return packed
+        like = moved(packed.data[:0])
+        return packed.to(device, like.dtype)
 
     return each(moved, tree, on_packed=moved_packed, on_object=moved_object)
 
