@@ -148,4 +148,7 @@ def job_of(family: str) -> Job:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_in_shards_ends_where_one_device_does(family: str) -> None:
-    assert parity(job_of(family), "fsdp", devices="2xcpu").worst < 1e-10
+    # In two micro-batches backward begins with total / n, as it does under fsdp, so that what these
+    # models compute in float32 rounds alike.
+    found = parity(job_of(family), "fsdp", devices="2xcpu", against_settings={"accumulate": 2})
+    assert found.worst < 1e-10
