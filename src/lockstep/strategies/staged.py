@@ -151,9 +151,9 @@ class StagedStep(Step):
         numbers = self.draws.stream
         if numbers is None:
             return stream(lambda: streams.generator(number))
-        key = mixed(*numbers)
         if number:
-            key = mixed(*numbers, number)
+            numbers = (*numbers, number)
+        key = mixed(*numbers)
         return stream(lambda: torch.Generator().manual_seed(key))
 
     def _move_parameters(self, size: int, count: Number) -> None:

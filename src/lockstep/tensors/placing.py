@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _take_tensors
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from lockstep.tensors.common_memory import common_memory_unmoved
 from lockstep.tensors.pytree import tensors as tensors_of
@@ -85,8 +85,9 @@ def moved_in_buckets(
 
     for bucket in _take_tensors(dense, _BUCKET):  # type: ignore[no-untyped-call]
         rows = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in bucket]
-        moved = torch.cat(rows).to(place, non_blocking=True)
-        moved_rows = torch.split(moved, [len(row) for row in rows])
+        flat = _flatten_dense_tensors(rows)  # type: ignore[no-untyped-call]
+        moved = flat.to(place, non_blocking=True)
+        moved_rows = _unflatten_dense_tensors(moved, rows)  # type: ignore[no-untyped-call]
         copies = []
         for tensor, row in zip(bucket, moved_rows, strict=True):
             copies.append(row.as_strided(tensor.shape, tensor.stride()))
