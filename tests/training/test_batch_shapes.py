@@ -23,7 +23,7 @@ def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> t
     return run.summary["shapes"], line
 
 
-@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp", "hogwild"])
 def test_the_shapes_inside_are_the_shares_and_those_outside_the_batch(
     strategy: str, tmp_path, capsys
 ) -> None:

@@ -99,7 +99,7 @@ class UpdateObserver:
         if is_staged:  # a replica is on all of them
             mine = [" -> ".join(mine)]
         names = list(itertools.chain(*world.gather_objects(mine)))
-        shapes = self._first.done(world, names, self._size)
+        shapes = self._first.done(names, self._size)
         samples = itertools.chain(*world.gather_objects(self._samples))
         devices = []
         for name, ids, inside in zip(names, samples, shapes["devices"], strict=False):

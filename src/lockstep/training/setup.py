@@ -203,11 +203,7 @@ class Setup:
 
 def _numbers_in(group: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of an optimizer's group that are numbers."""
-    numbers = {}
-    for name, value in group.items():
-        if isinstance(value, int | float):
-            numbers[name] = value
-    return numbers
+    return {name: value for name, value in group.items() if isinstance(value, int | float)}
 
 
 def write_config(setup: Setup) -> None:
@@ -280,15 +276,6 @@ def write_summary(
         else:
             eval_samples += loader.samples
 
-    metrics = {}
-    for name, value in values.items():
-        if name not in _NO_METRICS:
-            metrics[name] = value
-
-    speed = 0.0
-    if progress.seconds:
-        speed = progress.samples / progress.seconds
-
     summary = {
         "strategy": setup.plan.strategy.name,
         "devices": setup.devices,
@@ -302,8 +289,8 @@ def write_summary(
         "train_samples": setup.loader.samples,
         "eval_samples": eval_samples,
         "loss": values.get("eval_loss", values.get("train_loss")),
-        "metrics": metrics,
-        "samples_per_second": speed,
+        "metrics": {name: value for name, value in values.items() if name not in _NO_METRICS},
+        "samples_per_second": progress.samples / progress.seconds if progress.seconds else 0.0,
         "seconds": seconds,
         "peak_memory_bytes": peaks,
         "versions": {

@@ -95,11 +95,7 @@ class JobMetrics:
 
 def functions_of(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return those that are functions, not metrics of torchmetrics."""
-    functions = {}
-    for name, metric in metrics.items():
-        if not is_torchmetric(metric):
-            functions[name] = metric
-    return functions
+    return {name: metric for name, metric in metrics.items() if not is_torchmetric(metric)}
 
 
 def _called(

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from lockstep.data import Part
 from lockstep.launch.observer import Observer
-from lockstep.launch.world import World
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.pytree import each, named_tensors
 
@@ -49,14 +48,12 @@ class FirstStep(Observer):
 
     def done(
         self,
-        world: World,
         devices: list[str],
         size: int,
     ) -> dict[str, Any]:
         """Return the shapes over all ranks and devices, after the update; alike on each rank.
 
         Args:
-            world: this rank's.
             devices: the names of all ranks' devices.
             size: of the global batch.
 
@@ -65,6 +62,7 @@ class FirstStep(Observer):
             each replica, by the first of its ``devices``.
         """
         self._step.observers.remove(self)
+        world = self._step.world
         places = sorted(self._forwards, key=lambda where: (len(where), where))
         of_ranks = world.gather_objects([self._forwards[where] for where in places])
         forwards = [forward for of_rank in of_ranks for forward in of_rank]

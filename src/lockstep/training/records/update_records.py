@@ -34,8 +34,8 @@ class UpdateRecords:
     def __init__(self, setup: Setup, progress: TrainingProgress) -> None:
         self._setup = setup
         self._progress = progress
-        # Ranks that don't meet in their updates would wait here for one another.
-        self._first_step = FirstStep(setup.step) if setup.step.together else None
+        self._first_step: FirstStep | None = FirstStep(setup.step)
+        self._first_size = 0
         self.shapes: dict[str, Any] = {}
         self.samples = 0
         self.logs: Logs | None = None
@@ -76,7 +76,9 @@ class UpdateRecords:
         progress = self._progress
         self.samples += batch.size
         if self._first_step is not None:
-            self._log_shapes(self._first_step, batch.size)
+            self._first_size = self._first_size or batch.size
+            if self._setup.step.together:  # else the ranks meet at the end of the epoch
+                self._log_shapes(self._first_step)
         if self._audit is not None:
             self._audit.note(progress.step, batch)
         if self.logs is not None:
@@ -86,25 +88,24 @@ class UpdateRecords:
     def rates(self, seconds: float) -> dict[str, float]:
         """Return the learning rate, and how fast an epoch was trained, by name."""
         group = self._setup.step.optimizer.param_groups[0]
-        samples_per_second = 0.0
-        if seconds:
-            samples_per_second = self.samples / seconds
         return {
             "lr": float(group.get("lr", math.nan)),
             "seconds": seconds,
-            "samples_per_second": samples_per_second,
+            "samples_per_second": self.samples / seconds if seconds else 0.0,
         }
 
     def end_epoch(self) -> None:
         """End an epoch."""
         if self._profiler is not None:
             self._profiler.end_epoch()
+        if self._first_step is not None and self._first_size:
+            self._log_shapes(self._first_step)
 
-    def _log_shapes(self, first_step: FirstStep, size: int) -> None:
-        """Log the shapes of the first update, of ``size`` samples, outside and on each device."""
+    def _log_shapes(self, first_step: FirstStep) -> None:
+        """Log the shapes of the first update, outside and on each device; all ranks meet."""
         world = self._setup.world
         self._first_step = None
-        self.shapes = first_step.done(world, self._setup.devices, size)
+        self.shapes = first_step.done(self._setup.devices, self._first_size)
         line = line_of(self.shapes, self._setup.microbatches)
         if world.is_first and line is not None:
             world.tell(Line(line))
