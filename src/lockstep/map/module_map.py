@@ -78,9 +78,8 @@ def mapped(
         turns = itertools.cycle(range(len(devices)))
         first = 0
         while True:
-            is_ready = bool(under_way) and under_way[0].outputs.done()
             batch = []
-            if len(under_way) < 2 * len(devices) and not is_ready:
+            if len(under_way) < 2 * len(devices):
                 batch = [own_copy(item) for item in itertools.islice(items, batch_size or 1)]
             if batch:
                 inputs = batch[0] if batch_size is None else _together(batch, collate, first)
@@ -89,10 +88,11 @@ def mapped(
                 outputs = pool.start(number, run)
                 under_way.append(_Batch(first, len(batch), devices[number], outputs))
                 first += len(batch)
-            elif under_way:
-                yield from _results(under_way.popleft(), is_row=batch_size is not None)
-            else:
+
+            if not under_way:
                 return
+            if not batch or under_way[0].outputs.done():
+                yield from _results(under_way.popleft(), is_row=batch_size is not None)
 
 
 class _Batch(NamedTuple):
