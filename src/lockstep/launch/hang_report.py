@@ -251,7 +251,6 @@ class Watch:
 
     def _run(self) -> None:
         """Look once a second, until the training is over."""
-        self._last = self._progress()
         while not self._over.wait(_LOOK):
             try:
                 self._look()

@@ -239,8 +239,7 @@ class RunFolder:
 
         Gives how many of them are of epochs.
         """
-        records = {record["step"]: record for record in self.read_metrics()}
-        kept = {number: record for number, record in records.items() if number <= step}
+        kept = {record["step"]: record for record in self.read_metrics() if record["step"] <= step}
         if last is not None:
             kept[last["step"]] = {**kept.get(last["step"], {}), **last}
         if not kept and not os.path.lexists(self.metrics):

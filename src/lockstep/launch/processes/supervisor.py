@@ -245,8 +245,8 @@ class Supervisor:
 
     def _is_killed(self, end: Report) -> bool:
         """Whether a rank was killed here, for another's failure."""
-        was_before = self._killed_at is None or end.time < self._killed_at
-        return not was_before and end.code == -signal.SIGKILL
+        is_later = self._killed_at is not None and end.time >= self._killed_at
+        return is_later and end.code == -signal.SIGKILL
 
     # ---- hearing ---------------------------------------------------------------------------------
 
