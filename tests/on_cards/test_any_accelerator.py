@@ -11,6 +11,8 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.errors import StrategyError
 from lockstep.launch.device_table import machine, table
 from lockstep.launch.world import World
+from lockstep.model.losses.loss import Totalled
+from lockstep.model.losses.loss_check import LossCheck
 from lockstep.parallel import largest_batch
 from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.tensors.placing import place_module
@@ -82,3 +84,18 @@ def test_parameters_in_common_memory_are_not_moved() -> None:
             match=r"weight\" have memory in common .* can't be moved or converted together",
         ):
             move(tied(), card)
+
+
+def test_a_count_of_targets_on_another_card_is_checked_without_the_host_waiting() -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (outputs * 2).sum(), targets.ne(0).sum()
+
+    outputs, targets = torch.ones(8, 1, device="card:0"), torch.ones(8, device="card:1")
+    made = Totalled(loss)
+    check = LossCheck(made, cuts=True)
+    check(outputs, targets, made(outputs, targets, 8), 8, step=1, waits=True)
+    whole = made(outputs, targets, 8)
+    before = counts("blocking_copies")
+    wrong = check(outputs, targets, whole, 8, step=2, waits=False)
+    assert counts("blocking_copies") == before
+    assert wrong is not None and not bool(wrong)

@@ -162,7 +162,7 @@ class LossCheck:
                 self._checks = False
                 return None
             if not waits:
-                wrong: Tensor = ~_add_up((whole, *parts), tolerance)
+                wrong: Tensor = ~_add_up(map(_on_one_device, (whole, *parts)), tolerance)
                 return wrong
             if _add_up(_numbers(whole, *parts), tolerance):
                 self._has_passed = True
@@ -333,6 +333,14 @@ def _drawing_apart(nest: Nest) -> Iterator[list[bool]]:
                 stack.enter_context(kept_state_on(place))
         stack.enter_context(stream(generator))
         yield drawn
+
+
+def _on_one_device(loss: Loss) -> tuple[Tensor, Any]:
+    """Give total and count, which may come of targets on another device, where the total is."""
+    count = loss.count
+    if isinstance(count, Tensor):
+        count = count.to(loss.total.device, non_blocking=True)
+    return loss.total, count
 
 
 def _numbers(*losses: Loss) -> list[tuple[float, float]]:

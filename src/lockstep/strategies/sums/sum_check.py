@@ -375,16 +375,14 @@ class _Comparison:
         """Yield how far each total and each count is off, and what to say."""
         whole, *parts = self._computed
         total = whole.numbers.get("the total of the loss", 0.0)
-        # A part, or a metric, may be 0 but for rounding.
-        smallest = max(floor * abs(total), least * whole.count, 1e-300)
         for name, value in whole.numbers.items():
             # A batch may leave out a part of the loss.
             of_parts = [part.numbers.get(name, 0.0) for part in parts]
-            largest = max(map(abs, [value, *of_parts]))
+            size = max(1e-300, *map(abs, [value, *of_parts]))
             if name.startswith("the total"):
-                largest = max(largest, smallest)
-            difference = abs(value - sum(of_parts))
-            apart = _finite(difference / max(1e-300, largest))
+                # A part, or a metric, may be 0 but for rounding.
+                size = max(size, floor * abs(total), least * whole.count)
+            apart = _finite(abs(value - sum(of_parts)) / size)
             added = " + ".join(f"{number:.6g}" for number in of_parts)
             text = f"{name} is {value:.6g} for the whole batch, and {added} for its parts"
             yield apart, text
