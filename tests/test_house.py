@@ -191,30 +191,30 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_889
+TOTAL = 259_866
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_901,
     "cli": 6_658,
-    "compare": 14_937,
+    "compare": 14_927,
     "data": 12_266,
     "export": 5_633,
-    "launch": 20_176,
-    "map": 5_354,
-    "model": 18_694,
+    "launch": 20_167,
+    "map": 5_348,
+    "model": 18_749,
     "parallel": 14_100,
     "pipelining": 24_050,
     "prediction": 4_302,
-    "profiling": 4_504,
+    "profiling": 4_506,
     "report": 3_332,
-    "run": 3_946,
-    "strategies": 50_041,
-    "tensors": 8_508,
+    "run": 3_932,
+    "strategies": 50_027,
+    "tensors": 8_493,
     "threads": 7_182,
     "top": 7_135,
-    "training": 28_454,
-    "verify": 13_716,
+    "training": 28_448,
+    "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

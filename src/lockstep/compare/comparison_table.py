@@ -119,8 +119,6 @@ def _cells(found: Comparison, row: Row) -> dict[str, str]:
 
 def _memory(row: Row) -> str:
     """Return ``391 MiB``, ``2 x 391 MiB``: the largest, and how many there are."""
-    if not row.peaks:
-        return ""
     largest = size(max(row.peaks))
     count = len(row.peaks)
     if count == 1:
@@ -310,6 +308,6 @@ def _numbers(found: Comparison, row: Row) -> dict[str, object]:
         "devices": row.where,
         "settings": " ".join(settings),
         **found.figures(row),
-        "reason": row.reason,
         **_last(row),
+        "reason": row.reason,
     }

@@ -202,18 +202,13 @@ def line_up(
                 swept["devices"] = count
             alone = _references(chosen, settings)
             references += alone
+            one = alone[0]
             for name, options in compared:
                 for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}
-                    entry = replace(
-                        alone[0],
-                        name=_named(name, shown),
-                        role="strategy",
-                        setup=setup,
-                        devices=chosen,
-                    )
-                    entries.append(entry)
+                    row = _named(name, shown)
+                    entries.append(Entry(row, "strategy", setup, chosen, one.name, one.cores))
     by_name = {entry.name: entry for entry in (*references, *entries)}
     return list(by_name.values())
 

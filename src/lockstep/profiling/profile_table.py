@@ -55,9 +55,9 @@ def _cells(row: TimesOf) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return a time in milliseconds; one that rounding took below 0 is 0."""
-    milliseconds = 1e3 * seconds
-    return short(max(milliseconds, 0.0))
+    """Return a time in milliseconds, to the microsecond; one that rounding took below 0 is 0."""
+    milliseconds = max(0.0, 1e3 * seconds)
+    return short(round(milliseconds, 3))
 
 
 def _wrapped(text: str, width: int) -> list[str]:

@@ -245,11 +245,12 @@ def _summary(
 
     processes = []
     for kept, peak in bytes_of:
-        of_process = {
-            "bytes_kept": kept,
-            "peak_bytes_of_a_step": peak,
-        }
-        processes.append(of_process)
+        processes.append(
+            {
+                "bytes_kept": kept,
+                "peak_bytes_of_a_step": peak,
+            }
+        )
 
     summary: dict[str, Any] = {
         "first_step": found.first,

@@ -336,6 +336,6 @@ def short(value: float) -> str:
     """Return ``12,340``, ``1.23``: four digits."""
     if not math.isfinite(value):
         return str(value)
-    if abs(value) >= 1000:
+    if abs(value) >= 999.5:  # which rounds to four digits
         return f"{value:,.0f}"
     return f"{value:.3g}"

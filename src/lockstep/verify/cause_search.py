@@ -48,9 +48,10 @@ class Diagnosis:
         self.bounds = noise.bounds(found)
         self.first = self.bounds.first_apart(found)
 
-        self._again = experiment.but(updates=None)
+        number = None
         if self.first is not None:
-            self._again = experiment.but(updates=self.first.number)
+            number = self.first.number
+        self._again = experiment.but(updates=number)
 
         # Known to differ, and held still in what follows, since it would hide other causes.
         self._still = experiment.still
