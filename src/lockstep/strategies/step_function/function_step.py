@@ -40,7 +40,7 @@ from lockstep.strategies.step_function.function_losses import SummedFunction, Up
 from lockstep.strategies.steps.skipped_updates import no_items
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_checks import EXPLAINED, refuse_counted
-from lockstep.strategies.steps.update_result import Result, added
+from lockstep.strategies.steps.update_result import NOTHING, Result, added
 from lockstep.strategies.steps.weighting import backward_factor
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.rows import cut
@@ -107,15 +107,16 @@ class FunctionStep(Step):
         except EXPLAINED as error:
             self._explain(error, batch)
             raise
-        parts = {}
+        parts = dict.fromkeys(self._order, NOTHING)
         mean: Number = 0.0
         for name, losses in self._losses_of.items():
             total, count = added(losses)
             parts[name] = (total, count)
             # On an accelerator the mean over no item is NaN, which is found later.
             mean = mean + total / count
-        loss = Loss(mean * batch.size, batch.size, parts)
-        return self._ended(loss, batch.size)
+        result = Result(mean * batch.size, batch.size, batch.size, parts)
+        self._end(result)
+        return result
 
     def run_function(self, batch: Batch) -> None:
         """Run the function on this process's share, and meet the other ranks at the end."""
@@ -188,7 +189,7 @@ class FunctionStep(Step):
         if not total.requires_grad:
             refuse_counted(loss, f'update("{name}"): ')
             return
-        divisor = self._divisor(loss.count, samples)
+        divisor = loss.count if self._by_count else samples
         factor = backward_factor(total, divisor, waits=not self._on_accelerator)
         self._run_backward(total, factor, trained)
 

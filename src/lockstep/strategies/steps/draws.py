@@ -10,7 +10,7 @@ import torch
 from lockstep.data import mixed
 from lockstep.launch.observer import observed
 from lockstep.launch.world import World
-from lockstep.tensors.seeding import kept_states, seed_all, seed_on
+from lockstep.tensors.seeding import kept_states, seed_all
 
 _OPTIMIZER = -1
 """The number, instead of a micro-batch's, for the stream of an optimizer that draws."""
@@ -40,13 +40,13 @@ class Draws:
             number: of the update, or of a batch.
         """
         self.stream = (seed, number, self._data_rank)
-        self._seed(mixed(*self.stream))
+        seed_all(mixed(*self.stream), self.accelerators)
 
     @observed(lambda observer, draws, number: observer.microbatch(number))
     def begin_part(self, number: int) -> None:
         """Give micro-batch ``number`` its stream, the same whenever it is computed."""
         if number and self.stream is not None:
-            self._seed(mixed(*self.stream, number))
+            seed_all(mixed(*self.stream, number), self.accelerators)
 
     def begin_optimizer(self, *, alike: bool) -> None:
         """Give the optimizer its stream.
@@ -56,7 +56,7 @@ class Draws:
         """
         if self.stream is not None:
             stream = self.stream[:2] if alike else self.stream
-            self._seed(mixed(*stream, _OPTIMIZER))
+            seed_all(mixed(*stream, _OPTIMIZER), self.accelerators)
 
     @contextmanager
     def own_streams_of_parts(self, parts: int, number: int = 0) -> Iterator[None]:
@@ -75,13 +75,8 @@ class Draws:
         with kept_states(self.accelerators):
             key = mixed(int(torch.randint(2**62, ())), self._world.step, number)
             self.stream = (key,)
-            self._seed(mixed(key))
+            seed_all(mixed(key), self.accelerators)
             try:
                 yield
             finally:
                 self.stream = None
-
-    def _seed(self, key: int) -> None:
-        seed_all(key)
-        for device in self.accelerators:
-            seed_on(device, key)

@@ -19,16 +19,19 @@ class OptimizerModes:
 
     Args:
         step: has the optimizer.
+
+    Attributes:
+        optimizers: those that have modes.
     """
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._optimizers = with_modes(step.optimizer)
+        self.optimizers = with_modes(step.optimizer)
         self._evaluates = False
 
     def train(self) -> None:
         """Give the model the weights that are trained."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.train()
 
     @contextmanager
@@ -39,11 +42,11 @@ class OptimizerModes:
         back but for rounding, so they are given the same bits: neither evaluations nor callbacks
         change a result, and a resumed run goes on as one that was not interrupted.
         """
-        if not self._optimizers or self._evaluates:
+        if not self.optimizers or self._evaluates:
             yield
             return
         before = {p: p.detach().clone() for p in self._step.layout.parts().values()}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             optimizer.eval()
         # Nothing changes where a person has called eval(), who then calls train() too.
         versions = {p: p._version for p, value in before.items() if not torch.equal(p, value)}

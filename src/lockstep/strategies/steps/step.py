@@ -51,7 +51,7 @@ from lockstep.strategies.steps.update_checks import (
     refuse_counted,
     with_graph,
 )
-from lockstep.strategies.steps.update_result import PartNames, Result
+from lockstep.strategies.steps.update_result import NOTHING, PartNames, Result
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import copied_nest, to_device, versions
@@ -228,7 +228,8 @@ class Step:
         seed = mixed(self._seed, number) if number else self._seed
         with own_stream(self.world, seed), self.draws.own_streams_of_parts(parts, number):
             loss = self.accumulation.add(batch)
-        return self._result_of(loss, batch.size)
+        of_parts = dict.fromkeys(self.part_names.of(loss), NOTHING)
+        return Result(*loss, batch.size, of_parts | loss.parts)
 
     # ---- one update ------------------------------------------------------------------------------
 
@@ -255,14 +256,16 @@ class Step:
         try:
             if loss is None:
                 loss = self.gradients(batch)
-                self.part_names.of(loss)  # the ranks agree on them
+            parts = dict.fromkeys(self.part_names.of(loss), NOTHING)  # the ranks agree on names
             skipped = self.checks.skips(loss)
             if not skipped:
                 self._move_parameters(batch.size, loss.count)
         except EXPLAINED as error:
             self._explain(error, batch)
             raise
-        return self._ended(loss, batch.size, skipped=skipped)
+        result = Result(*loss, batch.size, parts | loss.parts, skipped=skipped)
+        self._end(result)
+        return result
 
     def _begin_update(self, batch: Batch) -> None:
         """Count the update, and check that its batch is the sum of its parts, where that is due."""
@@ -274,7 +277,8 @@ class Step:
             or self.world.step == self.last_step
         )
         self.loss.follow()
-        self.modes.train()
+        if self.modes.optimizers:
+            self.modes.train()
         if self._updates == 1:
             self.saved.begin_training()
         if self._cuts_each_batch:
@@ -344,8 +348,8 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
-    def _ended(self, loss: Loss, size: int, *, skipped: bool = False) -> Result:
-        """Log what is due at the end of an update, and make the result."""
+    def _end(self, result: Result) -> None:
+        """Log what is due at the end of an update."""
         if self.loss_check.is_used:
             self.loss_check.end_update(self._updates, len(self.models()), logs=self.world.is_first)
             self.tell_of_loss()
@@ -353,17 +357,8 @@ class Step:
             self.tell_once(self.caveats())
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
-        result = self._result_of(loss, size)
-        result._skipped = skipped
-        self.checks.end(result)
-        return result
-
-    def _result_of(self, loss: Loss, size: int) -> Result:
-        """Make the result of an update on ``size`` samples."""
-        parts: dict[str, tuple[Number, Number]]
-        parts = dict.fromkeys(self.part_names.of(loss), (0.0, 0))
-        parts.update(loss.parts)
-        return Result(*loss, size, parts)
+        if self._on_accelerator:
+            self.checks.end(result)
 
     # ---- forward and backward of one micro-batch -------------------------------------------------
 
@@ -393,7 +388,7 @@ class Step:
             part: the share.
             where: names the replica in messages.
         """
-        checks = self.loss_check.wants(self._updates)
+        checks = self.loss_check.is_used and self.loss_check.wants(self._updates)
         outputs, loss = self._outputs_and_loss(model, part, checks=checks, number=self.world.step)
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
@@ -434,12 +429,9 @@ class Step:
 
     def _backward(self, loss: Loss, size: int) -> Loss:
         """Add the gradient of a part of a batch of ``size`` samples; give its loss without graph."""
-        self._add_gradient(loss.total, self._divisor(loss.count, size))
+        divisor = loss.count if self._by_count else size
+        self._add_gradient(loss.total, divisor)
         return loss.detached()
-
-    def _divisor(self, count: Number, size: int) -> Number:
-        """Give what a part's total is divided by for backward: the count, or the batch's size."""
-        return count if self._by_count else size
 
     @phase("computing", "backward")
     def _add_gradient(self, total: torch.Tensor, divisor: Number) -> None:
@@ -534,8 +526,7 @@ class Step:
         how = "give it all from the beginning, and freeze and train them with requires_grad_()"
         if self.own_loop:
             how = "call lockstep.parallelize again, with the model as it is now"
-        self.trained.refuse_others(how)
-        changed = self.trained.changed()
+        changed = self.trained.changed(how)
         if changed is not None:
             self._follow_flags(changed)
         for name, p in self.trained.others.items():

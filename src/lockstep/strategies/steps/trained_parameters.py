@@ -69,15 +69,11 @@ class TrainedParameters:
                 self.names.append(name)
                 self.values.append(own)
 
-    def changed(self) -> str | None:
-        """Give the first parameter that was frozen or thawed since ``find``; None without one."""
-        for (name, p), flag in zip(self.held.items(), self._flags, strict=True):
-            if p.requires_grad != flag:
-                return name
-        return None
+    def changed(self, fix: str) -> str | None:
+        """Give the first parameter that was frozen or thawed since ``find``; None without one.
 
-    def refuse_others(self, fix: str) -> None:
-        """Refuse that the optimizer was given other parameters.
+        Args:
+            fix: what to do where the optimizer was given other parameters.
 
         Raises:
             StrategyError: it was.
@@ -86,3 +82,7 @@ class TrainedParameters:
             raise StrategyError(
                 f"the optimizer has other parameters than when the step was made: {fix}"
             )
+        for (name, p), flag in zip(self.held.items(), self._flags, strict=True):
+            if p.requires_grad != flag:
+                return name
+        return None

@@ -96,7 +96,11 @@ class UpdateChecks:
                 step.optimizer.found_inf = found  # type: ignore[attr-defined]
             if on_device:
                 return False
-        why = self._why_skipped(loss)
+        why = None
+        if float(loss.count) == 0:
+            why = NO_ITEMS
+        elif step.skips.nonfinite:
+            why = self._why_not_finite(loss)
         if why is None:
             step.skips.in_a_row = 0
             return False
@@ -105,13 +109,9 @@ class UpdateChecks:
         step.optimizer._opt_called = True  # type: ignore[attr-defined]
         return True
 
-    def _why_skipped(self, loss: Loss) -> str | None:
-        """Give the reason to skip an update, on all ranks alike; this waits for an accelerator."""
+    def _why_not_finite(self, loss: Loss) -> str | None:
+        """Tell what isn't finite, on all ranks alike; this waits for an accelerator."""
         step = self._step
-        if float(loss.count) == 0:
-            return NO_ITEMS
-        if not step.skips.nonfinite:
-            return None
         if not math.isfinite(float(loss.total)) or not math.isfinite(float(loss.count)):
             return "the loss became NaN or infinite"
         # (The scaler of fp16 skips gradients that overflow, and halves its scale.)
@@ -183,10 +183,8 @@ class UpdateChecks:
             self._step.stopping = asked > 0
 
     def end(self, result: Result) -> None:
-        """Remember an update on an accelerator, and check the last fifty now and then."""
+        """On an accelerator, remember an update, and check the last fifty now and then."""
         step = self._step
-        if not step._on_accelerator:
-            return
         host_has_read = result._skipped or step.skips.nonfinite
         if not host_has_read:
             self._results.append((step.world.step, result))

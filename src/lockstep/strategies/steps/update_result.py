@@ -20,6 +20,9 @@ from lockstep.errors import LossError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss, Number, Totalled
 
+NOTHING: tuple[Number, Number] = (0.0, 0)
+"""Total and count of a part of the loss that no item of a batch has."""
+
 
 class Result:
     """The result of an update.
@@ -45,12 +48,14 @@ class Result:
         count: Number,
         size: int,
         parts: Mapping[str, tuple[Number, Number]] | None = None,
+        *,
+        skipped: bool = False,
     ) -> None:
         self.total = total
         self.count = count
         self.size = size
         self._parts = parts or {}
-        self._skipped = False
+        self._skipped = skipped
         self._read: Loss | None = None
 
     @property
