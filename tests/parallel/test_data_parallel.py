@@ -732,6 +732,16 @@ def test_a_replica_may_change_its_share_in_place() -> None:
     same(gradients(net.module), gradients(plain))
 
 
+def test_a_leaf_that_replicas_give_in_inference_mode_is_gathered() -> None:
+    """There it has no node of a graph, and none is needed."""
+    module = Applied(lambda linear, x: (linear(x), linear.bias), nn.Linear(3, 3))
+    net = DataParallel(module, "2xcpu")
+    with torch.inference_mode():
+        outputs, biases = net(torch.randn(4, 3))
+    assert outputs.shape == (4, 3)
+    same(biases, module.parts[0].bias.detach().repeat(2))
+
+
 @pytest.mark.parametrize("wants_gradients", [True, False])
 def test_a_share_changed_in_place_is_noticed_by_what_had_saved_the_whole(
     wants_gradients: bool,

@@ -18,6 +18,7 @@ be differentiated, the gradients' graphs are joined in the same way, to any orde
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -99,15 +100,12 @@ def joined(
     Returns:
         Nests of the same structure, which share the memory of ``outputs``.
     """
-    roots: list[Tensor] = []
-    # Not the outputs themselves: once they are gathered, their memory needn't be held.
-    edges: list[list[GradientEdge]] = []
-    for output in outputs:
-        mine = [tensor for tensor in pytree.tensors(output) if tensor.requires_grad]
-        roots += mine
-        edges.append(list(map(get_gradient_edge, mine)))
+    found = [[tensor for tensor in pytree.tensors(one) if tensor.requires_grad] for one in outputs]
+    roots = list(itertools.chain(*found))
     if not shared or not roots:
         return list(outputs)
+    # Not the outputs themselves: once they are gathered, their memory needn't be held.
+    edges = [list(map(get_gradient_edge, some)) for some in found]
     made = iter(_Joined.apply(devices, leaves, edges, overlaps, roots, *shared))  # type: ignore[no-untyped-call]
 
     def put_in(tensor: Tensor) -> Any:
