@@ -116,11 +116,11 @@ def _nan_in(part: Part, what: str) -> str | None:
 
 
 def _is_nan(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isnan().any())
+    return tensor.dtype.to_real().is_floating_point and bool(tensor.isnan().any())
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().all())
+    return not tensor.dtype.to_real().is_floating_point or bool(tensor.isfinite().all())
 
 
 def _largest(tensor: torch.Tensor) -> float:
