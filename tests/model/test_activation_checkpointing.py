@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 
 import numpy as np
@@ -185,6 +186,15 @@ def test_a_cache_that_blocks_are_given_is_the_same_in_the_second_run(way, device
     assert (
         parity(job, way, devices, against_settings={"activation_checkpointing": None}).worst < 1e-12
     )
+
+
+def test_a_call_of_a_block_with_objects_makes_no_class() -> None:
+    """It took 80 us of each call, ten times what copies of small objects take."""
+    model = WithCache()
+    checkpoint_blocks(model, "auto")
+    before = pickle.Pickler.__subclasses__(), pickle.Unpickler.__subclasses__()
+    model(torch.randn(2, 6)).sum().backward()
+    assert (pickle.Pickler.__subclasses__(), pickle.Unpickler.__subclasses__()) == before
 
 
 def test_auto_finds_the_blocks_of_a_transformer_and_of_a_residual_net() -> None:

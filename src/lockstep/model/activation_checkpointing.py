@@ -246,14 +246,16 @@ def _with_copied_objects(
     if not objects:
         return run
     try:
-        copied_objects = _copier(objects)
+        pickled, left_out = _pickled(objects)
     except Exception:  # an object can't be pickled
         return run
 
     def run_with_copies(*args: Any, **kwargs: Any) -> Any:
         if not beginning.is_again:
             return run(*args, **kwargs)
-        copied = copied_objects()
+        unpickler = pickle.Unpickler(io.BytesIO(pickled))
+        unpickler.persistent_load = left_out.__getitem__  # type: ignore[method-assign]
+        copied = unpickler.load()
         positional = [copied.get(place, value) for place, value in enumerate(args)]
         by_name = {name: copied.get(name, value) for name, value in kwargs.items()}
         return run(*positional, **by_name)
@@ -261,26 +263,22 @@ def _with_copied_objects(
     return run_with_copies
 
 
-def _copier(objects: dict[Any, Any]) -> Callable[[], dict[Any, Any]]:
-    """Return what copies objects as they are now. Tensors and modules in them stay the same."""
-    kept: list[Any] = []
+def _pickled(objects: dict[Any, Any]) -> tuple[bytes, list[Any]]:
+    """Pickle objects, all but the tensors and modules in them.
 
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, value: Any) -> int | None:
-            if not isinstance(value, torch.Tensor | nn.Module):
-                return None
-            kept.append(value)
-            return len(kept) - 1
+    Returns:
+        The bytes, and these tensors and modules, which stay the same in copies.
+    """
+    left_out: list[Any] = []
 
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: int) -> Any:
-            return kept[number]
+    def place_of(value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor | nn.Module):
+            return None
+        left_out.append(value)
+        return len(left_out) - 1
 
     file = io.BytesIO()
-    Pickler(file).dump(objects)
-
-    def copied() -> dict[Any, Any]:
-        found: dict[Any, Any] = Unpickler(io.BytesIO(file.getvalue())).load()
-        return found
-
-    return copied
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = place_of  # type: ignore[method-assign]
+    pickler.dump(objects)
+    return file.getvalue(), left_out
