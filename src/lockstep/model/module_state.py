@@ -20,10 +20,8 @@ from lockstep.tensors.state_tree import encoded
 
 def extra_state_of(model: nn.Module) -> dict[str, Any]:
     """Copy the extra state of each module to the CPU, by its name in a state dict."""
-    found = {}
-    for name, module in _with_extra_state(model):
-        found[name] = each(_on_cpu, module.get_extra_state())
-    return found
+    modules = _with_extra_state(model)
+    return {name: each(_on_cpu, module.get_extra_state()) for name, module in modules}
 
 
 def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:

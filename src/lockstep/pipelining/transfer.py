@@ -273,10 +273,7 @@ def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
         return None
     places = mode._places
     place = mode.place
-    states = {}
-    for one in places:
-        if _has_generator(one):
-            states[one] = state_on(one)
+    states = {one: state_on(one) for one in set(places) if _has_generator(one)}
 
     @contextlib.contextmanager
     def again() -> Iterator[None]:

@@ -17,8 +17,7 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
         parameters: have the gradients, which are scaled in place.
         largest: the norm that all gradients together may have.
     """
-    given = [p.grad for p in parameters if p.grad is not None]
-    if not any(grad.is_sparse for grad in given):
+    if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, largest)
     grads = gradient_values(parameters)
     norm = nn.utils.get_total_norm(grads)
