@@ -112,8 +112,10 @@ def _rarity(step: Callable[[], None]) -> Callable[[], float]:
     def once() -> float:
         with LiveBytes() as live:
             step()
-        for owner in live.owners():
-            print(f"      {owner} {live.peak(owner) / 1e6:,.1f} MB", flush=True)
+        for owner in ("cpu", "cpu:0", "cpu:1"):
+            peak = live.peak(owner)
+            if peak:
+                print(f"      {owner} {peak / 1e6:,.1f} MB", flush=True)
         return 1e9 / live.peak()
 
     return once
