@@ -761,6 +761,23 @@ def test_a_share_changed_in_place_is_noticed_by_what_had_saved_the_whole(
     assert kept._version == 0
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of CSR
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_share_may_be_changed_in_place_beside_a_sparse_tensor_of_an_own_scatter(
+    layout: torch.layout,
+) -> None:
+    class Scattering(DataParallel[nn.Module]):
+        def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
+            x, edges = inputs
+            return [(share, edges) for share in x.chunk(len(device_ids))], [{}, {}]
+
+    module = Applied(lambda linear, x, edges: linear(x.mul_(2)), nn.Linear(3, 3))
+    x = torch.randn(4, 3)
+    expected = module.parts[0](2 * x)
+    same(Scattering(module, "2xcpu")(x, torch.eye(4).to_sparse(layout=layout)), expected)
+    assert x._version > 0
+
+
 def test_outputs_of_any_nesting_keep_their_types() -> None:
     def function(x: torch.Tensor) -> Any:
         return [x, (x.sin(), [x + 1]), OrderedDict(a=x, b=[x.cos()]), None, 3, "word"]

@@ -419,13 +419,15 @@ def _writes_reported(whole: Arguments) -> Iterator[list[Versioned]]:
     try:
         yield given
     finally:
-        written = set()
-        for share, version in given:
-            if share._version != version:
-                written.add(share.untyped_storage().data_ptr())
+        # A scatter of a person's own may give sparse tensors, which have no storage.
+        written = {
+            share.untyped_storage().data_ptr()
+            for share, version in given
+            if share._version != version and is_plain(share)
+        }
         if written:
             for tensor, _ in _versions(whole):
-                if tensor.untyped_storage().data_ptr() in written:
+                if is_plain(tensor) and tensor.untyped_storage().data_ptr() in written:
                     increment_version(tensor)
 
 

@@ -20,13 +20,14 @@ import threading
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.schedule import Key, Route, Visit
+from lockstep.pipelining.timeline import Kind
 from lockstep.pipelining.turns import Turns
 from lockstep.tensors.pytree import tensors
 
@@ -73,7 +74,7 @@ class MicroBatch:
         self.route = route
         self.queues: CardQueues | None = None
         self.stage: int | None = None
-        self.kind: Literal["F", "B"] = "F"
+        self.kind: Kind = "F"
         self.seen: list[Visit] = []
         self.stays: list[tuple[Visit, float, float]] = []
         self.strayed = False

@@ -64,7 +64,7 @@ def split(
             return 0.0, time
         needed = need(stage, blocks[first:last])
         share = needed / max(capacity[stage], 1.0)
-        return share * (share > 1), time
+        return share if share > 1 else 0.0, time
 
     (over, fastest), bounds = _best(len(blocks), stages, cost, _slower)
     if over and capacity is not None:
