@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_823
+TOTAL = 259_555
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -200,11 +200,11 @@ TOKENS = {
     "compare": 14_927,
     "data": 12_266,
     "export": 5_633,
-    "launch": 20_167,
+    "launch": 19_964,
     "map": 5_348,
-    "model": 18_749,
-    "parallel": 14_100,
-    "pipelining": 24_050,
+    "model": 18_692,
+    "parallel": 14_094,
+    "pipelining": 24_048,
     "prediction": 4_302,
     "profiling": 4_506,
     "report": 3_332,

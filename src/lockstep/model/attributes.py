@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,16 +21,6 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(is_plain, value))
     return isinstance(value, _PLAIN)
-
-
-def cells_of(function: Any) -> list[types.CellType]:
-    """List the cells of the variables around a function, those that have a value."""
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it has none
-            _ = cell.cell_contents
-            found.append(cell)
-    return found
 
 
 def follow_settings(replica: Sequence[nn.Module], model: Sequence[nn.Module]) -> None:

@@ -11,7 +11,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lockstep.model.attributes import cells_of
+from lockstep.launch.processes.pickling import cells_of
 from lockstep.tensors.seeding import (
     GENERATORS,
     States,
