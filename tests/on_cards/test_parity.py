@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -67,9 +65,9 @@ def test_a_strategy_on_cards_ends_where_one_device_does(
         strategy = named("ddp=2xmp=2")
     if way == "pp":
         job = job.replace(sync_batchnorm=False)
-    if isinstance(strategy, PP) and kind == "complex parameters":  # it has one layer
-        strategy = replace(strategy, device_map={"turn": 0, "out": 1})
     parts = strategy.num_microbatches(job)
+    if kind == "a buffer that counts and extra state" and parts > 1:  # refused, as on CPU devices
+        job = job.replace(accept_differences=True)
     if (kind, parts) not in reference:
         reference[kind, parts] = train(
             job,
