@@ -506,6 +506,10 @@ def halves() -> nn.Module:
             "it is given",
         ),
         (
+            {"model": lambda: nn.Sequential(nn.LazyLinear(3))},
+            r'model: "0\.weight" is lazy and has no shape yet: call the model once where it is built',
+        ),
+        (
             {"model": lambda: nn.Sequential(nn.Linear(5, 3))},
             r'model: layer "0" \(Linear\), given \(\d+, 6\) torch.float32: mat1 and mat2 shapes cannot be multiplied',
         ),

@@ -288,7 +288,7 @@ def test_outputs_of_different_structure_are_refused_and_both_shown(one: Any, oth
     assert "float32(2,)" in str(caught.value)
 
 
-@pytest.mark.filterwarnings("ignore")  # PyTorch's own, of nested tensors
+@pytest.mark.filterwarnings("ignore:.*nested tensors")  # PyTorch's own
 def test_values_that_differ_and_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(InputError, match="gave 3 and device 1 4"):
         gather([3, 4], "cpu")

@@ -122,6 +122,10 @@ def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> 
     assert simulate(one_f_one_b(2, 2)).held({0: 10.0, 1: 7.0}) == (20.0, 7.0), (
         "bytes of a micro-batch, by stage"
     )
+    two_a_device = simulate(interleaved(2, 8))
+    for stage, held in enumerate((4, 3, 2, 1)):
+        sizes = {other: float(other == stage) for other in range(4)}
+        assert max(two_a_device.held(sizes)) == held
 
 
 def test_each_stage_and_microbatch_may_take_its_own_time() -> None:

@@ -189,6 +189,8 @@ def test_every_figure_is_a_picture_a_text_a_table_and_a_file(tmp_path: Path) -> 
     }
     assert len(page.pictures) == len(drawn_ones)
     assert page.pictures[0] == "A chart of Samples per second. Its numbers are in the table below."
+    assert all(alt.endswith(". Its numbers are in the table below.") for alt in page.pictures)
+    assert len(set(page.pictures)) == len(page.pictures)
     for path in figures.glob("*.png"):
         assert path.read_bytes().startswith(b"\x89PNG")
     rows = list(csv.reader((figures / "speed.csv").read_text().splitlines()))

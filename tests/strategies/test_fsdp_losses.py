@@ -85,7 +85,7 @@ def test_a_loss_that_reads_shards_is_refused(
 ) -> None:
     job = ZOO["mlp"].replace(model=holding, loss=Penalizing(penalty))
     job = job if evaluates else job.replace(eval_data=None, metrics={})
-    if penalty is of_state and evaluates:  # DTensor takes single numbers beside its own
+    if penalty is of_state and evaluates:  # the loss then reads what forward has gathered
         found = parity(job, FSDP(blocks=blocks), devices="2xcpu")
         assert found.worst < 1e-12 and max(found.history.values()) < 1e-12
         return

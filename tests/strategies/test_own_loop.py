@@ -481,6 +481,18 @@ class Centred(nn.Linear):
             {},
             "InstanceNorm's running statistics are those of the first replica's local batches",
         ),
+        (
+            lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 3)),
+            "single",
+            {"accumulate": 2},
+            "a spectral norm iterates once per micro-batch, not once per batch",
+        ),
+        (
+            lambda: nn.utils.spectral_norm(nn.Linear(6, 3)),
+            "single",
+            {"accumulate": 2},
+            "a spectral norm iterates once per micro-batch, not once per batch",
+        ),
     ],
 )
 def test_a_loop_is_warned_where_its_numbers_will_differ(

@@ -109,10 +109,13 @@ FAST = {
 )
 def test_replicas_of_stages_end_where_one_device_does(kind: str, way: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
-    if kind == "a buffer that counts and extra state":
-        job = job.replace(accept_differences=True)  # it counts micro-batches
     strategy = named(way, **({"microbatches": 2} if "pp" in way else {}))
     accumulate = strategy.num_microbatches(job)
+    if kind == "a buffer that counts and extra state" and accumulate > 1:
+        says = 'forward writes "steps", which the next micro-batch may read'
+        with pytest.raises(StrategyError, match=says):
+            train(job, strategy=strategy, folder=tmp_path / "refused", quiet=True)
+        job = job.replace(accept_differences=True)
     single = train(
         job.replace(accumulate=accumulate),
         strategy="single",

@@ -114,12 +114,28 @@ def test_a_case_is_stopped_or_logged_where_it_differs_and_never_stopped_elsewher
     case: Case, way: str, dtype: torch.dtype
 ) -> None:
     if case.name == "hidden-state-kept" and way == "replicas":
-        pytest.skip("of other numbers of samples than these: BatchSums chooses them, see below")
+        pytest.skip("of 8 samples after 8; BatchSums chooses others, see the next test")
     what = found(case, dtype, in_turn=way == "in turn")
     if way not in WAYS[case.cut]:
         assert what != "stopped"
     elif case.name not in NOT_STOPPED:
         assert what
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_state_that_is_kept_for_as_many_samples_stops_no_replicas(
+    precision: str, tmp_path: Path
+) -> None:
+    (case,) = (case for case in CASES if case.name == "hidden-state-kept")
+    job = case.job().replace(precision=precision, steps=8)
+    one, other = (
+        train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, check_every=every)
+        for every in (0, 1)
+    )
+    for (name, value), end in zip(
+        one.model().state_dict().items(), other.model().state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, end), name
 
 
 WHERE = [
