@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_555
+TOTAL = 259_571
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -203,13 +203,13 @@ TOKENS = {
     "launch": 19_964,
     "map": 5_348,
     "model": 18_692,
-    "parallel": 14_094,
-    "pipelining": 24_048,
+    "parallel": 14_096,
+    "pipelining": 24_049,
     "prediction": 4_302,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_932,
-    "strategies": 49_961,
+    "strategies": 49_974,
     "tensors": 8_516,
     "threads": 7_182,
     "top": 7_135,

@@ -209,7 +209,10 @@ def _apart(output: torch.Tensor) -> torch.Tensor:
 
     A view loses it when it is written in place, and a parameter keeps those of all forwards.
     """
-    is_kept = output._base is not None or isinstance(output, nn.Parameter)
-    if is_kept and output.requires_grad:
-        return output.clone()
-    return output
+    is_parameter = isinstance(output, nn.Parameter)
+    is_kept = output._base is not None or is_parameter
+    if not is_kept or not output.requires_grad:
+        return output
+    copied = output.clone()
+    copied._is_param = is_parameter  # it has no rows of samples
+    return copied
