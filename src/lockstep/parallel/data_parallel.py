@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -212,7 +212,7 @@ class DataParallel(nn.Module, Generic[M]):
         if is_own and all(device.is_slot for device in self.devices):
             return _on_slots(self.module, followed, own, shares, devices, given)
 
-        given += _versions(shares)
+        given += _versions(pytree.tensors(shares))
         replicas = self.replicate(self.module, devices)
         args, named = zip(*shares, strict=True)
         return self.parallel_apply(replicas, args, named)
@@ -361,10 +361,10 @@ def _on_slots(
     replicas = replicas_of(module, [device.torch for device in devices], followed, copies, own)
     calls: list[Callable[[], Any]] = []
     for replica, share, mine in zip(replicas, shares, leaves, strict=True):
-        args, kwargs = share
         if learns:
-            args, kwargs = pytree.each(functools.partial(_of_its_own, shared, mine), share)
-        given += _versions((args, kwargs))
+            share = pytree.each(functools.partial(_of_its_own, shared, mine), share)
+        given += _versions(pytree.tensors(share))
+        args, kwargs = share
         calls.append(functools.partial(replica, *args, **kwargs))
 
     before = _versions(followed)
@@ -397,9 +397,9 @@ def _of_its_own(shared: list[Tensor], leaves: dict[int, Tensor], tensor: Tensor)
     return alias
 
 
-def _versions(nest: Any) -> list[Versioned]:
-    """List the tensors of a nest, each with the number of writes that autograd has counted."""
-    return [(one, one._version) for one in pytree.tensors(nest) if not one.is_inference()]
+def _versions(tensors: Iterable[Tensor]) -> list[Versioned]:
+    """List tensors, each with the number of writes that autograd has counted."""
+    return [(one, one._version) for one in tensors if not one.is_inference()]
 
 
 @contextlib.contextmanager
@@ -426,7 +426,7 @@ def _writes_reported(whole: Arguments) -> Iterator[list[Versioned]]:
             if share._version != version and is_plain(share)
         }
         if written:
-            for tensor, _ in _versions(whole):
+            for tensor, _ in _versions(pytree.tensors(whole)):
                 if is_plain(tensor) and tensor.untyped_storage().data_ptr() in written:
                     increment_version(tensor)
 

@@ -129,12 +129,12 @@ def _refuse_special(module: nn.Module, name: str) -> None:
             f"{name} was compiled in place, by its compile(), for itself alone: leave that out, "
             "and compile functions that its forward calls"
         )
-    own = [*module._parameters.values(), *module._buffers.values()]
-    if any(is_lazy(tensor) for tensor in own if tensor is not None):
-        raise InputError(
-            f"{name} ({type(module).__name__}) has uninitialized parameters, and can't be "
-            "replicated: run the module once before"
-        )
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and is_lazy(tensor):
+            raise InputError(
+                f"{name} ({type(module).__name__}) has uninitialized parameters, and can't be "
+                "replicated: run the module once before"
+            )
 
 
 def _shell(module: nn.Module, name: str) -> Any:

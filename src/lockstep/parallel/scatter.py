@@ -141,8 +141,7 @@ def _shares(
     total = _batch_size(inputs, dim)
     homes = [device.torch for device in places]
     if len(places) == 1 and sizes is None:  # as it is: nothing is cut
-        (home,) = homes
-        return [pytree.each(lambda tensor: target_devices.move(tensor, home), inputs)]
+        return [pytree.each(lambda tensor: target_devices.move(tensor, homes[0]), inputs)]
     if total is None:
         return _cut(inputs, homes, dim, [])
 

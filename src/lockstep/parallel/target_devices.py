@@ -32,8 +32,7 @@ def one(wanted: Device | torch.device | str | int) -> torch.device:
     kind, _, _ = str(wanted).partition(":")
     if wanted == -1 or kind == "cpu":
         return torch.device("cpu")
-    first = many([wanted])[0]
-    return first.torch
+    return many([wanted])[0].torch
 
 
 def _indexed(item: Device | torch.device | str | int) -> Device | torch.device | str | int:
