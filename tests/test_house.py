@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_571
+TOTAL = 259_789
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -200,7 +200,7 @@ TOKENS = {
     "compare": 14_927,
     "data": 12_266,
     "export": 5_633,
-    "launch": 19_964,
+    "launch": 20_182,
     "map": 5_348,
     "model": 18_692,
     "parallel": 14_096,

@@ -7,7 +7,6 @@ other process too (a loss that holds ``weight.detach()``, say).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import io
@@ -71,12 +70,15 @@ def loads(body: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 def cells_of(function: Any) -> list[types.CellType]:
     """List the cells of the variables around a function, those that have a value."""
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # it has none
-            _ = cell.cell_contents
-            found.append(cell)
-    return found
+    return [cell for cell in getattr(function, "__closure__", None) or () if _content(cell)]
+
+
+def _content(cell: types.CellType) -> list[Any]:
+    """Return what a variable holds, alone in a list; [] where it isn't assigned yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 def closed_over(function: Any) -> list[Any]:
@@ -136,6 +138,26 @@ def _cached_property(function: Callable[[Any], Any], name: str) -> Any:
     return made
 
 
+def _with_cells(cells: tuple[types.CellType, ...], reduced: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Reduce a function together with its variables; cloudpickle would give each function its own.
+
+    Args:
+        cells: the closure of the function.
+        reduced: what cloudpickle has made of the function.
+    """
+    make, arguments, (state, slots), *_, restore = reduced
+    given = restore, (state, {**slots, "__closure__": None}), list(map(_content, cells))
+    return make, (*arguments[:4], cells), given, None, None, _restored
+
+
+def _restored(function: Any, given: tuple[Callable[..., None], Any, list[list[Any]]]) -> None:
+    restore, state, contents = given
+    restore(function, state)
+    for cell, content in zip(function.__closure__, contents, strict=True):
+        for value in content:
+            cell.cell_contents = value
+
+
 class _Globals(dict[str, Any]):
     """Stands for the global variables of a module that the other process imports."""
 
@@ -151,17 +173,22 @@ def _globals_of(module: str) -> dict[str, Any]:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
-    """Keeps the global variables that the functions of a module share."""
+    """Keeps the variables that functions share: by a closure, or as globals of a module."""
 
     def reducer_override(self, value: Any) -> Any:
-        """Reduce a function with its globals; see `pickle.Pickler.reducer_override`."""
+        """Reduce a function with what it shares; see `pickle.Pickler.reducer_override`."""
+        if isinstance(value, types.CellType):
+            return types.CellType, ()  # a function that closes over it fills it
         if not isinstance(value, types.FunctionType):
             return super().reducer_override(value)
         module = sys.modules.get(value.__module__)
         if value.__module__ != "__main__" and value.__globals__ is vars(module or object):
             shared = _Globals(__name__=value.__module__)
             self.globals_ref.setdefault(id(value.__globals__), shared)
-        return super().reducer_override(value)
+        reduced = super().reducer_override(value)
+        if value.__closure__ and isinstance(reduced, tuple):
+            return _with_cells(value.__closure__, reduced)
+        return reduced
 
     dispatch_table: ClassVar[Any] = ChainMap(
         {
