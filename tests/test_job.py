@@ -125,11 +125,15 @@ def job(lr: float, size=4, name: str = "a", deep: bool = False, steps: int | Non
             "--set rate: 'fast' is not a number",
         ),
         (HEAD + "job = make(0.1)", {"rate": "1"}, "takes no parameters"),
-        (HEAD + "def job(rate): return make(rate)", {}, "has to be told rate: add --set rate=..."),
+        (
+            HEAD + "def job(rate): return make(rate)",
+            {},
+            "the job function needs rate: add --set rate=...",
+        ),
         (
             HEAD + "def job(batch_size): return make(1)",
             {},
-            "has to be told batch_size: add --batch-size ...",
+            "the job function needs batch_size: add --batch-size ...",
         ),
         (
             HEAD + "def job():\n    return make(1 / 0)",

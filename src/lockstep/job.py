@@ -71,14 +71,13 @@ class Job(Recipe):
             training.
         accept_differences: train although results depend on where a batch is cut, and log a note.
             Otherwise such a training ends with an error (docs/verify.md).
-        check_every: in every N-th update, check that total, count and gradients don't depend on
-            where a batch is cut (None: in updates 1, 2, 4, 8, ..., which are always checked; 0:
-            never).
+        check_every: check in every N-th update, too, that total, count and gradients don't depend
+            on where a batch is cut (None: only in updates 1, 2, 4, 8, ...; 0: in none).
         init: the weights to begin with: a safetensors file, the folder of a run, or a folder of a
             Hugging Face model. It has ``model.safetensors``, or shards with an index. What doesn't
             fit is logged. A run that is resumed keeps its own weights.
-        init_strict: refuse an ``init`` that lacks weights of the model, or has others. False takes
-            what fits.
+        init_strict: refuse an ``init`` that lacks weights of the model, or has others. False loads
+            the weights that fit.
         sync_batchnorm: let BatchNorm normalize over the batch that one device would have, not over
             each replica's local batch.
         channels_last: store images and convolution weights in the channels-last memory format.
@@ -91,19 +90,18 @@ class Job(Recipe):
         activation_checkpointing: the blocks whose activations are computed again in backward
             instead of being kept: ``"auto"`` for the model's lists of blocks, or names with commas
             between. See lockstep.model.activation_checkpointing.
-        fused: use the fused implementation of the optimizer (None: where PyTorch has one that is
-            right).
+        fused: use the fused implementation of the optimizer (None: if PyTorch has a correct one).
         keep_memory: on CPU devices, keep the memory that an update frees for the next update:
             faster if activations are large, with a larger peak. See lockstep.tensors.allocator.
         eval_batch_size: the number of samples of an evaluation batch (None: ``batch_size``).
-        log_every: within an epoch, log after so many steps (``100``) or a time (``"10 min"``). The
-            end of an epoch is logged anyway; of ``"10 epochs"``, each tenth.
-        eval_every: evaluate after so many steps (``100``), epochs (``"2 epochs"``, ``"0.25
-            epochs"``) or a time (``"10 min"``) (None: at the end of each epoch). The last step is
+        log_every: within an epoch, log every N steps (``100``) or after a time (``"10 min"``). The
+            end of an epoch is logged anyway; with ``"10 epochs"``, each tenth epoch is.
+        eval_every: evaluate every N steps (``100``) or epochs (``"2 epochs"``, ``"0.25 epochs"``),
+            or after a time (``"10 min"``) (None: at the end of each epoch). The last step is
             evaluated anyway.
-        save_every: save a checkpoint after so many steps or epochs, or a time, as in ``eval_every``
-            (None: at the end of each epoch). With steps or a time one is saved at the end of each
-            epoch too.
+        save_every: save a checkpoint every N steps or epochs, or after a time, as in ``eval_every``
+            (None: at the end of each epoch). With steps or a time, the end of each epoch is saved,
+            too.
         best: the metric that chooses the weights of ``best.safetensors``, with ``max`` or ``min``:
             ``"accuracy:max"``, ``"clean/accuracy:max"`` (None: ``"eval_loss:min"``). The loss is
             that of the first set.
@@ -111,9 +109,9 @@ class Job(Recipe):
         save_frozen: keep frozen parameters in checkpoints and files of weights. False leaves out
             what is frozen when the training begins: ``model`` has to build the same values again,
             and a SHA-256 is compared.
-        loader_workers: the number of processes that fetch samples, for each rank (None: by the
-            cores and the dataset). A stream has at most one, which reads ahead: each further one
-            would read all of it.
+        loader_workers: the number of processes that fetch samples, for each rank (None: chosen by
+            the cores and the dataset). A stream has at most one, which reads ahead: each further
+            one would read the whole stream.
         tensorboard: also write events for TensorBoard, in the run's folder.
         on_event: functions called with each ``Event`` on rank 0; one that returns ``"stop"`` ends
             the training.
@@ -190,8 +188,8 @@ class Job(Recipe):
         read_best(self.best)
         if self.init is not None and not self.save_frozen:
             raise JobError(
-                "save_frozen: false takes frozen weights from model alone: load them there, not "
-                "by init"
+                "save_frozen: with false, frozen weights come from model only: load them there, "
+                "not by init"
             )
         self._check_scheduler()
         if self.eval_data is not None and self.loss is None:

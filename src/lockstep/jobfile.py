@@ -99,7 +99,7 @@ class JobFile:
             alone = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             if not alone and parameter.default is parameter.empty and name not in parameters:
                 option = f"{_option(name)} ..." if name in SETTINGS else f"--set {name}=..."
-                raise JobError(f"{self.path}: its job has to be told {name}: add {option}")
+                raise JobError(f"{self.path}: the job function needs {name}: add {option}")
         try:
             job = function(**parameters)
         except LockstepError:
@@ -225,9 +225,8 @@ def _run(path: Path) -> ModuleType:
         raise
     except SystemExit as error:
         raise JobError(
-            f"{path}: it called sys.exit while it was read ({told(error)}): put that below if "
-            "__name__ == "
-            '"__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
+            f"{path}: it called sys.exit when it was imported ({told(error)}): put that below if "
+            '__name__ == "__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
         ) from error
     except SyntaxError as error:
         raise JobError(f"{path}: line {error.lineno} is not Python: {error.msg}") from error

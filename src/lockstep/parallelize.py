@@ -120,9 +120,9 @@ def _refuse_other_devices(strategy: Strategy, world: World) -> None:
     each = strategy.devices_per_rank
     if world.size > 1 and len(world.devices) != each:
         raise StrategyError(
-            f"{strategy.name} wants {counted(each, 'device')} for each rank, and this one has "
-            f"{len(world.devices)}: lockstep.launch(..., devices_per_rank={each}); under torchrun "
-            "call parallelize before lockstep.batches"
+            f"{strategy.name} needs {counted(each, 'device')} for each rank, and this rank has "
+            f"{len(world.devices)}: lockstep.launch(..., devices_per_rank={each}); under "
+            "torchrun call parallelize before lockstep.batches"
         )
 
 

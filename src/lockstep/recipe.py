@@ -20,8 +20,8 @@ MakesOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 _REFUSED_WITH_STEP = {
     "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
     "compile": "compile the parts where they are made: part.compile() in the function of model=",
-    "nonfinite": "a step function makes several updates, of which one can't be skipped alone",
-    "sync_batchnorm": "a step function calls the parts as it likes, so replicas can't meet in them",
+    "nonfinite": "a step function makes several updates, and skipping one alone isn't possible",
+    "sync_batchnorm": "a step function calls modules in any order, so replicas can't synchronize",
 }
 
 

@@ -168,8 +168,8 @@ class Every:
         if number > 0 and number.denominator == 1:
             return cls(steps=int(number))
         raise JobError(
-            f"{name}: {value!r} is neither a number of steps above 0 nor a time, as 10min, "
-            "nor 2epochs"
+            f"{name}: {value!r} is not valid: give a number of steps (100), epochs (2epochs) or "
+            "a time (10min)"
         )
 
 
@@ -182,6 +182,6 @@ def read_best(best: str | None) -> tuple[str, bool]:
     name, _, mode = ("eval_loss:min" if best is None else str(best)).rpartition(":")
     if not name or mode not in ("max", "min"):
         raise JobError(
-            f'best: {best!r} is no metric with max or min after it: "{name or mode}:max", or ":min"'
+            f'best: {best!r} needs max or min after the metric: "{name or mode}:max", or ":min"'
         )
     return "eval_loss" if name == "loss" else name, mode == "max"

@@ -97,7 +97,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --folder a_job.py", "no run can be kept there|can't be made"),
         (
             "train a_job.py --set model=unlike --devices 2xcpu",
-            "builds differently: rank 0 has one.weight .*, rank 1 has other.weight",
+            "the ranks built different models: rank 0 has one.weight .*, rank 1 has other.weight",
         ),
         (
             "train a_job.py --set model=random --devices 2xcpu",
@@ -109,7 +109,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ),
         (
             "train a_job.py --microbatches 2",
-            "--microbatches is a setting of a strategy: name that too",
+            "--microbatches belongs to a strategy: name the strategy, too",
         ),
         (
             "train a_job.py --strategy ddp --microbatches 2",
@@ -125,7 +125,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ),
         (
             "train a_job.py --strategy pp --microbatches 4 --split-size 20",
-            "microbatches=4 and split_size=20 say",
+            "microbatches=4 and split_size=20 set",
         ),
         ("train a_job.py --strategy pp --schedule 2f2b", 'no schedule "2f2b"'),
         (
@@ -319,6 +319,9 @@ def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(
     assert main(["train", str(job), "--strategy", "mp", "--microbatches", "2"]) == 2
     assert 'strategy "mp" has no setting "microbatches": pp has it' in capfd.readouterr().err
     assert main(["partition", str(job), "--strategy", "ddp", "--devices", "2xcpu"]) == 2
-    assert "--strategy ddp: it has no stages: give pp, mp, ddp=2xpp=2" in capfd.readouterr().err
+    assert (
+        "--strategy ddp: this strategy has no stages: give pp, mp, ddp=2xpp=2"
+        in capfd.readouterr().err
+    )
     assert main(["partition", str(job), "--strategy", "ddp=2xpp=2", "--estimate"]) == 2
     assert "2 stages, but the model has 1 block" in capfd.readouterr().err  # those of one replica

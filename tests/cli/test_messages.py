@@ -95,7 +95,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a, b)"
+SEVERAL = "for several inputs return ((a, b), targets), for model(a, b)"
 
 
 @pytest.mark.parametrize(
@@ -119,11 +119,11 @@ SEVERAL = "of several inputs give ((a, b), targets), which is called as model(a,
         ("--set data=three", f"a sample is a tuple of 3, (inputs, targets) is expected; {SEVERAL}"),
         (
             "--set data=tensors",
-            "its TensorDataset has 3 tensors, (inputs, targets) is expected; of several",
+            "its TensorDataset has 3 tensors, (inputs, targets) is expected; for several",
         ),
         (
             "--set data=none",
-            "train_data: the targets of a sample are None: give a number in their place",
+            "train_data: the targets of a sample are None: return a number (0, say) if the loss",
         ),
         (
             "--set model=cuda",
@@ -311,8 +311,7 @@ NOT_FINITE = {
     "missing targets": (
         failing(targets=torch.tensor([[NAN, 0.0, 1.0]]).repeat(24, 1), loss=known),
         "nan at step 2 on",
-        "have NaN: a loss that leaves NaN out by torch.where, or times 0, has NaN gradients all "
-        "the same",
+        "have NaN: a loss that masks NaN by torch.where, or by a factor of 0, still has NaN gradients",
     ),
     "rate": (
         failing(loss=squared, targets=drawn(24, 3), lr=1e30),
@@ -464,7 +463,7 @@ def test_what_depends_on_the_devices_is_said_of_evaluations(
     lockstep.evaluate(run, strategy="single", devices="1xcpu")
     assert "note:" not in capsys.readouterr().out
     if model is Centred:
-        said = r"in batch 1 of an evaluation, .* act on one another in the model \(Centred\)"
+        said = r"in batch 1 of an evaluation, .* influence one another in the model \(Centred\)"
         with pytest.raises(StrategyError, match=said):
             lockstep.evaluate(run, strategy="dp", devices="2xcpu")
     else:
@@ -494,16 +493,16 @@ def halves() -> nn.Module:
                     plain_sgd(mlp().named_parameters()), 1
                 )
             },
-            "lr_scheduler: it was made over another optimizer",
+            "lr_scheduler: the scheduler has another optimizer",
         ),
         (
             {"lr_scheduler": one_cycle(3), "lr_scheduler_every": "step"},
-            r"lr_scheduler: OneCycleLR is made for total_steps=3, and is moved on \d+ times",
+            r"lr_scheduler: OneCycleLR has total_steps=3, but \d+ steps are due: set total_steps=\d+",
         ),
         (
             {"optimizer": lambda _: plain_sgd(mlp().named_parameters())},
-            "optimizer: it holds parameters that the model doesn't have: make it over those that "
-            "it is given",
+            "optimizer: it has parameters that aren't the model's: make it from the parameters "
+            "that are passed",
         ),
         (
             {"model": lambda: nn.Sequential(nn.LazyLinear(3))},
@@ -528,7 +527,7 @@ def halves() -> nn.Module:
         ),
         (
             {"train_data": (drawn(8, 6), labels(8, 3))},
-            r"go together as TensorDataset\(inputs, targets\)",
+            r"combine tensors of inputs and targets by TensorDataset\(inputs, targets\)",
         ),
     ],
 )
@@ -554,7 +553,7 @@ def test_what_is_no_job_is_said(given: Any) -> None:
         (
             "import sys; sys.exit(0)",
             "",
-            "it called sys.exit while it was read (SystemExit: 0 (a_job.py, line 1)): put",
+            "it called sys.exit when it was imported (SystemExit: 0 (a_job.py, line 1)): put",
         ),
         (
             JOB,

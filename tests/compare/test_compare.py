@@ -152,8 +152,8 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "mp                   3,900     3,822, 3,939   0.97     0.57    49 %      413 MiB",
         "pp                   6,600     6,468, 6,666   1.65     0.97    82 %      413 MiB",
         "x one: times one CPU device; x cores: times all 4 cores without a strategy;",
-        "memory: of a process. CPU devices are cores of one machine, not GPUs: what gains",
-        "here may gain more or less there",
+        "memory: of a process. CPU devices are cores of one machine; speed-ups on GPUs",
+        "may be larger or smaller",
         "",
         "                 comp.  comm.  wait  load  other    moved  start       parity",
         "single, 2 cores   70 %   20 %   5 %   1 %    4 %           1.5 s",
@@ -162,7 +162,7 @@ def test_the_table_fits_80_columns(machine: Callable[..., Any]) -> None:
         "ddp               70 %   20 %   5 %   1 %    4 %  591 KiB  1.5 s  equal 3e-16",
         "mp                                                         1.5 s  equal 3e-16",
         "pp                                                         1.5 s  equal 3e-16",
-        "moved: what a device gives to the others in a step, where that is known",
+        "moved: the bytes that a device sends to the others in a step, if known",
         "dp: BatchNorm normalizes over each replica's local batch",
         "",
         "Take ddp: 1.85 times one CPU device of 2 cores, 1.09 times all 4 cores without a",
@@ -304,7 +304,7 @@ def test_turns_of_what_others_are_held_against_are_said_to_make_ratios_doubtful(
     said = unsteady(compared(strategies=["ddp"]))
     assert said.startswith("The turns of single, 4 cores differ by 1")
     assert ", those of " in said and said.endswith(
-        "before believing any ratio to single, 2 cores and single, 4 cores."
+        "before relying on any ratio to single, 2 cores and single, 4 cores."
     )
 
 
@@ -362,10 +362,10 @@ def test_strategies_that_could_not_be_measured_are_not_said_to_have_other_number
 
     machine(only_single, lambda strategy: Agreement(False, 0.3, "fp64"))
     assert sentence(compared(strategies=["mp", "pp"])) == (
-        "Take single, 4 cores: mp and pp could not be measured (each row says why)."
+        "Take single, 4 cores: mp and pp could not be measured (each row has the reason)."
     )
     said = sentence(compared(strategies=["dp", "pp"]))
-    assert said == "Take single, 4 cores: pp could not be measured (each row says why)."
+    assert said == "Take single, 4 cores: pp could not be measured (each row has the reason)."
 
 
 def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(
@@ -422,7 +422,7 @@ def test_where_one_device_is_not_enough_the_sentence_says_so(machine: Callable[.
         raise OutOfMemory("out of memory")
 
     machine(nothing)
-    assert sentence(compared()) == "Nothing here can train this job: each row says why."
+    assert sentence(compared()) == "Nothing here can train this job: each row has the reason."
 
 
 # ---- what is measured against what ---------------------------------------------------------------

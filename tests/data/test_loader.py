@@ -178,7 +178,7 @@ def test_a_batch_comes_apart_in_inputs_and_targets() -> None:
 
 def test_several_micro_batches_dont_come_apart() -> None:
     batch = next(Loader(numbers(10), batch_size=4, accumulate=2).epoch(0))
-    with pytest.raises(JobError, match="2 micro-batches: give it whole to the step"):
+    with pytest.raises(JobError, match="2 micro-batches: pass it to the step as a whole"):
         _inputs, _targets = batch
     with pytest.raises(JobError):
         list(Batch([Part(1, 1, 1, 1), Part(1, 1, 1, 1)], 2, 0, 0))
@@ -433,12 +433,12 @@ def test_tuples_in_a_sample_stay_tuples_in_the_batch() -> None:
     [
         (
             (1, 2, 3),
-            r"a tuple of 3, \(inputs, targets\) is expected; of several inputs give \(\(a, b\), targets\).*",
+            r"a tuple of 3, \(inputs, targets\) is expected; for several inputs return \(\(a, b\), targets\).*",
         ),
         ({"x": 1, "y": 2}, r"a dict, \(inputs, targets\) is expected"),
         (
             torch.ones(2),
-            r"a Tensor, \(inputs, targets\) is expected; tensors of inputs .*",
+            r"a Tensor, \(inputs, targets\) is expected; combine tensors of inputs .*",
         ),
         (None, r"None, \(inputs, targets\) is expected"),
     ],
@@ -451,7 +451,7 @@ def test_what_is_no_pair_is_said(sample: Any, said: str) -> None:
 def test_a_collate_that_fails_is_said() -> None:
     ragged = [(torch.ones(i + 1), 0) for i in range(3)]
     with pytest.raises(
-        JobError, match=r"^collate: samples can't be put together \(RuntimeError: .*give a collate"
+        JobError, match=r"^collate: samples can't be batched \(RuntimeError: .*give a collate"
     ):
         list(Loader(ragged, batch_size=3, workers=0).epoch(0))
     with pytest.raises(

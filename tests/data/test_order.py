@@ -201,7 +201,7 @@ def by_the_process(epoch: int) -> torch.Tensor:
 def test_an_order_that_differs_between_ranks_is_refused(tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], order=by_the_process)
     with pytest.raises(
-        JobError, match="order: for epoch 0 it gave other indices on rank 1 than on rank 0"
+        JobError, match="order: for epoch 0 the indices on rank 1 differ from those on rank 0"
     ):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 

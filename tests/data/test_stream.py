@@ -268,7 +268,7 @@ def test_batches_of_a_stream_copied_ahead_are_the_same(workers: int) -> None:
         ),
         (
             {"workers": 2},
-            "loader_workers: 2, but train_data is a stream, and each of them would read all of it",
+            "loader_workers: 2, but train_data is a stream, and each worker would read all of it",
         ),
         ({"workers": -1}, "loader_workers: -1"),
         ({"batch_size": 0}, "batch_size: 0"),
@@ -326,7 +326,7 @@ def test_a_stream_that_is_used_up_is_said_when_it_begins_again(workers: int) -> 
 
 def test_a_stream_that_became_shorter_than_what_was_used_is_said() -> None:
     with pytest.raises(
-        RunError, match="has ended after 23 samples, and the run had used 32 of this epoch"
+        RunError, match="has ended after 23 samples, but the run had used 32 in this epoch"
     ):
         list(StreamLoader(Noisy(), batch_size=8, workers=0).epoch(0, 4))
 
@@ -343,7 +343,7 @@ SET = TensorDataset(torch.arange(3), torch.arange(3))
         ),
         (
             [DataLoader(SET), DataLoader(SET)],
-            "a DataLoader cuts batches .* put together with ConcatDataset",
+            "a DataLoader cuts batches .*combine several by ConcatDataset",
         ),
         (lambda: (SET, DataLoader(SET)), "a DataLoader cuts"),
         (
@@ -457,7 +457,7 @@ def test_a_scheduler_and_the_lines_know_no_length(
         assert run.history[1]["lr"] == pytest.approx(0.1 * 0.9 ** (8 if every == "step" else 1))
     out = capsys.readouterr().out
     assert "batches of 8 = 4 + 4 over the devices; a stream, a stream for evaluation" in out
-    assert out.count("note: train_data is a stream, which can't be shuffled") == 2
+    assert out.count("note: train_data is a stream, which isn't shuffled") == 2
     train(streamed(shuffle=False), strategy="single", devices="1xcpu", folder=tmp_path)
     assert "note:" not in capsys.readouterr().out
 
@@ -512,7 +512,7 @@ class ByRank(IterableDataset[Any]):
         (ByRank((16, 24)), "it ends after 16 samples on rank 0, and rank 1 has more"),
         (ByRank((24, 21)), "it ends after 21 samples on rank 1, and rank 0 has more"),
         (ByRank((24, 23)), "it ends after 23 samples on rank 1, and rank 0 has more"),
-        (ByRank((24, 24), shift=True), "batch 0 has other samples on rank 1 than on rank 0"),
+        (ByRank((24, 24), shift=True), "batch 0 on rank 1 differs from the one on rank 0"),
     ],
 )
 @pytest.mark.parametrize("held_out", [False, True])

@@ -182,7 +182,7 @@ def with_numbers(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
         (
             lambda: WithPenalty(bert_config()),
             with_tokens,
-            r"the model's loss is .* and the cross-entropy .*something added",
+            r"the model's loss is .* and the cross-entropy .*another term",
         ),
         (
             bert,
@@ -192,7 +192,7 @@ def with_numbers(samples: list[Any]) -> tuple[dict[str, Tensor], Tensor]:
         (
             classifier,
             with_numbers,
-            r"it is of tokens or classes, and these are logits \(8, 3\) and labels \(8,\)",
+            r"logits and labels of tokens or classes are expected, not \(8, 3\) and \(8,\)",
         ),
     ],
 )

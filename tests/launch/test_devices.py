@@ -93,9 +93,9 @@ def test_the_thread_limit_holds_in_the_thread_that_sets_it() -> None:
 @pytest.mark.parametrize(
     ("given", "under_torchrun", "threads", "note"),
     [
-        ("1", False, 1, "each device has 4 cores, and computes with 1, as OMP_NUM_THREADS says"),
-        ("3", False, 3, "each device has 4 cores, and computes with 3"),
-        ("3", True, 3, "each device has 4 cores, and computes with 3"),
+        ("1", False, 1, "each device has 4 cores, but computes with 1, as OMP_NUM_THREADS sets"),
+        ("3", False, 3, "each device has 4 cores, but computes with 3"),
+        ("3", True, 3, "each device has 4 cores, but computes with 3"),
         (
             "1",
             True,

@@ -255,7 +255,8 @@ def test_dataparallel_says_which_replica_it_waits_for(own: Path, capfd) -> None:
     net(torch.tensor([[0.0, 0.0], [9.0, 0.0]]))
     said = capfd.readouterr().err
     assert re.search(
-        r"lockstep: \d threads? of replicas have not come to an end for 1 s: .*that of cpu:1 is at test_hangs.py",
+        r"lockstep: \d threads? of replicas have not finished for 1 s: .*that of cpu:1 is at "
+        r"test_hangs.py",
         said,
     )
 

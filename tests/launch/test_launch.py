@@ -354,14 +354,15 @@ def test_numpy_draws_differ_between_ranks_and_launches() -> None:
 
 
 def test_a_launch_inside_a_rank_is_refused() -> None:
-    with pytest.raises(InputError, match=r"this is rank \d of 2 already"):
+    with pytest.raises(InputError, match=r"this process is already rank \d of 2"):
         launch(lambda world: launch(lambda inner: 0, "2xcpu"), "2xcpu")
 
 
 @pytest.mark.parametrize("call", ["train", "evaluate"])
 def test_a_training_inside_a_rank_is_refused(call: str) -> None:
     with pytest.raises(
-        InputError, match=r"this is rank \d of 2 already: start a training or a launch before"
+        InputError,
+        match=r"this process is already rank \d of 2: start a training or a launch outside",
     ):
         launch(
             lambda world: getattr(lockstep, call)(ZOO["mlp"], strategy="dp", devices="2xcpu"),
@@ -733,7 +734,7 @@ def test_a_collective_that_gives_up_says_of_whom_nothing_was_heard() -> None:
             time.sleep(50)
         torch.distributed.all_reduce(torch.ones(1))
 
-    with pytest.raises(RankFailed, match=r"rank [01] .*; nothing was heard of rank 2"):
+    with pytest.raises(RankFailed, match=r"rank [01] .*; no report from rank 2"):
         launch(hangs, "3xcpu", timeout=1.0)
 
 

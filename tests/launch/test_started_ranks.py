@@ -90,7 +90,7 @@ ALONE = {
     ),
     "no local rank": (
         {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"},
-        "LOCAL_RANK is not set, so that each would train alone: start them with torchrun",
+        "LOCAL_RANK is not set, so each process would train alone: start all with torchrun",
     ),
     "SLURM": (
         {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"},

@@ -416,7 +416,7 @@ def test_items_of_varying_length_are_put_together_by_a_collate() -> None:
     expected = torch.stack([embedding(s[None])[0] for s in sentences]).detach()
     torch.testing.assert_close(torch.stack(list(found)), expected)
     with pytest.raises(
-        InputError, match=r"items 0 to 2 can't be put together: .*; give a collate that can"
+        InputError, match=r"items 0 to 2 can't be batched: .*; give a collate that can"
     ):
         list(lockstep.map(embedding, sentences, "2xcpu", 3))
 
@@ -611,7 +611,7 @@ def test_a_function_that_cant_be_sent_or_begun_is_said() -> None:
         (lambda: lockstep.map(abs, [1], collate=list), "collate: it is for a module"),
         (
             lambda: lockstep.map(nn.Linear(1, 1), [1], collate=list),
-            "collate: there is nothing to put together",
+            "collate: it needs a batch_size",
         ),
     ],
 )

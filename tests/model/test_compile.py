@@ -88,7 +88,7 @@ def dropping() -> nn.Module:
 @pytest.mark.slow
 def test_dropout_in_compiled_threads_is_refused(tmp_path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=dropping, compile="aot_eager")
-    with pytest.raises(StrategyError, match="compiled code takes them from one generator"):
+    with pytest.raises(StrategyError, match="all threads draw from one generator"):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
@@ -101,7 +101,7 @@ def test_a_model_that_is_compiled_already_is_pointed_to_the_setting(tmp_path, ca
         ZOO["mlp"], model=lambda: torch.compile(nn.Linear(6, 3), backend="aot_eager")
     )
     with pytest.raises(
-        StrategyError, match=r"the model is what torch\.compile gave: give the model itself"
+        StrategyError, match=r"the model was given to torch\.compile already: give the model itself"
     ):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
     train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
@@ -190,7 +190,7 @@ def test_a_buffer_that_compiled_code_would_read_too_late_is_refused(way, devices
     gradients twice as large.
     """
     job = dataclasses.replace(ZOO["mlp"], model=WarmingUp, compile="aot_eager")
-    with pytest.raises(StrategyError, match='writes its buffer "steps" in forward'):
+    with pytest.raises(StrategyError, match='forward writes buffer "steps" in place'):
         train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
     train(job.replace(compile=False), strategy=way, devices=devices, folder=tmp_path, quiet=True)
 

@@ -277,13 +277,13 @@ def test_broadcast_along_a_row_is_counted_as_pytorch_does() -> None:
             nn.MSELoss(),
             (8, 1),
             (8,),
-            r"outputs \(8, 1\) and targets \(8,\): .*every sample against others",
+            r"outputs \(8, 1\) and targets \(8,\): .*compare samples with other samples",
         ),
         (
             nn.BCELoss(weight=torch.rand(8)),
             (8,),
             (8,),
-            r"weight \(8,\) has a number for each place in the batch",
+            r"weight \(8,\) has a value for each element of the batch",
         ),
         (nn.CrossEntropyLoss(), (8,), (8,), r"outputs \(batch, classes, \.\.\.\) are expected"),
         (

@@ -333,7 +333,7 @@ def test_a_loss_that_takes_long_is_checked_now_and_then_which_is_logged() -> Non
     check = LossCheck(Totalled(contrastive), cuts=True)
     line = timed(check, [0.3] * 4, 1.0)
     assert check.interval.every == 16 and line is not None
-    assert "is additive over samples is checked in one of 16 updates" in line
+    assert "the loss check runs in one of 16 updates" in line
     assert [update for update in range(40) if check.wants(update)] == [*range(6), 16, 32]
 
 

@@ -152,7 +152,7 @@ def test_what_no_stream_gives_is_drawn_in_turn(
 ) -> None:
     assert _worst(model, tmp_path) < 1e-10
     said = " ".join(capsys.readouterr().out.split())
-    assert f"{says}, which all micro-batches share: micro-batches are computed in turn" in said
+    assert f"{says}, which all micro-batches share: micro-batches run one after another" in said
 
 
 class Sampling(Model):

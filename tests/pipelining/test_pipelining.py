@@ -577,15 +577,15 @@ def test_settings_of_the_strategy_itself_are_checked() -> None:
         (lambda: PP(split_size=0), "micro-batches of 0 samples: give a whole number from 1"),
         (
             lambda: PP(split_size=5, microbatches=2),
-            "microbatches=2 and split_size=5 say the same thing: give one of",
+            "microbatches=2 and split_size=5 set the same number: give one of",
         ),
         (
             lambda: PP(split_size=5, microbatches=4),
-            "microbatches=4 and split_size=5 say the same thing",
+            "microbatches=4 and split_size=5 set the same number",
         ),
         (
             lambda: PP(split_size=5, microbatches="auto"),
-            "microbatches=auto and split_size=5 say the same thing",
+            "microbatches=auto and split_size=5 set the same number",
         ),
         (lambda: MP(split_size=5), "mp has one micro-batch, not those of 5 samples: take pp"),
         (lambda: MP(microbatches="auto"), "mp has one micro-batch, not auto: take pp"),
@@ -749,7 +749,7 @@ def test_a_micro_batch_that_takes_another_way_than_expected_is_said(tmp_path, ca
     job = _job(Returning, (drawn(SAMPLES, 6), wants(9, 20, 28)), order=in_place_order)
     way = PP({"first": 0, "": 1})
     run = train(job.replace(precision="fp64"), strategy=way, devices="2xcpu", folder=tmp_path)
-    assert capsys.readouterr().out.count("take different ways back and forth") == 1
+    assert capsys.readouterr().out.count("pass through the stages in different orders") == 1
     one = train(
         job.replace(precision="fp64", accumulate=4),
         strategy="single",

@@ -203,7 +203,7 @@ def test_so_it_does_under_every_schedule(model: type[Two], tmp_path) -> None:
 @pytest.mark.filterwarnings("ignore:dropout masks differ")  # from those of a whole batch
 def test_what_a_layer_sets_within_its_own_call_keeps_nobody_waiting(tmp_path, capsys) -> None:
     hold(job_of(Harmless), PP(SPLIT, 3), tmp_path)
-    assert "are computed in turn" not in capsys.readouterr().out
+    assert "micro-batches run one after another" not in capsys.readouterr().out
     step = parallelize(
         Harmless(), nn.CrossEntropyLoss(), sgd, strategy=PP(SPLIT, 3), devices="2xcpu"
     )
@@ -256,5 +256,5 @@ def test_a_backward_that_comes_to_another_micro_batch_fails_and_does_not_wait(
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith(
-        "3 stage 0, backward of micro-batch 0: it came to what micro-batch "
+        "3 stage 0, backward of micro-batch 0: backward reached tensors of micro-batch "
     ), done.stderr

@@ -582,7 +582,7 @@ def test_pp_ends_where_one_device_that_accumulates_does(kind: str, tmp_path, cap
     _, device_map, says = ODD[kind]
     compare(kind, PP(device_map, 3), 2, tmp_path)
     said = capsys.readouterr().out
-    assert ("are computed in turn" in said) == (says is not None)
+    assert ("micro-batches run one after another" in said) == (says is not None)
     assert says is None or f"note: {says}" in said
 
 

@@ -686,7 +686,10 @@ def test_the_command_writes_in_the_folder_of_the_run_and_says_where(
     [
         ("predict", "the following arguments are required: run"),
         ("predict nowhere", "nowhere: no run is kept there"),
-        ("predict stopped", "no such weights, the run did not reach its end: it finished no epoch"),
+        (
+            "predict stopped",
+            "no such weights, since the run was not finished: it finished no epoch",
+        ),
         ("predict blind", "eval_data: the job has none; predict on train"),
         (
             "predict blind train --best",

@@ -122,7 +122,7 @@ def test_which_of_several_outputs_it_would_read_is_asked_for(way: str, tmp_path:
     """
     strategy, devices, _ = WAYS[way]
     job = dataclasses.replace(JOB, model=lambda: Blocks(gives_both=True), loss=of_main)
-    with pytest.raises(LossError, match=r"where nothing counts") as caught:
+    with pytest.raises(LossError, match=r"also without items") as caught:
         train(job, strategy=strategy, devices=devices, folder=tmp_path, quiet=True)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -213,10 +213,10 @@ class OnRankZero(Callback):
 @pytest.mark.parametrize("way", ["fsdp", "ddp"])
 def test_a_call_on_one_rank_only_is_named_at_once(way: str, call: str, tmp_path: Path) -> None:
     """Found by trial: the ranks of fsdp were aborted, with advice about blocks."""
-    instead = "rank 1 went on without it"
+    instead = "rank 1 continued without it"
     if way == "fsdp":  # ranks meet at the end of callbacks, where whole parameters are compared
-        instead = "on rank 1 it was the end of callbacks"
-    said = rf"training\.{call}\(\) in a callback has to be on every rank, and {instead}"
+        instead = "rank 1 reached the end of callbacks"
+    said = rf"training\.{call}\(\) in a callback must happen on every rank, but {instead}"
     with pytest.raises(LockstepError, match=said):
         trained(OnRankZero(call), {"strategy": way, "devices": "2xcpu", "folder": tmp_path})
 

@@ -294,11 +294,11 @@ def test_a_stream_at_whose_batches_ranks_wait_for_one_another_is_noted(
     ]
     assert (
         len(notes) == 1
-        and "ranks compare what they have read before each step: there they wait" in notes[0]
+        and "before each step the ranks wait for one another and compare what they read" in notes[0]
     )
     one = train(job, strategy="single", devices="1xcpu", folder=tmp_path)
     assert (weights(run)["rows.weight"] - weights(one)["rows.weight"]).abs().max() < 1e-12
-    assert "ranks compare" not in capsys.readouterr().out
+    assert "the ranks wait for one another" not in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -315,7 +315,11 @@ def test_the_command_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
     ("settings", "devices", "says"),
     [
         ({"sync_batchnorm": True}, "2xcpu", "sync_batchnorm makes ranks wait for one another"),
-        ({"precision": "fp16"}, "2xcpu", "fp16 scales the loss, on each rank otherwise: take bf16"),
+        (
+            {"precision": "fp16"},
+            "2xcpu",
+            "fp16 isn't supported, since each rank would scale the loss differently: take bf16",
+        ),
         (
             {"optimizer": lambda params: NoRate(p for _, p in params)},
             "2xcpu",

@@ -306,7 +306,7 @@ def test_a_part_that_comes_later_is_refused(way: str, devices: str, tmp_path: Pa
     job = job_of(mlp, later, data, order=lambda epoch: torch.arange(16), eval_data=None)
     with pytest.raises(
         LossError,
-        match=r'later: part "late" is new in step 2, .*: give each part from the first upd',
+        match=r'later: part "late" is new in step 2, .*: return each part from the first upd',
     ):
         train(job, folder=tmp_path, quiet=True, strategy=way, devices=devices)
 

@@ -211,7 +211,7 @@ def test_what_would_lose_waiting_gradients_is_refused(what: str, tmp_path: Path)
     step.backward(drawn(4, 6), labels(4, 3))
     with pytest.raises(
         InputError,
-        match=r"gradients of 4 samples, by step.backward\(...\), wait for step.update\(\)",
+        match=r"gradients of 4 samples by step.backward\(...\) are pending: call step.update\(\)",
     ):
         if what == "step":
             step(drawn(4, 6), labels(4, 3))
@@ -448,7 +448,7 @@ def test_a_hook_that_a_loop_registers_later_is_said() -> None:
     """Found by trial: without a line."""
     said, _ = lockstep.launch(hooked_later, devices="2xcpu")
     for text in (
-        "hooks on parameters see the gradient of a local batch",
+        "hooks on parameters get the gradient of a local batch",
         'the gradient of "0.weight" for the whole batch is not the sum for its parts',
     ):
         assert [text in line for line in said].count(True) == 1
@@ -538,7 +538,7 @@ def test_a_state_is_not_loaded_while_gradients_wait(tmp_path: Path) -> None:
     step.save(tmp_path)
     step.backward(drawn(4, 4), labels(4, 3))
     for load in (lambda: step.load(tmp_path), lambda: step.load_state_dict(state)):
-        with pytest.raises(InputError, match=r"gradients of 4 samples, .* wait for step"):
+        with pytest.raises(InputError, match=r"gradients of 4 samples .* are pending: call step"):
             load()
     step.update()
     step.load(tmp_path)

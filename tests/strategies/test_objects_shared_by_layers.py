@@ -142,7 +142,7 @@ def test_a_statistic_of_the_batch_that_is_handed_on_is_refused(way: Any, tmp_pat
     """Found by trial: a copy of the model had a dict for each layer, so weights were 0.1 % off
     without a line.
     """
-    with pytest.raises(StrategyError, match=r'samples act on one another in "layers.0"'):
+    with pytest.raises(StrategyError, match=r'samples influence one another in "layers.0"'):
         train(handing("dict", True, mixes=True), **way, folder=tmp_path, quiet=True)
 
 

@@ -163,7 +163,7 @@ def test_parameters_are_freed_under_overlapped_ddp_too() -> None:
 
 def test_an_optimizer_of_another_models_parameters_is_refused() -> None:
     optimizer = torch.optim.SGD([*mlp().parameters(), *(model := mlp()).parameters()], lr=0.1)
-    with pytest.raises(JobError, match="it holds parameters that the model doesn't have"):
+    with pytest.raises(JobError, match="it has parameters that aren't the model's"):
         lockstep.parallelize(model, nn.CrossEntropyLoss(), optimizer, devices="1xcpu")
 
 
@@ -197,7 +197,7 @@ def test_a_parameter_that_is_frozen_on_one_rank_only_is_named() -> None:
     began = time.monotonic()
     with pytest.raises(
         InputError,
-        match=r'parameter "2.bias" is frozen now\) has to be on every rank, and rank 1 went on',
+        match=r'parameter "2.bias" is frozen now\) must happen on every rank, but rank 1 continued',
     ):
         lockstep.launch(loop, devices="2xcpu")
     assert time.monotonic() - began < 15
@@ -225,7 +225,7 @@ def test_what_is_called_on_one_rank_only_is_refused_at_once(what: str, tmp_path:
     began = time.monotonic()
     with pytest.raises(
         InputError,
-        match=rf"step\.{what}\(.*\) has to be on every rank, and rank 1 went on without it",
+        match=rf"step\.{what}\(.*\) must happen on every rank, but rank 1 continued without it",
     ):
         lockstep.launch(loop, devices="2xcpu")
     assert time.monotonic() - began < 15
@@ -238,7 +238,7 @@ def test_different_calls_on_the_ranks_are_refused_by_both_names() -> None:
 
     with pytest.raises(
         (InputError, RankFailed),
-        match=r"step\..* has to be on every rank, and on rank . it was step\.",
+        match=r"step\..* must happen on every rank, but rank . reached step\.",
     ):
         lockstep.launch(loop, devices="2xcpu")
 
@@ -319,7 +319,7 @@ def test_a_function_that_freezes_a_layer_on_rank_0_is_found_in_the_next_step(
     """It once drifted without a word: 1.0547 : 1.0568."""
     with pytest.raises(
         (InputError, RunError),
-        match=r'parameter "0.weight" is frozen now\) has to be on every rank',
+        match=r'parameter "0.weight" is frozen now\) must happen on every rank',
     ):
         lockstep.train(
             job_that(freeze, kind), strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True
@@ -510,7 +510,9 @@ def test_a_loop_is_warned_where_its_numbers_will_differ(
 def test_a_loop_is_stopped_where_samples_act_on_one_another(way: str, accumulate: int) -> None:
     strategy, devices = WAYS[way]
     where: dict[str, Any] = {"strategy": strategy, "devices": devices, "accumulate": accumulate}
-    with pytest.raises(StrategyError, match=r"samples act on one another in the model \(Centred"):
+    with pytest.raises(
+        StrategyError, match=r"samples influence one another in the model \(Centred"
+    ):
         step_of(Centred(6, 3), **where)(drawn(12, 6), labels(12, 3))
     step = step_of(Centred(6, 3), **where, accept_differences=True)
     with pytest.warns(UserWarning, match="results depend on where a batch is cut") as warned:
@@ -531,7 +533,7 @@ def test_a_rank_that_ends_its_loop_early_is_named() -> None:
 
     with pytest.raises(
         InputError,
-        match=r"rank 0 ended after step 2, .*every rank has to make the same number of steps",
+        match=r"rank 0 ended after step 2, .*every rank must make the same number of steps",
     ):
         lockstep.launch(loop, devices="2xcpu")
 
@@ -570,7 +572,7 @@ def test_a_list_of_targets_is_cut_by_samples_or_refused_where_it_may_be_two_thin
     assert (found - expected).abs().max() < 1e-12
     with pytest.raises(
         InputError,
-        match="targets: a list of 2 items, whose tensors have 2 rows each, for 2 samples can be",
+        match="targets: a list of 2 items with 2 rows each is ambiguous for 2 samples",
     ):
         step(drawn(2, 6).double(), [drawn(2, 2).double(), drawn(2, 2).double()])
 
@@ -797,7 +799,7 @@ def hooked_after(world: Any) -> None:
 
 def test_hooks_on_modules_of_later_are_checked_under_fsdp() -> None:
     """Found by trial: without a line, as rank 0 inspected a copy of the model that was built."""
-    with pytest.raises(StrategyError, match='samples act on one another in "0"'):
+    with pytest.raises(StrategyError, match='samples influence one another in "0"'):
         lockstep.launch(hooked_after, devices="2xcpu")
 
 
@@ -891,7 +893,7 @@ def test_a_mean_over_a_rare_class_is_refused_in_the_update_in_which_it_comes(
         model, with_mean_of_the_rare, plain_sgd(model.named_parameters()), devices="2xcpu"
     )
     with pytest.raises(LossError, match=f"in step {update} "), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="whether the loss is additive")
+        warnings.filterwarnings("ignore", message="the loss check runs in")
         for number in range(1, 8):
             targets = torch.arange(16) % 2
             targets[[1, 4]] = 2 if number == update else 0
@@ -913,9 +915,7 @@ def test_a_loop_in_parts_is_told_how_often_its_loss_is_checked() -> None:
     step = lockstep.parallelize(
         model, slowly_summed, plain_sgd(model.named_parameters()), devices="2xcpu"
     )
-    with pytest.warns(
-        UserWarning, match="whether the loss is additive over samples is checked in one of"
-    ):
+    with pytest.warns(UserWarning, match="the loss check runs in one of"):
         for number in range(6):
             step.backward(drawn(16, 6, seed=number), torch.arange(16) % 2)
             step.update()

@@ -319,7 +319,7 @@ def test_hooks_on_parameters_are_said_of_jobs_and_of_own_loops(
     way, tmp_path, capsys, recwarn
 ) -> None:
     """Found by trial: a job had no line, weights were 2 % off."""
-    said = "hooks on parameters see the gradient of a local batch"
+    said = "hooks on parameters get the gradient of a local batch"
     job = ignoring(lambda: Clamped("parameter"))
     train(job, **CUT[way], folder=tmp_path, **ACCEPTED)
     lines = " ".join(capsys.readouterr().out.split())
@@ -626,14 +626,14 @@ def test_frequencies_in_a_micro_batch_are_refused(kind: str, way: str, tmp_path)
             19,
             {},
             "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
-            "lets",
+            "normalizes",
         ),
         (
             "ddp",
             19,
             {},
             "step 3: BatchNorm was given one sample only, of a batch of 3: sync_batchnorm=True "
-            "lets",
+            "normalizes",
         ),
         (
             "hogwild",
@@ -685,7 +685,9 @@ def test_ranks_whose_parameters_come_to_differ_are_stopped(tmp_path) -> None:
 def test_a_buffer_that_depends_on_the_share_is_refused_or_said(way: str, tmp_path, capsys) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=Averaging, eval_data=None, metrics={})
     where: dict[str, Any] = {"strategy": way, "devices": "2xcpu", "folder": tmp_path}
-    with pytest.raises(StrategyError, match=r"samples act on one another in the model \(Averaging"):
+    with pytest.raises(
+        StrategyError, match=r"samples influence one another in the model \(Averaging"
+    ):
         train(job, **where, quiet=True)
     train(job, **where, **ACCEPTED)
     said = capsys.readouterr().out

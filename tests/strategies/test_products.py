@@ -352,13 +352,13 @@ def test_a_node_gives_each_process_several_accelerators(monkeypatch: pytest.Monk
         (
             "2xcpu",
             1,
-            r"ddp=2xpp=2 wants 2 devices for each rank, and this one has 1: .*devices_per_rank=2",
+            r"ddp=2xpp=2 needs 2 devices for each rank, and this rank has 1: .*devices_per_rank=2",
         ),
         ("5xcpu", 2, r"5 devices cannot be divided into ranks of 2"),
         (
             "4xcpu",
             4,
-            r"ddp=2xpp=2 wants 2 processes with 2 devices each, and there are 1 with 4: .*devices_per_rank=2",
+            r"ddp=2xpp=2 needs 2 processes with 2 devices each, and there are 1 with 4: .*devices_per_rank=2",
         ),
     ],
 )

@@ -336,7 +336,7 @@ def test_ranks_of_hogwild_skip_by_themselves(tmp_path: Path, capfd: Any) -> None
 
 def test_a_step_function_refuses_to_skip() -> None:
     with pytest.raises(
-        JobError, match=r"^nonfinite: a step function makes several updates, of which one"
+        JobError, match=r"^nonfinite: a step function makes several updates, and skipping one"
     ):
         job(
             step=lambda models, batch, update: None,

@@ -256,7 +256,7 @@ def dropping() -> nn.Module:
         (
             {"collate": padded},
             {**ACCUMULATE, "accept_differences": True},
-            "collate is given each micro-batch, not the global batch",
+            "collate gets each micro-batch, not the global batch",
         ),
     ],
     ids=lambda value: "",
@@ -442,7 +442,7 @@ def test_a_hook_that_writes_to_a_global_is_refused_where_batches_are_cut(
     job = dataclasses.replace(ZOO["mlp"], model=hooked, loss=penalty_on_hidden, eval_data=None)
     says = "is not a sum over samples"
     if way is OVERLAPPING:  # which of them comes first depends on which micro-batches overlap
-        says += "|came to what micro-batch .* has computed, by way of a hook"
+        says += "|backward reached tensors of micro-batch .* through a hook"
     with pytest.raises(LockstepError, match=says):
         train(job, **way, folder=tmp_path, quiet=True)
 
@@ -495,7 +495,7 @@ def counted_by_attribute(outputs: torch.Tensor, targets: torch.Tensor) -> torch.
         ({"model": Adversarial}, ACCUMULATE, "the gradient of"),
         ({"model": Adversarial}, {**DP, "accumulate": 2}, "the gradient of"),
         *[
-            ({"model": functools.partial(Centering, where)}, way, "samples act on one another")
+            ({"model": functools.partial(Centering, where)}, way, "samples influence one another")
             for where, way in (("new", ACCUMULATE), ("None", DP), ("dict", DP))
         ],
         ({"model": MixingInEvaluation}, DP, "in batch 1 of an evaluation"),

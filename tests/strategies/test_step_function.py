@@ -390,10 +390,10 @@ def test_a_run_of_several_optimizers_goes_on_under_another_strategy(
     [
         (
             "pp",
-            r"pp can't train a job with step=: stages are made of one forward, .*; take single or ddp",
+            r"pp can't train a job with step=: stages are found from one forward, .*; take single or ddp",
         ),
-        ("dp", "dp can't train a job with step=: replicas on threads would each call it"),
-        ("mp", r"mp can't train a job with step=: stages are made of one forward"),
+        ("dp", "dp can't train a job with step=: each replica's thread would call the function"),
+        ("mp", r"mp can't train a job with step=: stages are found from one forward"),
         ("hogwild", r"hogwild can't train a job with step=: ranks don't wait for one another"),
     ],
 )
@@ -533,7 +533,7 @@ def test_a_mean_without_its_count_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(
         LossError,
-        match=r'update\("head"\): there is no count.*give the sum over items, and their number',
+        match=r'update\("head"\): the count is missing: give the sum over items, and the number of items',
     ):
         train(job_of(mean), strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
 
@@ -815,7 +815,7 @@ def test_what_a_layer_does_in_training_only_is_seen(tmp_path: Path) -> None:
         train_data=DATA,
         batch_size=8,
     )
-    with pytest.raises(StrategyError, match=r'samples act on one another in "body" \(Coded\)'):
+    with pytest.raises(StrategyError, match=r'samples influence one another in "body" \(Coded\)'):
         train(job, strategy="ddp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 

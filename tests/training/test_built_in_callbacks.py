@@ -89,7 +89,7 @@ def test_a_metric_that_should_rise_stops_it_and_a_resumed_run_knows_what_came_be
     )
     again = lockstep.train(rising(stops), devices="1xcpu", resume=run.folder)
     assert again.summary["epochs"] == 5, "one more that is no better is enough"
-    assert "EarlyStopping had stopped the run after 4 epochs: it goes on" in "".join(
+    assert "EarlyStopping stopped the run after 4 epochs; the run resumes" in "".join(
         capfd.readouterr()
     )
 

@@ -205,7 +205,7 @@ class Changes(Callback):
     [
         (
             Changes("frozen"),
-            r'parameter "2.weight" is frozen now\) has to be on every rank, and rank 0 went on',
+            r'parameter "2.weight" is frozen now\) must happen on every rank, but rank 0 continued',
         ),
         (Changes("written", at=3), 'parameter "2.weight" is no longer the same on all ranks'),
         slow(
@@ -214,7 +214,7 @@ class Changes(Callback):
         ),
         slow(Changes("data"), 'parameter "2.weight" is no longer the same on all ranks'),
         (Changes("rate"), r'parameter "\d.\w+" is no longer the same on all ranks'),
-        slow(Changes("end", at=3), "the end of the training by Changes has to be on every rank"),
+        slow(Changes("end", at=3), "the end of the training by Changes must happen on every rank"),
     ],
     ids=lambda value: f"{value.what}-{len(value.ranks)}" if isinstance(value, Changes) else "",
 )
@@ -323,10 +323,7 @@ def test_what_a_callback_trains_that_the_optimizer_was_not_given_is_said(
         devices=devices,
         folder=tmp_path,
     )
-    said = (
-        'note: "0.weight" requires gradients now and isn\'t trained, since the optimizer '
-        "wasn't given it"
-    )
+    said = 'note: "0.weight" requires gradients now, but is not in the optimizer'
     assert capfd.readouterr().out.count(said) == 1
 
 
@@ -386,9 +383,9 @@ def test_callbacks_of_a_job_are_copied_for_each_training(tmp_path: Path) -> None
 def test_callbacks_that_a_resumed_run_has_anew_or_lost_are_said(tmp_path: Path, capfd: Any) -> None:
     run = trained(job(Remembers()), tmp_path, "single")
     lockstep.train(job(Goes(), Goes()), resume=run.folder, steps=7)
-    assert "callbacks: Remembers-2 begins anew: the run had none" in "".join(capfd.readouterr())
+    assert "callbacks: Remembers-2 begins without a state" in "".join(capfd.readouterr())
     lockstep.train(job(), resume=run.folder, steps=8)
-    assert "callbacks: the run had Remembers" in "".join(capfd.readouterr())
+    assert "callbacks: the saved state of Remembers" in "".join(capfd.readouterr())
 
 
 class Stretched(torch.utils.data.Dataset[Any]):

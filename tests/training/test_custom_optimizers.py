@@ -334,7 +334,8 @@ def test_an_optimizer_whose_state_cannot_be_saved_is_refused_before_the_first_st
         (FSDP(elementwise=True), r"fsdp: Delegating has a state_dict\(\) of its own"),
         slow(
             "hogwild",
-            r"Delegating, which has a state_dict\(\) of its own, may keep others elsewhere: use ddp",
+            r"Delegating, which has a state_dict\(\) of its own, may keep other learning rates: "
+            r"use ddp",
         ),
     ],
 )

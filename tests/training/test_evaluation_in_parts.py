@@ -143,7 +143,7 @@ def beside(samples: list[Any]) -> Any:
 
 def test_a_small_term_of_the_models_own_loss_is_seen(tmp_path: Path) -> None:
     """Found by trial: terms below 1e-4 of the loss were not."""
-    with pytest.raises(LossError, match="it has something added"):
+    with pytest.raises(LossError, match="it has another term"):
         train(
             job_of(OwnLoss, loss=model_loss, collate=beside),
             devices="1xcpu",
@@ -209,7 +209,7 @@ def test_a_collate_is_said_in_evaluations_and_predictions(tmp_path: Path, capfd:
         lambda: predict(run, strategy="dp", devices=2),
     ):
         use()
-        assert "collate is given each device's local batch" in capfd.readouterr().out
+        assert "collate gets each device's local batch" in capfd.readouterr().out
 
 
 class Reusing(nn.Module):

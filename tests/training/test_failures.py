@@ -257,14 +257,14 @@ def test_a_damaged_state_is_said(tmp_path) -> None:
     for path in run.folder.glob("checkpoints/*/*"):
         path.write_bytes(b"nonsense")
     with pytest.raises(
-        FolderError, match="no checkpoint is whole: take another run, or begin anew"
+        FolderError, match="all checkpoints are damaged: resume another run, or start a new one"
     ):
         train(job_of(), resume=run.folder, quiet=True)
 
 
 def test_a_state_of_another_model_is_refused_by_name(tmp_path) -> None:
     run = train(job_of(epochs=1), folder=tmp_path, quiet=True)
-    with pytest.raises(Exception, match="the saved model is another one"):
+    with pytest.raises(Exception, match="the saved model is different"):
         train(job_of(lambda: nn.Linear(6, 3)), resume=run.folder, quiet=True)
 
 

@@ -177,7 +177,7 @@ def test_what_can_not_be_read_is_named(tmp_path: Path, capsys) -> None:
         (tmp_path / "text.safetensors", "text.safetensors: not a safetensors file"),
         (
             other,
-            'has no weight of the model: the names there are "layer.weight", ..., here '
+            'has no weight of the model: its names are "layer.weight", ..., the model\'s '
             '"body.weight", ...',
         ),
     ):

@@ -194,25 +194,26 @@ def test_an_edited_job_file_and_other_data_are_said(
     (own / "own.py").write_text(FILE.replace("lr=0.1", "lr=0.2"))
     train(job, resume=run.folder, epochs=3)
     assert notes(capsys) == [
-        "note: own.py has changed since the run was begun",
-        "note: lr: the optimizer goes on as it was saved, with 0.1, and not 0.2",
+        "note: own.py has changed since the run was started",
+        "note: lr: the optimizer resumes with the saved 0.1, not 0.2",
     ]
     (own / "own.py").write_text(FILE)
     train(JobFile("own.py", {"seed": 2}), resume=run.folder, epochs=4)
     said, of_set = (line for line in notes(capsys) if ".py" not in line)
     assert (
-        of_set == "note: --set seed: it is 2, and was as the job file has it when the run was begun"
+        of_set
+        == "note: --set seed: it is 2, and was as the job file has it when the run was started"
     )
     assert re.fullmatch(
-        r"note: train_data has changed since the run was begun: sample \d+ is another one", said
+        r"note: train_data has changed since the run was started: sample \d+ is different", said
     )
     train(JobFile("own.py", {"seed": 2, "samples": 48}), resume=run.folder, epochs=5)
     said, of_samples = (line for line in notes(capsys) if ".py" not in line)
     assert (
         of_samples
-        == "note: --set samples: it is 48, and was as the job file has it when the run was begun"
+        == "note: --set samples: it is 48, and was as the job file has it when the run was started"
     )
-    assert said.startswith("note: train_data has 48 samples, and had 40 when the run was begun")
+    assert said.startswith("note: train_data has 48 samples, and had 40 when the run was started")
 
 
 def test_an_order_of_fewer_samples_is_no_change_of_the_data(

@@ -115,7 +115,7 @@ def untrained(model: nn.Module) -> None:
 
 def test_a_layer_that_the_optimizer_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        InputError, match="the optimizer has a parameter that the model hasn't any more"
+        InputError, match="the optimizer has a parameter that is no longer in the model"
     ):
         trained(job(At(2, untrained)), tmp_path, "single", steps=3)
 
@@ -149,5 +149,5 @@ def test_other_settings_of_a_job_that_is_no_file_are_said(tmp_path: Path, capsys
         ("accumulate", 2, 1),
         ("precision", "fp64", its.precision),
     ):
-        assert f"note: {name}: it is {now}, and was {then} when the run was begun" in said
-    assert said.count("begun") == 3
+        assert f"note: {name}: it is {now}, and was {then} when the run was started" in said
+    assert said.count("was started") == 3

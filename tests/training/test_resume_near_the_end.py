@@ -253,11 +253,8 @@ def test_auto_takes_no_run_of_other_parameters(tmp_path: Path, capfd) -> None:
     assert newest_of(runs, JobFile(file, {}, longer), "own") is None
     train(JobFile(file, {"lr": "0.1"}, longer), resume=run.folder)
     said = capfd.readouterr()
-    assert "note: --set lr: it is 0.1, and was 0.5 when the run was begun" in said.out + said.err
-    assert (
-        "note: lr: the optimizer goes on as it was saved, with 0.5, and not 0.1"
-        in said.out + said.err
-    )
+    assert "note: --set lr: it is 0.1, and was 0.5 when the run was started" in said.out + said.err
+    assert "note: lr: the optimizer resumes with the saved 0.5, not 0.1" in said.out + said.err
 
 
 @pytest.mark.parametrize("at", ["evaluated", "saved"])
@@ -275,14 +272,14 @@ def test_what_a_function_has_stopped_stays_stopped(
     (run,) = tmp_path.iterdir()
     assert [record["epoch"] for record in resumed(job, run).history] == [1, 2]
     assert [record["epoch"] for record in train(job, resume=run).history] == [1, 2, 3]
-    assert "on_event had stopped the run after 2 epochs: it goes on" in "".join(capfd.readouterr())
+    assert "on_event stopped the run after 2 epochs; the run resumes" in "".join(capfd.readouterr())
 
 
 def test_asking_for_less_than_was_done_is_refused(tmp_path: Path) -> None:
     job = a_job(save_every=3)
     run = begun(job, tmp_path, "epoch", 2 * BATCHES)
     for asked in ({"epochs": 1}, {"steps": 6}):
-        with pytest.raises(JobError, match=r"the run has done .*ask for more"):
+        with pytest.raises(JobError, match=r"the run has reached .*give more"):
             resumed(job.replace(**asked), run)
     assert resumed(job, run).summary["epochs"] == 3
 
@@ -325,7 +322,7 @@ def test_the_weights_of_a_finished_run_are_written_anew(damaged: bool, tmp_path:
     assert all(
         torch.equal(value, whole[name]) for name, value in weights.load_weights(path).items()
     )
-    with pytest.raises(JobError, match="the run has done 3"):
+    with pytest.raises(JobError, match="the run has reached epoch 3"):
         resumed(job, run.folder)
 
 
@@ -343,7 +340,7 @@ def test_what_was_set_aside_is_nothing_to_resume_and_is_named(tmp_path: Path) ->
     run = begun(job, tmp_path, "epoch", 3 * BATCHES)
     for step in (5, 10):
         (run / "checkpoints" / f"step-{step}" / "index.json").write_text("{}")
-    with pytest.raises(FolderError, match=r"no checkpoint is whole.*step-10.*step-5"):
+    with pytest.raises(FolderError, match=r"all checkpoints are damaged.*step-10.*step-5"):
         resumed(job, run)
     assert not RunFolder(run).is_resumable
     with pytest.raises(FolderError, match=r"step-10.damaged, step-5.damaged were found damaged"):

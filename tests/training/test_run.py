@@ -106,7 +106,7 @@ def test_a_run_that_is_not_there_or_has_no_such_weights_is_said(tmp_path: Path) 
     (run.folder / "model.safetensors").unlink()
     stopped = Run.open(run.folder, job_of())
     assert stopped.metrics == {}
-    with pytest.raises(FolderError, match="no such weights, the run did not reach its end"):
+    with pytest.raises(FolderError, match="no such weights, since the run was not finished"):
         stopped.model()
 
 

@@ -86,7 +86,9 @@ def test_another_base_is_refused_wherever_it_would_be_taken(tmp_path: Path) -> N
     its = job()
     run = trained(its.replace(steps=4), tmp_path)
     other = its.replace(model=lambda: adapted(2.0))
-    says = r'"0\.weight" was frozen and is not in it \(save_frozen\), and the job builds other values now'
+    says = (
+        r'"0\.weight" was frozen and not saved \(save_frozen\), and the job now builds other values'
+    )
     with pytest.raises(FolderError, match=says):
         Run.open(run.folder, other).model()
     with pytest.raises(FolderError, match=f"the checkpoint: {says}"):
@@ -95,7 +97,9 @@ def test_another_base_is_refused_wherever_it_would_be_taken(tmp_path: Path) -> N
     assert trained(begun, tmp_path).metrics["loss"] < run.metrics["loss"]
     with pytest.raises(FolderError, match=f"init: .*{says}"):
         trained(begun.replace(model=lambda: adapted(2.0)), tmp_path)
-    with pytest.raises(JobError, match="save_frozen: false takes frozen weights from model alone"):
+    with pytest.raises(
+        JobError, match="save_frozen: with false, frozen weights come from model only"
+    ):
         job(init=str(run.folder))
 
 

@@ -87,7 +87,7 @@ def test_steps_epochs_and_times_are_told_apart() -> None:
     assert {value: Every.read(value, "eval_every") for value in said} == said
     for wrong in (0, "0 epochs", "1.5 steps", "2.5", "often", -3, "3 minuets"):
         with pytest.raises(
-            JobError, match=rf"eval_every: '?{wrong}'? is neither a number of steps"
+            JobError, match=rf"eval_every: '?{wrong}'? is not valid: give a number of steps"
         ):
             a_job(eval_every=wrong)
 
@@ -253,9 +253,10 @@ def test_hogwild_evaluates_at_the_end_of_an_epoch_and_says_so(
     train(one_epoch(save_every=2), strategy="hogwild", devices="2xcpu", folder=tmp_path)
     said = capsys.readouterr().out
     assert (
-        "note: eval_every: these ranks meet at the end of an epoch only, and evaluate there" in said
+        "note: eval_every: ranks synchronize at the end of an epoch only, and evaluate there"
+        in said
     )
-    assert "note: save_every: these ranks meet at the end of an epoch only, and save there" in said
+    assert "note: save_every: ranks synchronize at the end of an epoch only, and save there" in said
 
 
 def test_a_line_for_an_evaluation_within_an_epoch_says_its_step(
@@ -403,7 +404,7 @@ def test_hogwild_logs_what_rank_0_has_seen(
     run = train(one_epoch(eval_every=None), strategy="hogwild", devices="2xcpu", folder=tmp_path)
     assert list(logged(run)) == [4, 8]
     assert (
-        "note: log_every: these ranks don't meet in a step, so that the losses"
+        "note: log_every: ranks don't synchronize within an epoch, so losses"
         in capsys.readouterr().out
     )
 
@@ -450,7 +451,7 @@ def test_a_metric_that_is_not_there_is_refused_before_the_first_step(tmp_path: P
         run_of(wavering(best="acuracy:max"), tmp_path)
     assert not list(tmp_path.iterdir())
     for wrong in ("accuracy", "accuracy:more", ":max"):
-        with pytest.raises(JobError, match=r"best: .* is no metric with max or min after it"):
+        with pytest.raises(JobError, match=r"best: .* needs max or min after the metric"):
             wavering(best=wrong)
 
 

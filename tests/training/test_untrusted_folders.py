@@ -122,22 +122,20 @@ def test_a_resume_by_the_folder_trusts_on_demand_and_one_by_the_file_at_once(
 ) -> None:
     (own / "own.py").write_text(FILE + "# edited\n")
     assert main(["train", "--resume", "run", "--epochs", "2", "--trust-job"]) == 0
-    assert notes(capsys) == ["note: own.py has changed since the run was begun"]
+    assert notes(capsys) == ["note: own.py has changed since the run was started"]
     assert main(["train", "--resume", "run", "--epochs", "3"]) == 0, (
         "now it is the one that was trained last"
     )
     assert notes(capsys) == []
     (own / "own.py").write_text(FILE)
     assert main(["train", "own.py", "--resume", "run", "--epochs", "4"]) == 0
-    assert notes(capsys) == ["note: own.py has changed since the run was begun"]
+    assert notes(capsys) == ["note: own.py has changed since the run was started"]
 
 
 def test_a_job_file_of_another_place_is_named_with_the_one_before(own: Path, capsys) -> None:
     (own / "other.py").write_text(FILE + "# another\n")
     assert main(["train", "--resume", "run", "--job", "other.py", "--epochs", "2"]) == 0
-    said = (
-        f"note: the job file is {own / 'other.py'}, and was {own / 'own.py'} when the run was begun"
-    )
+    said = f"note: the job file is {own / 'other.py'}, and was {own / 'own.py'} when the run was started"
     assert notes(capsys) == [said]
     assert config(own)["file"] == str(own / "other.py")
     assert main(["train", "own.py", "--resume", "run", "--epochs", "3"]) == 0
@@ -189,7 +187,7 @@ def test_job_is_for_a_resume(own: Path, capsys) -> None:
         ["train", "own.py", "--job", "own.py"],
         ["train", "own.py", "--resume", "run", "--job", "own.py"],
     ):
-        assert "--job is another job file for --resume RUN" in refused(words, capsys)
+        assert "--job replaces the job file of --resume RUN" in refused(words, capsys)
 
 
 def test_a_folder_without_the_hash_of_its_job_file_is_refused(own: Path, capsys) -> None:
@@ -210,10 +208,10 @@ def test_settings_that_a_resumed_run_does_not_follow_are_said(own: Path, capsys)
     (own / "own.py").write_text(text)
     assert main(["train", "--resume", "run", "--epochs", "3", "--trust-job"]) == 0
     assert notes(capsys) == [
-        "note: own.py has changed since the run was begun",
-        "note: accumulate: the run goes on with 1, the job file says 2 now: --accumulate 2 takes "
-        "that",
-        "note: batch_size: the run goes on with 8, the job file says 4 now: a run keeps it",
+        "note: own.py has changed since the run was started",
+        "note: accumulate: the run resumes with 1; the job file has 2 now: --accumulate 2 "
+        "applies it",
+        "note: batch_size: the run resumes with 8; the job file has 4 now: a run keeps it",
     ], "epochs and clip_norm were given by hand"
     settings = config(own)["settings"]
     assert (

@@ -1043,10 +1043,7 @@ def with_load(outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> tuple[
 def test_a_loss_that_squares_a_sum_over_the_batch_is_named(way: str) -> None:
     found = verified(BALANCED.replace(model=Summed, loss=with_load), way)
     assert names(found) == {"auxiliary loss"}
-    assert (
-        'output "load", which is no sum over samples, or of which it makes none'
-        in found.causes[0].text
-    )
+    assert 'output "load", and this term is not a sum over samples' in found.causes[0].text
 
 
 @pytest.mark.sweep
@@ -1055,13 +1052,13 @@ def test_an_auxiliary_loss_over_the_batch_is_named(way: str, tmp_path: Path) -> 
     found = verified(BALANCED, way)
     assert names(found) == {"auxiliary loss"}
     assert found.causes[0].text.startswith(
-        'the loss reads the model\'s output "balance", which is no sum over samples'
+        'the loss uses the model\'s output "balance", and this term is not a sum over samples'
     )
     with pytest.raises(StrategyError, match="total of the loss is"):
         lockstep.train(BALANCED, strategy=way, devices=DEVICES, folder=tmp_path)
 
 
-# ---- the batch's cutting alone -------------------------------------------------------------------
+# ---- cutting the batch is enough alone -------------------------------------------------------------------
 
 MICRO_BATCHES: dict[str, tuple[Any, dict[str, Any]]] = {
     "accumulation": ("single", {"accumulate": 2}),
@@ -1075,7 +1072,7 @@ def test_an_auxiliary_loss_that_micro_batches_change_is_named(way: str) -> None:
     strategy, settings = MICRO_BATCHES[way]
     found = verified(BALANCED.replace(**settings), strategy)
     assert names(found) == {"cut", "auxiliary loss"}, found
-    assert "the batch's cutting" in found.causes[0].text
+    assert "cutting the batch is enough" in found.causes[0].text
     assert found.comparison is not None and found.comparison.worst < 1e-10
     assert found.whole is not None and found.whole.worst > 1e-3
     assert "not equal to the whole batch from update 2 on" in str(found)
@@ -1285,7 +1282,7 @@ def test_a_strategy_that_loses_gradients_is_said_to_part_from_one_device() -> No
 def test_where_nothing_is_found_what_was_logged_before_training_is_shown() -> None:
     found = verified(MLP.replace(collate=torch.utils.data.default_collate), Faulty(step=LosingStep))
     assert names(found) == {"unknown"}
-    assert any("collate is given each device's local batch" in note for note in found.notes)
+    assert any("collate gets each device's local batch" in note for note in found.notes)
 
 
 def test_a_model_that_fails_with_few_samples_is_named() -> None:
@@ -1406,7 +1403,7 @@ def test_where_no_device_was_named_there_are_several(
         importlib.import_module("lockstep.launch.devices"), "usable_cores", lambda: (0,)
     )
     assert cli.main(["verify", file]) == 2
-    assert "name a strategy to hold against one device" in capsys.readouterr().err
+    assert "name a strategy to compare with one device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])

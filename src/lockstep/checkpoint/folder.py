@@ -84,7 +84,7 @@ class CheckpointFolder:
         if damaged:
             reasons = "; ".join(damaged)
             raise FolderError(
-                f"no checkpoint is whole: take another run, or begin anew ({reasons})"
+                f"all checkpoints are damaged: resume another run, or start a new one ({reasons})"
             )
         raise FolderError(
             f"{self.path}: there is no checkpoint to resume from: {self._why_there_is_none()}"

@@ -190,9 +190,9 @@ class Index:
         try:
             now = path.stat().st_size
             if now != size:
-                raise FolderError(f"{path}: it has {now:,} bytes, and {size:,} were written")
+                raise FolderError(f"{path}: it has {now:,} bytes instead of {size:,}")
             if sha256_of(path) != summed:
-                raise FolderError(f"{path}: its bytes aren't those that were written")
+                raise FolderError(f"{path}: the checksum does not match")
         except FileNotFoundError:
             raise FolderError(f"{path}: it isn't there") from None
         except OSError as error:

@@ -47,12 +47,13 @@ def begin_with(model: nn.Module, source: str, *, strict: bool) -> list[str]:
         names = f'"{next(iter(own))}", ...' if own else "none"
         theirs = f'"{next(iter(weights))}", ...' if weights else "none"
         raise JobError(
-            f"init: {source} has no weight of the model: the names there are {theirs}, here {names}"
+            f"init: {source} has no weight of the model: its names are {theirs}, the model's "
+            f"{names}"
         )
     if lines and strict:
         raise JobError(
-            f"init: {'; '.join(lines)}: --init-strict false takes the others, and leaves these as "
-            "built"
+            f"init: {'; '.join(lines)}: --init-strict false loads the other weights, and leaves "
+            "these as built"
         )
     model.load_state_dict(fitting, strict=False)
     count = f"{len(fitting)} of {len(own)} weights are from {source}"
@@ -89,7 +90,7 @@ def _why_not_there(path: Path) -> str | None:
         return None
     best = path / "best.safetensors"
     if best.is_file():
-        return f"{path}: the run did not reach its end: take {best}"
+        return f"{path}: the run was not finished: take {best}"
     return f"{path}: there is no model.safetensors and no {_INDEX} in it"
 
 

@@ -183,7 +183,7 @@ def _why_not_there(path: Path) -> str:
     what = "it finished no epoch"
     if any(path.with_name(name).exists() for name in ("best.safetensors", "checkpoints")):
         what = "--best takes the best so far, --resume resumes the run"
-    return f"there are no such weights, the run did not reach its end: {what}"
+    return f"there are no such weights, since the run was not finished: {what}"
 
 
 def refuse_damaged(
@@ -209,8 +209,7 @@ def refuse_damaged(
     is_last = path.name == "model.safetensors"
     again = ", or --resume the run, which writes it anew" if is_last else ""
     raise FolderError(
-        f"{path}: the file is damaged: its numbers aren't those that were written: take another "
-        f"copy of it{again}"
+        f"{path}: the file is damaged (the checksum does not match): use another copy{again}"
     )
 
 
@@ -253,9 +252,8 @@ def with_own(
         has_no_value = isinstance(built, torch.Tensor) and is_lazy(built)
         if has_no_value or sum_of(name, built) != value:
             raise FolderError(
-                f'{source}: "{name}" was frozen and is not in it (save_frozen), and the job '
-                "builds other values now than when it was trained: give it the same pretrained "
-                "weights"
+                f'{source}: "{name}" was frozen and not saved (save_frozen), and the job now '
+                "builds other values than in the training: give it the same pretrained weights"
             )
         found[name] = built
     return found

@@ -58,9 +58,7 @@ class _Parser(argparse.ArgumentParser):
         """
         word = words[0].split("=")[0]
         if not word.startswith("-"):
-            return InputError(
-                f'"{word}" is one word too many ({self.prog} --help lists what there is)'
-            )
+            return InputError(f'unexpected argument "{word}" ({self.prog} --help lists all)')
         having = [name for name, parser in others.items() if word in parser._option_string_actions]
         options = list(self._option_string_actions)
         if near_names(word, options):

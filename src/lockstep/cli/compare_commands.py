@@ -29,7 +29,7 @@ def add_compare(commands: Any) -> None:
         help="measure strategies side by side",
         allow_abbrev=False,
     )
-    parser.epilog = "with --epochs each is also trained for so many, for its losses and metrics"
+    parser.epilog = "with --epochs N each row is also trained, to compare losses and metrics"
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
         "--strategies",
@@ -80,7 +80,7 @@ def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
         "--rounds",
         type=above_zero(int),
         default=rounds,
-        help=f"the number of turns of each one (default: {rounds})",
+        help=f"the number of timed turns of each row (default: {rounds})",
     )
     parser.add_argument(
         "--seconds",
@@ -190,7 +190,7 @@ def add_verify(commands: Any) -> None:
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="take whole batches; otherwise they may have fewer samples, to save time",
+        help="use whole batches; by default they may be cut to fewer samples, to save time",
     )
     parser.add_argument(
         "--json",

@@ -65,7 +65,7 @@ def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()
         metavar="KEY=VALUE",
         help="a parameter of the job function; may be repeated",
     )
-    group = parser.add_argument_group("settings of the job (these win over the file)")
+    group = parser.add_argument_group("settings of the job (these override the file)")
     names = []
     for name, text in described_fields(Job).items():
         if name not in SETTINGS or name in without:
@@ -189,7 +189,7 @@ def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
         having = [name for name, kind in STRATEGIES.items() if setting in kind.settings()]
         if having and strategy is None:
             raise InputError(
-                f"{option} is a setting of a strategy: name that too (--strategy {having[-1]})"
+                f"{option} belongs to a strategy: name the strategy, too (--strategy {having[-1]})"
             )
         if having:
             named(strategy or "", **{setting: ""})
@@ -201,7 +201,7 @@ def strategy_in(options: argparse.Namespace) -> Any:
     if not settings:
         return options.strategy
     if options.strategy is None:
-        raise InputError("--map is a setting of a strategy: name that too (--strategy pp)")
+        raise InputError("--map belongs to a strategy: name the strategy, too (--strategy pp)")
     from lockstep.pipelining.device_map import read_map
     from lockstep.strategies import named
 

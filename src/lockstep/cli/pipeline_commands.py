@@ -121,8 +121,8 @@ def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Dev
     strategy = choose(options.strategy, every)
     if not isinstance(strategy, PP):
         raise InputError(
-            f"--strategy {options.strategy}: it has no stages: give pp, mp, ddp=2xpp=2 or "
-            "ddp=2xmp=2"
+            f"--strategy {options.strategy}: this strategy has no stages: give pp, mp, "
+            "ddp=2xpp=2 or ddp=2xmp=2"
         )
     return strategy.seen_by_a_replica(job), every[: strategy.layout(len(every)).devices_per_process]
 

@@ -34,14 +34,14 @@ def add_train(commands: Any) -> None:
     parser.add_argument(
         "job",
         nargs="?",
-        help="a Python file with a `job`; left out with --resume, the run's own",
+        help="a Python file with a `job` (default with --resume: the job file of the run)",
     )
     add_placement(parser)
     parser.add_argument(
         "--resume",
         metavar="RUN",
-        help="resume the run in this folder, with its own strategy and devices, or any others; "
-        "auto: the newest of this job's that isn't finished, or a new one",
+        help="resume the run in this folder, with its own strategy and devices or with others; "
+        "auto: the newest unfinished run of this job, or a new run",
     )
     _add_job_file(parser)
     parser.add_argument(
@@ -103,9 +103,7 @@ def _train(options: argparse.Namespace) -> int:
     if options.job is None and options.resume in (None, "auto"):
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     if options.job_file is not None and (options.job is not None or options.resume is None):
-        raise InputError(
-            "--job is another job file for --resume RUN: leave it out, or the other one"
-        )
+        raise InputError("--job replaces the job file of --resume RUN: give one job file only")
     warm_up(options)
     from lockstep.launch import started_as_rank, started_ranks
     from lockstep.train import train
@@ -173,9 +171,8 @@ def add_predict(commands: Any) -> None:
         "data",
         nargs="?",
         default="eval",
-        help="eval (the default) or train: the job's own, eval:NAME: one of several evaluation "
-        "sets; "
-        "FILE.py:NAME: a dataset, or a function that gives one",
+        help="eval (default) or train: a dataset of the job; eval:NAME: one of several "
+        "evaluation sets; FILE.py:NAME: a dataset, or a function that returns one",
     )
     parser.add_argument(
         "--out",
@@ -286,7 +283,7 @@ def add_checkpoints(commands: Any) -> None:
     parser.add_argument(
         "--verify",
         action="store_true",
-        help="read all of them and compare their checksums",
+        help="read all checkpoints and compare the checksums",
     )
     parser.set_defaults(function=_checkpoints)
     parser = commands.add_parser(

@@ -62,8 +62,8 @@ def unsteady(found: Comparison) -> str:
     if references:
         doubtful = f"any ratio to {_listed(references)}"
     return (
-        f"The turns of {turns}: was something else computing on this machine? "
-        f"Measure again when nothing is, before believing {doubtful}."
+        f"The turns of {turns}: was something else running on this machine? Measure again on an "
+        f"idle machine before relying on {doubtful}."
     )
 
 
@@ -74,7 +74,7 @@ def sentence(found: Comparison) -> str:
     best = best_of(found)
     names = [row.name for row in found.measured]
     if not names:
-        return "Nothing here can train this job: each row says why."
+        return "Nothing here can train this job: each row has the reason."
     if best is None:
         return (
             f"Take none of them: the results of {_listed(names)} differ from single-device "
@@ -152,7 +152,7 @@ def _why_no_strategy(found: Comparison, best: Row) -> str:
         return f"{what} here, {ahead.name} is at {_times(ahead, best)} of its rate"
     failed = [row.name for row in asked if not row.rates]
     if failed:
-        return f"{_listed(failed)} could not be measured (each row says why)"
+        return f"{_listed(failed)} could not be measured (each row has the reason)"
     if asked:
         return "no strategy has single-device results here"
     return "no strategy was measured"

@@ -46,13 +46,13 @@ def page_of(found: Comparison) -> Page:
     """Return the page of a comparison, in the order in which a person asks."""
     turns = f"{counted(found.rounds, 'turn')} of {found.seconds:g} s or more in alternation"
     notes = [
-        f"Batches of {batches_of(found)}; each way in fresh processes, {turns}; bars show the "
+        f"Batches of {batches_of(found)}; each row in fresh processes, {turns}; bars show the "
         "median turn, and the lines on them the lowest and the highest."
     ]
     if found.on_slots:
         notes.append(
             "The devices are CPU devices: cores of one machine, which share its memory and caches. "
-            "They are not GPUs: what gains here may gain more or less there."
+            "Speed-ups on GPUs may be larger or smaller."
         )
     warning = unsteady(found)
     if warning:
@@ -83,7 +83,7 @@ def _measured(found: Comparison) -> list[Section]:
         Section("Who computes when", list(_turns(found)), plans_of(found)),
         Section("What was learned", list(_outcome(found))),
         _same_results(found),
-        Section("What each device sees of a batch", [_seen(found)]),
+        Section("What each device gets of a batch", [_seen(found)]),
     ]
 
 
@@ -125,8 +125,8 @@ def _overview(found: Comparison) -> Table:
     """Return the table of speed and memory."""
     caption = (
         f"{explained(found)}. Effic.: the speed-up over one device, for each device. Memory: the "
-        "largest, of a process or an accelerator. Start: until the first step is done. Moved: what "
-        "a device gives to the others in a step, where that is known."
+        "largest, of a process or an accelerator. Start: until the first step is done. Moved: "
+        "the bytes that a device sends to the others in a step, if known."
     )
     columns = (*SPEED, "start", "moved", "devices")
     return table("overview", "All of it", cells_of(found), columns, caption)
@@ -208,7 +208,7 @@ def _outcome(found: Comparison) -> Iterator[Figure | Table]:
     """Yield the losses, and what was reached, with ``epochs``."""
     if not any(row.history for row in found.measured):
         return
-    caption = "Laid over one another: with single-device results all are one line."
+    caption = "With single-device results all curves coincide."
     titles = {
         "train_loss": "Training loss",
         "eval_loss": "Evaluation loss",
@@ -263,8 +263,8 @@ def _same_results(found: Comparison) -> Section:
         return Section(title)
     caption = (
         "The largest difference of any parameter after three steps, one of them on a smaller "
-        "batch, as a part of how far it went. In fp64 rounding is near 1e-15, and a fault shows as "
-        "1e-3."
+        "batch, relative to the parameter's change. In fp64 rounding is near 1e-15, and an error "
+        "shows as 1e-3."
     )
     head = ["", "numbers", "difference", "format", "held against"]
     table = Table("parity", "Each against one device", head, rows, caption)

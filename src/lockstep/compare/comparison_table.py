@@ -30,8 +30,8 @@ _SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=Tr
 _TIME = (*_SHARES, "moved", "start", "parity")
 
 _OF_CORES = (
-    "; memory: of a process. CPU devices are cores of one machine, not GPUs: what gains here may "
-    "gain more or less there"
+    "; memory: of a process. CPU devices are cores of one machine; speed-ups on GPUs may be larger "
+    "or smaller"
 )
 
 _NOT_REACHED = {
@@ -194,7 +194,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
         lines += _wrapped([below], width)
         lines.append("")
         lines += table("", "", cells, _TIME).lines(width)
-        moved = "moved: what a device gives to the others in a step, where that is known"
+        moved = "moved: the bytes that a device sends to the others in a step, if known"
         lines += _wrapped([moved], width)
     lines += _wrapped([*plans_of(found), *caveats_of(found)], width)
 

@@ -235,8 +235,7 @@ def _pair_of_tensors(dataset: TensorDataset, name: str) -> tuple[Tensor, Tensor]
     if len(dataset.tensors) != 2:
         raise JobError(
             f"{name}: its TensorDataset has {len(dataset.tensors)} tensors, (inputs, targets) is "
-            "expected; of several inputs a dataset gives ((a, b), targets), which is called as "
-            "model(a, b)"
+            "expected; for several inputs return ((a, b), targets), for model(a, b)"
         )
 
     return dataset.tensors
@@ -331,7 +330,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         targets = put_together([sample[1] for sample in samples], collate_fn_map=_COLLATES)
     except Exception as error:
         raise JobError(
-            f"collate: samples can't be put together ({told(error)}): give a collate that can"
+            f"collate: samples can't be batched ({told(error)}): give a collate that can"
         ) from error
 
     return inputs, targets
@@ -356,19 +355,17 @@ def _check_pair(sample: Any, name: str) -> None:
     if not _is_pair(sample):
         hint = ""
         if isinstance(sample, tuple | list) and len(sample) > 2:
-            hint = "; of several inputs give ((a, b), targets), which is called as model(a, b)"
+            hint = "; for several inputs return ((a, b), targets), for model(a, b)"
         if isinstance(sample, Tensor):
-            hint = (
-                "; tensors of inputs and of targets go together as TensorDataset(inputs, targets)"
-            )
+            hint = "; combine tensors of inputs and targets by TensorDataset(inputs, targets)"
         raise JobError(
             f"{name}: a sample is {_shape_of(sample)}, (inputs, targets) is expected{hint}"
         )
 
     if sample[1] is None:
         raise JobError(
-            f"{name}: the targets of a sample are None: give a number in their place (0, say) "
-            "where the loss needs none, or a collate of your own"
+            f"{name}: the targets of a sample are None: return a number (0, say) if the loss "
+            "needs no targets, or give a collate of your own"
         )
 
 

@@ -37,13 +37,13 @@ def same_on_every_rank(dataset: Any, world: World, name: str) -> None:
         if other_length != length:
             raise JobError(
                 f"{name}: it has {length} samples on rank 0 and {other_length} on rank {rank}: "
-                "every rank has to have all of it (don't cut it by rank), and keeps its share"
+                "every rank needs the whole dataset (don't cut it by rank)"
             )
         if other != number:
             raise JobError(
-                f"{name}: its samples are others on rank {rank} than on rank 0",
+                f"{name}: the samples on rank {rank} differ from those on rank 0",
                 kind="unseeded data",
-                fix="seed what makes or splits them (random_state=0 in scikit-learn, "
+                fix="seed the code that makes or splits them (random_state=0 in scikit-learn, "
                 "default_rng(0) in numpy)",
             )
 
@@ -97,8 +97,8 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
         return None
     if before["samples"] != len(dataset):
         return (
-            f"{name} has {len(dataset):,} samples, and had {before['samples']:,} when the run was "
-            "begun: its batches are other ones now"
+            f"{name} has {len(dataset):,} samples, and had {before['samples']:,} when the run "
+            "was started: the batches are different now"
         )
 
     if "number" not in before:
@@ -112,4 +112,4 @@ def change_of(before: dict[str, Any], dataset: Any, *, seed: int, name: str) -> 
     # A sample that is other each time tells nothing.
     if before["number"] in numbers or numbers[0] != numbers[1]:
         return None
-    return f"{name} has changed since the run was begun: sample {index} is another one"
+    return f"{name} has changed since the run was started: sample {index} is different"

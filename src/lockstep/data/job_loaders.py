@@ -14,8 +14,8 @@ from lockstep.launch import here
 from lockstep.launch.world import World
 
 OF_COLLATE = (
-    "not the global batch: what it pads, mixes or draws is of these samples only, so that draws "
-    "aren't those of one device, and a loss must not count padding"
+    "not the global batch: padding, mixing and random draws depend on these samples only, so "
+    "draws aren't those of one device, and the loss must ignore padding"
 )
 """What is logged of a collate that is given a part of a batch."""
 
@@ -46,7 +46,7 @@ def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
 
         if settings.get("collate") is not None and world.is_first:
-            warnings.warn(f"collate is given each device's local batch, {OF_COLLATE}", stacklevel=2)
+            warnings.warn(f"collate gets each device's local batch, {OF_COLLATE}", stacklevel=2)
 
     dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
     kind = StreamLoader if is_stream(dataset) else Loader

@@ -330,8 +330,8 @@ class Loader(AnyLoader):
         for rank, number in enumerate(numbers):
             if number != numbers[0]:
                 raise JobError(
-                    f"order: for epoch {epoch} it gave other indices on rank {rank} than on rank "
-                    "0: it has to depend on the epoch alone",
+                    f"order: for epoch {epoch} the indices on rank {rank} differ from those on "
+                    "rank 0: they must depend on the epoch only",
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )

@@ -112,9 +112,9 @@ def _refuse_uncut(name: str, nest: Any, samples: int) -> None:
     is_list_of_targets = name.startswith("targets") and type(nest) is list
     if is_list_of_targets and len(nest) == samples > 1 and are_batches(nest, samples):
         raise InputError(
-            f"{name}: a list of {samples} items, whose tensors have {samples} rows each, for "
-            f"{samples} samples can be cut in two ways: give several targets of all samples as a "
-            "tuple, and those of each sample as a list of dictionaries"
+            f"{name}: a list of {samples} items with {samples} rows each is ambiguous for "
+            f"{samples} samples: pass several targets of all samples as a tuple, and targets of "
+            "each sample as a list of dictionaries"
         )
 
     for key, part in named_parts(nest):

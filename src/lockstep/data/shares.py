@@ -115,8 +115,8 @@ class Batch:
         full = [part for part in self.parts if part.size]
         if len(full) > 1:
             raise JobError(
-                f"accumulate: this batch has {len(full)} micro-batches: give it whole to the "
-                "step: step(batch)"
+                f"accumulate: this batch has {len(full)} micro-batches: pass it to the step as a "
+                "whole: step(batch)"
             )
 
         yield full[0].inputs if full else None

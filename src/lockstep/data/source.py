@@ -46,8 +46,8 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
     several = source[:8] if isinstance(source, list | tuple) else [source]
     if any(isinstance(one, DataLoader) for one in several):
         raise JobError(
-            f"{name}: a DataLoader cuts batches for one device: give its dataset (several, put "
-            "together with ConcatDataset), and say batch_size, collate and loader_workers in the "
+            f"{name}: a DataLoader cuts batches for one device: give its dataset (combine "
+            "several by ConcatDataset), and set batch_size, collate and loader_workers in the "
             "job"
         )
     if isinstance(source, GeneratorType):
@@ -65,7 +65,7 @@ def resolve(source: Any, world: World, name: str = "train_data") -> Any:
 
     if isinstance(source, Mapping) and source and all(isinstance(key, str) for key in source):
         raise JobError(
-            f"{name}: sets by name are for eval_data; put them together in one with "
+            f"{name}: sets by name are for eval_data; combine them by "
             "torch.utils.data.ConcatDataset"
         )
 

@@ -46,15 +46,14 @@ def stream_notes(shuffle: bool, meets: bool) -> Iterator[str]:
     """
     if shuffle:
         yield (
-            "train_data is a stream, which can't be shuffled: it comes in its own order, the same "
-            "on every rank (shuffle=False says so too)"
+            "train_data is a stream, which isn't shuffled: its order is the same on every rank "
+            "(shuffle=False omits this note)"
         )
 
     if meets:
         yield (
-            "train_data is a stream, of which the ranks compare what they have read before each "
-            "step: there they wait for one another, as they would not with a dataset that has "
-            "__getitem__ and __len__"
+            "train_data is a stream: before each step the ranks wait for one another and compare "
+            "what they read; a dataset with __getitem__ and __len__ avoids this wait"
         )
 
 
@@ -92,8 +91,8 @@ class StreamLoader(AnyLoader):
         # For an evaluation, the number was meant for train_data.
         if wanted is not None and wanted > 1 and not self._evaluation:
             raise JobError(
-                f"loader_workers: {wanted}, but {self._name} is a stream, and each of them would "
-                "read all of it: 1 reads ahead, 0 reads in between"
+                f"loader_workers: {wanted}, but {self._name} is a stream, and each worker would "
+                "read all of it: give 1 (reads ahead) or 0 (reads between steps)"
             )
         return min(1, super()._count_of_workers(wanted))
 
@@ -136,7 +135,7 @@ class StreamLoader(AnyLoader):
         for rank, other in enumerate(others, start=1):
             if other == first:
                 continue
-            how = f"batch {index} has other samples on rank {rank} than on rank 0"
+            how = f"batch {index} on rank {rank} differs from the one on rank 0"
             if other[0] != first[0]:
                 end = index * self._cutting.batch_size + min(other[0], first[0])
                 shorter, longer = (0, rank) if first[0] < other[0] else (rank, 0)
@@ -145,7 +144,7 @@ class StreamLoader(AnyLoader):
             raise kind(
                 f"{self._name}: the stream is not the same on every rank: {how}",
                 kind="unseeded data",
-                fix="every rank has to read all of it (don't cut it by rank), and keeps its share",
+                fix="every rank must read the whole stream (don't cut it by rank)",
             )
 
 
@@ -214,9 +213,8 @@ class Reader(SampleMaker):
         if not self._gave:
             raise JobError(f"{self._name}: it is empty")
         raise RunError(
-            f"{self._name}: the stream has no samples left: it can be iterated only once; "
-            "give a function that makes it anew (a generator function, say), or train "
-            "with epochs=1"
+            f"{self._name}: the stream has no samples left: it can be iterated only once; give a "
+            "function that returns a new one (a generator function, say), or train with epochs=1"
         )
 
     def _begin(self, epoch: int, state: int, start: int, kept: Any) -> None:
@@ -243,8 +241,8 @@ class Reader(SampleMaker):
         # A smaller last batch ends before its own end.
         if self._place <= skipped - self._cutting.batch_size:
             raise RunError(
-                f"{self._name}: the stream has ended after {self._place} samples, and the run had "
-                f"used {skipped} of this epoch: does it give the same samples each time?"
+                f"{self._name}: the stream has ended after {self._place} samples, but the run "
+                f"had used {skipped} in this epoch: a stream must give the same samples each time"
             )
 
     def _left(self, state: int) -> Iterator[Any]:

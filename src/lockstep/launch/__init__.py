@@ -181,10 +181,9 @@ def started_as_rank() -> bool:
     if len({"RANK", "WORLD_SIZE"} & set(missing)) == 0 and int(os.environ["WORLD_SIZE"]) > 1:
         raise DeviceError(
             f"this process is one of {os.environ['WORLD_SIZE']} (RANK, WORLD_SIZE), and "
-            f"{' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set, so that each would train alone: "
-            "start them with "
-            "torchrun, or set that too; to train in this process alone, unset RANK"
+            f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set, so each "
+            "process would train alone: start all with torchrun, or set what is missing; to "
+            "train in this process alone, unset RANK"
         )
     refused: list[tuple[int, str]] = []
     for starter, (rank, local_rank, *sizes) in _OTHER_STARTERS.items():

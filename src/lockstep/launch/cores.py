@@ -51,7 +51,7 @@ def note_on_threads(device: Device) -> str | None:
     cores = f"{device.threads} cores"
     own = _own_limit()
     if own is not None and own < device.threads:
-        return f"each device has {cores}, and computes with {own}, as OMP_NUM_THREADS says"
+        return f"each device has {cores}, but computes with {own}, as OMP_NUM_THREADS sets"
     if own is None and os.environ.get("OMP_NUM_THREADS") == "1":
         return (
             f"each rank computes with its {cores}: OMP_NUM_THREADS=1 may be torchrun's own default"

@@ -382,6 +382,5 @@ def threads_line(seconds: float) -> str:
         f"that of {_device_of(thread)} is at {_where(frame)}" for thread, frame in busy
     )
     return (
-        f"{counted(len(busy), 'thread')} of replicas have not come to an end for {seconds:.0f} s: "
-        f"{each}"
+        f"{counted(len(busy), 'thread')} of replicas have not finished for {seconds:.0f} s: {each}"
     )

@@ -29,7 +29,8 @@ def check_backend(backend: str | None, devices: tuple[Device, ...]) -> None:
         return
     if not dist.is_backend_available(backend):
         raise DeviceError(
-            f'backend "{backend}" isn\'t in this torch: leave --backend out, or take gloo'
+            f'backend "{backend}" isn\'t in this build of PyTorch: leave --backend out, or take '
+            "gloo"
         )
     if backend == "nccl" and devices[0].type != "cuda":
         raise DeviceError(

@@ -87,9 +87,8 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
     named = counted(len(chosen), "device")
     if each > 1 and chosen[0].is_slot and len(chosen) not in (1, wanted):
         raise DeviceError(
-            f"{here.local_size} processes with {each} devices each were started for {named} here: "
-            "give --devices "
-            f"{wanted}xcpu, those of this node's processes together"
+            f"{here.local_size} processes with {each} devices each were started for {named} "
+            f"here: give --devices {wanted}xcpu, the devices of all processes of this node"
         )
     if chosen[0].is_slot:
         chosen = _devices.slots(wanted)

@@ -337,7 +337,7 @@ def not_within_a_rank() -> None:
     """
     if _current is not None and _current.size > 1:
         raise InputError(
-            f"this is rank {_current.rank} of {_current.size} already: start a training or a "
-            "launch before the ranks, "
-            'once; in a job file or a script, below if __name__ == "__main__":'
+            f"this process is already rank {_current.rank} of {_current.size}: start a training "
+            "or a launch outside of the ranks; in a job file or a script, below if __name__ == "
+            '"__main__":'
         )

@@ -103,7 +103,7 @@ def map(
         from lockstep.map import module_map
 
         if collate is not None and batch_size is None:
-            raise InputError("collate: there is nothing to put together without a batch_size")
+            raise InputError("collate: it needs a batch_size")
         results = module_map.mapped(fn, drawn, places, batch_size, collate, seed)
     else:
         if collate is not None:

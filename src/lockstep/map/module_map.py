@@ -144,7 +144,7 @@ def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, firs
     except Exception as error:
         advice = "" if collate else "; give a collate that can"
         where = named(first, len(batch))
-        text = f"{where} can't be put together: {told(error)}{advice}"
+        text = f"{where} can't be batched: {told(error)}{advice}"
         raise InputError(text) from error
 
 
@@ -158,7 +158,7 @@ def _rows(outputs: Any, size: int, name: str) -> list[Any]:
         where = f"{name} is" if name else "they are"
         raise InputError(
             f"the module's outputs have no row for each of {size} items: {where} "
-            f"{described(outputs)}: leave batch_size out, and give it batches"
+            f"{described(outputs)}: leave batch_size out, and pass batches as items"
         )
 
     if parts(outputs) is None:  # None, a word, a number: the same for each

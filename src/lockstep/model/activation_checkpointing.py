@@ -165,7 +165,7 @@ def not_checkpointable(error: Exception) -> StrategyError | None:
         return None
     return StrategyError(
         "activation_checkpointing: a block can't be computed a second time as backward needs it "
-        "(does it call torch.func, write its input in place, or take other branches then?): "
+        "(does it call torch.func, write its input in place, or take another branch?): "
         f"{first_line(error)}",
         fix="name other blocks, or leave activation_checkpointing out",
     )

@@ -237,9 +237,9 @@ def _checkpoint(model: nn.Module, job: Recipe, world: World) -> None:
         block = model.get_submodule(name)
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in block.modules()):
             raise JobError(
-                f'activation_checkpointing: "{name}" has batch norms, and under sync_batchnorm '
-                "the replicas would have to meet in them again, each in its backward: choose "
-                "blocks without, or one of the two settings"
+                f'activation_checkpointing: "{name}" has batch norms, which under sync_batchnorm '
+                "would have to synchronize again in backward: choose blocks without batch "
+                "norms, or one of the two settings"
             )
 
 
@@ -259,8 +259,8 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
         for ours, theirs in itertools.zip_longest(first, other, fillvalue=("nothing",)):
             if ours[:3] != theirs[:3]:
                 raise JobError(
-                    f"model: it builds differently: rank 0 has {_shown(ours)}, rank {rank} has "
-                    f"{_shown(theirs)}",
+                    f"model: the ranks built different models: rank 0 has {_shown(ours)}, rank "
+                    f"{rank} has {_shown(theirs)}",
                     kind="unseeded model",
                 )
             if ours != theirs:

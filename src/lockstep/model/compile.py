@@ -45,7 +45,7 @@ def refuse_graphs(job: Recipe, world: World) -> None:
     if len(world.devices) > 1:
         raise JobError(
             f'compile: "{job.compile}" captures CUDA graphs, which threads of one process can\'t '
-            'at the same time: take ddp, or "default"'
+            'replay at once: take ddp, or "default"'
         )
 
 
@@ -144,9 +144,9 @@ def refuse_written_buffers(model: nn.Module, inputs: Any) -> None:
     for name, buffer in buffers.items():
         if buffer._version != versions[name]:
             raise StrategyError(
-                f'compile: the model writes its buffer "{name}" in forward, and PyTorch\'s '
-                "compiled backward may read it too late, for wrong gradients: leave compile out, "
-                "or give the module a new tensor instead"
+                f'compile: forward writes buffer "{name}" in place, and PyTorch\'s compiled '
+                "backward may read the new value and give wrong gradients: leave compile out, "
+                "or assign a new tensor instead"
             )
 
 
@@ -160,6 +160,6 @@ def refuse_compiled(model: nn.Module) -> None:
         if type(module).__name__ == "OptimizedModule":
             where = f'"{name}"' if name else "the model"
             raise StrategyError(
-                f"{where} is what torch.compile gave",
+                f"{where} was given to torch.compile already",
                 fix="give the model itself, and compile=True",
             )

@@ -12,7 +12,7 @@ from lockstep.run.events import Caveat
 
 PARAMETER_HOOKS = Caveat(
     "hook",
-    "hooks on parameters see the gradient of a local batch, before it is summed and weighted",
+    "hooks on parameters get the gradient of a local batch, before it is summed and weighted",
 )
 
 

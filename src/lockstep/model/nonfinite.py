@@ -32,14 +32,13 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
     found = _name_in_model(model)
     if found is not None and first:
         return (
-            f"{found} is not finite before the first update: look at how it is initialised, or "
-            "loaded"
+            f"{found} is not finite before the first update: check how it is initialized, or loaded"
         )
     if found is not None and in_targets is not None:
         return (
-            f"{found} is not finite since an earlier update, and {in_targets}: a loss that leaves "
-            "NaN out by torch.where, or times 0, has NaN gradients all the same; put a number in "
-            "its place before"
+            f"{found} is not finite since an earlier update, and {in_targets}: a loss that masks "
+            "NaN by torch.where, or by a factor of 0, still has NaN gradients; replace NaN by a "
+            "number first"
         )
     if found is not None:
         return f"{found} is not finite since an earlier update: {_SMALLER_STEPS}"

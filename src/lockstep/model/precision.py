@@ -128,8 +128,8 @@ def convert_model(model: nn.Module, name: PrecisionName | None) -> None:
     for parameter_name, p in model.named_parameters():
         if name == "fp16" and p.is_complex():
             raise JobError(
-                f"precision: \"{parameter_name}\" is complex, which fp16's scaled loss can't be "
-                "used with: take bf16"
+                f"precision: \"{parameter_name}\" is complex, and fp16's loss scaling doesn't "
+                "support complex numbers: take bf16"
             )
     with common_memory_unmoved(model):
         if name == "fp64":

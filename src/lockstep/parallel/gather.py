@@ -92,8 +92,8 @@ def _joined(column: list[Any], place: torch.device, dim: int, outputs: list[Any]
     counts = [len(parts or ()) for parts in inside]
     if len(set(counts)) > 1:
         raise InputError(
-            f"{type(first).__name__}s of {', '.join(map(str, counts))} parts can't be joined: give "
-            "as many everywhere"
+            f"{type(first).__name__}s of {', '.join(map(str, counts))} parts can't be joined: "
+            "return the same number everywhere"
         )
     parts = []
     for same in zip(*(part or () for part in inside), strict=True):

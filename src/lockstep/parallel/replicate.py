@@ -115,8 +115,7 @@ def _refuse_special(module: nn.Module, name: str) -> None:
     """Refuse a module that replicas can't be made of."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
-            f"{name} was compiled by torch.jit, and can't be replicated: give the module it was "
-            "made of"
+            f"{name} was compiled by torch.jit, and can't be replicated: give the original module"
         )
     if "_orig_mod" in module._modules:
         raise InputError(

@@ -62,7 +62,7 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     if left:
         raise StrategyError(
             f'device map: it leaves out {len(left)} of {len(parameters)} parameters, "{left[0]}" '
-            'first: give it a stage, or give "" one, which is for all the rest'
+            'first: give it a stage, or give "" a stage, for all the rest'
         )
     used = {found[name] for name in (*parameters, *buffers) if name in found}
     count = stages or max(used, default=0) + 1

@@ -157,10 +157,10 @@ class MicroBatch:
         here = current()
         if here is not None and here is not self and self._turns is not None:
             raise StrategyError(
-                f"stage {stage}, backward of micro-batch {here.number}: it came to what "
-                f"micro-batch {self.number} has computed, by way of a hook, an attribute or a "
-                "global that forward changed while another was under way: keep tensors in "
-                "forward's own variables, or take mp"
+                f"stage {stage}, backward of micro-batch {here.number}: backward reached tensors "
+                f"of micro-batch {self.number} through a hook, an attribute or a global that "
+                "forward changed while micro-batches overlapped: keep tensors in local "
+                "variables of forward, or take mp"
             )
         self.enter(stage)
 

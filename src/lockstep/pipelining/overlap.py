@@ -118,8 +118,8 @@ class Overlap:
             self.draws = True
             self._log(
                 f"at step {self._world.step} the model began to draw random numbers, and all "
-                "micro-batches drew from one generator: the results of this step may differ from "
-                "those of one device; from the next one on each has its own random stream"
+                "micro-batches drew from one generator: this step's results may differ from "
+                "those of one device; from the next step on each has its own random stream"
             )
         for microbatch in microbatches:
             if microbatch.strayed:
@@ -142,14 +142,12 @@ class Overlap:
         if not self.route:
             self.route = way
         if not has_way(self.route, way):
-            self._compute_in_turn(
-                "micro-batches take different ways back and forth through the stages"
-            )
+            self._compute_in_turn("micro-batches pass through the stages in different orders")
 
     def _compute_in_turn(self, why: str) -> None:
         if self.in_turn is None:
             self.in_turn = why
-            self._log(f"{why}: micro-batches are computed in turn, without overlap")
+            self._log(f"{why}: micro-batches run one after another, without overlap")
 
     def _log(self, note: str) -> None:
         self._world.tell(Line.note(note))

@@ -111,8 +111,8 @@ def _refuse_without_hooks(model: nn.Module) -> None:
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise StrategyError(
-                f"{which} is scripted (torch.jit), so its calls can't be followed: give the module "
-                "as it was before, or take single"
+                f"{which} is scripted (torch.jit), so its calls can't be followed: give the "
+                "module before scripting, or take single"
             )
 
 

@@ -208,8 +208,8 @@ class TransferMode(TorchFunctionMode):
         for copy, version in versions:
             if _version(copy) != version:
                 raise StrategyError(
-                    f"{name} writes to a tensor of another stage's device: give it a clone(), or "
-                    "put what is around it on one stage"
+                    f"{name} writes to a tensor of another stage's device: pass a clone(), or "
+                    "put the modules around it on one stage"
                 )
         return found
 

@@ -406,8 +406,8 @@ class _Prediction:
         if all(isinstance(leaf, Left) for leaf in first):
             size, outputs = shares[0] if shares else (0, None)
             raise InputError(
-                f"outputs: the model gives {described(outputs)} for {size} samples, without a row "
-                "for each: there is nothing to keep"
+                f"outputs: the model returned {described(outputs)} for {size} samples, without a "
+                "row for each sample: nothing can be written"
             )
 
         if forms:

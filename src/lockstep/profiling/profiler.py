@@ -202,8 +202,8 @@ class Profiler:
             )
         if self._world.nodes > 1:
             notes.append(
-                "waiting: in a collective, longer than the rank that was in it for the shortest "
-                "time"
+                "waiting: in a collective, beyond the shortest time that any rank spent "
+                "in the same collective"
             )
         if not self._world.device.is_slot:
             notes.append(
@@ -214,7 +214,7 @@ class Profiler:
 
 _WAITING = {
     "replica": "a replica that is done before the slowest",
-    "device": "for what another device's layers have to give",
+    "device": "for the results of another device's layers",
 }
 """What waiting means, by what has a track."""
 

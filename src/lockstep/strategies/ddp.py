@@ -43,8 +43,8 @@ class DDP(Strategy):
 
     Attributes:
         reduce: ``"flat"``: one all-reduce after backward; ``"overlapped"``: PyTorch's
-            DistributedDataParallel, buckets while backward runs; ``"auto"`` takes flat for small
-            gradients.
+            DistributedDataParallel, buckets while backward runs; ``"auto"`` is flat for small
+            gradients, else overlapped.
         bucket_mb: the size of an overlapped bucket, in MiB.
     """
 

@@ -55,7 +55,7 @@ class DP(Strategy):
     summary: ClassVar[str] = (
         "one process, a thread per device, each with the whole model and a local batch"
     )
-    runs_functions: ClassVar[str] = "replicas on threads would each call it"
+    runs_functions: ClassVar[str] = "each replica's thread would call the function"
     good_for: ClassVar[str] = (
         "notebooks, and models of large operators; small layers wait for Python's interpreter lock"
     )
@@ -210,9 +210,8 @@ class DPStep(Step):
         super()._check_sums(batch)
         if self._checkpoints and self.sums.draws_elsewhere:
             raise StrategyError(
-                "dp: activation_checkpointing, and the model draws from Python's or numpy's random "
-                "in forward, which all threads share, so a block can't draw the same again: draw "
-                "from torch, or take ddp"
+                "dp: activation_checkpointing can't repeat what forward draws from Python's or "
+                "NumPy's random, whose generator all threads share: draw from torch, or take ddp"
             )
 
     def _compile_models(self) -> None:
@@ -226,9 +225,9 @@ class DPStep(Step):
             draws = self.sums.draws or any(map(draws_dropout, self.model.modules()))
             if self.replicas > 1 and draws:
                 raise StrategyError(
-                    "dp: compile, and the model draws random numbers (dropout): compiled code "
-                    "takes them from one generator for all threads, in an order left to chance; "
-                    "take ddp, or leave compile or dropout out"
+                    "dp: with compile and random numbers (dropout) results aren't reproducible, "
+                    "since all threads draw from one generator in any order; take ddp, or leave "
+                    "compile or dropout out"
                 )
             self.copies.draw_from_shared_generator()
         super()._compile_models()

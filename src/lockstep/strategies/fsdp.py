@@ -64,16 +64,15 @@ class FSDP(Strategy):
     """Replicas in shards.
 
     Attributes:
-        blocks: modules whose parameters are gathered on their own: ``"auto"`` takes repeated
-            layers; else names, with commas between, of modules or lists of modules.
-        elementwise: an optimizer that is not PyTorch's treats each element of a parameter by
-            itself.
-        build_on_disk: the model is built in files of the run's folder, and each rank takes its part
-            from there: for a model that is larger than the memory of a rank. Parts of batches aren't
-            compared with them then.
-        sync_each_microbatch: gradients of each micro-batch are summed into shards; else those of an
-            update's last one, which communicates less, and a rank holds the whole gradients until
-            then.
+        blocks: modules whose parameters are gathered on their own: ``"auto"`` for repeated layers,
+            or names, with commas between, of modules or lists of modules.
+        elementwise: confirm that an optimizer that is not PyTorch's treats each element of a
+            parameter by itself.
+        build_on_disk: build the model in files of the run's folder, from which each rank takes its
+            shard: for a model that is larger than the memory of a rank. The sum check is left out.
+        sync_each_microbatch: sum the gradients of each micro-batch into shards. False sums once an
+            update, which communicates less, but each rank then holds the whole gradients of the
+            update.
     """
 
     blocks: str = "auto"
@@ -144,7 +143,7 @@ class FSDP(Strategy):
         unchecked = self._why_unchecked(whole, world)
         if world.is_first:
             if unchecked is not None and job.check_every != 0:
-                text = f"{unchecked}: whether parts of a batch add up is not checked"
+                text = f"{unchecked}: the sum check is left out"
                 world.tell(Line.note(text))
             self._log_shards(shards, whole, world)
         elementwise = self._is_elementwise(optimizer)
@@ -195,7 +194,8 @@ class FSDP(Strategy):
             raise StrategyError("fsdp: compile isn't supported: leave it out, or take ddp")
         if job.precision == "fp16":
             raise StrategyError(
-                "fsdp: precision fp16 scales the loss by what all gradients are: take bf16, or ddp"
+                "fsdp: precision fp16 isn't supported, since its loss scale depends on all "
+                "gradients: take bf16, or ddp"
             )
 
     def _refuse_model(self, model: nn.Module) -> None:
@@ -216,21 +216,21 @@ class FSDP(Strategy):
         known = is_of_pytorch(optimizer)
         if known and name not in _ELEMENTWISE:
             raise StrategyError(
-                f"fsdp: {name} looks at whole parameters, and a rank has a shard of each: take "
-                "ddp, or an optimizer that treats each element by itself, as AdamW"
+                f"fsdp: {name} needs whole parameters, and a rank has a shard of each: take ddp, "
+                "or an optimizer that treats each element by itself, as AdamW"
             )
         if has_own_state(optimizer):
             raise StrategyError(
-                f"fsdp: {name} has a state_dict() of its own, which would give a rank's shards "
-                "only: use ddp"
+                f"fsdp: {name} has a state_dict() of its own, which would return this rank's "
+                "shards only: use ddp"
             )
         if self._is_elementwise(optimizer):
             return
         refuse_hooks(optimizer)
         if not known:
             raise StrategyError(
-                f"fsdp: {name} would be given a shard of each parameter, which is right where it "
-                "treats each element by itself: say so by --elementwise true "
+                f"fsdp: {name} would get a shard of each parameter, which is correct only for an "
+                "optimizer that treats each element by itself: confirm it by --elementwise true "
                 "(FSDP(elementwise=True)), or take ddp"
             )
 

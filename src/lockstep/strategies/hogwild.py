@@ -67,7 +67,8 @@ class Hogwild(Strategy):
 
     name: ClassVar[str] = "hogwild"
     runs_functions: ClassVar[str] = (
-        "ranks don't wait for one another, so each would see the other parts half moved"
+        "ranks don't wait for one another, so each would read half-updated parameters of other "
+        "parts"
     )
     summary: ClassVar[str] = (
         "a process per CPU device, all updating the same weights in shared memory without waiting"
@@ -77,7 +78,7 @@ class Hogwild(Strategy):
     )
     exact: ClassVar[Literal[True] | str] = (
         "hogwild is not exact: ranks write the same weights without waiting for one another, so "
-        "that no two runs end with the same results; ddp keeps those of one device"
+        "that no two runs end with the same results; ddp keeps the results of one device"
     )
 
     def layout(self, devices: int) -> Layout:
@@ -124,7 +125,7 @@ class Hogwild(Strategy):
             found.append(Caveat("clipping", text))
         if isinstance(job, Job) and job.lr_scheduler and job.lr_scheduler_every == "step":
             text = (
-                "a scheduler that reads the loss of a step (ReduceLROnPlateau) sees that of "
+                "a scheduler that reads the loss of a step (ReduceLROnPlateau) gets the loss of "
                 "each rank's local batch"
             )
             found.append(Caveat("scheduler", text))
@@ -153,7 +154,10 @@ def _refuse_settings(job: Recipe, world: World) -> None:
             "sync_batchnorm makes ranks wait for one another, hogwild doesn't: choose one of them"
         )
     if job.precision == "fp16":
-        raise StrategyError("hogwild: fp16 scales the loss, on each rank otherwise: take bf16")
+        raise StrategyError(
+            "hogwild: precision fp16 isn't supported, since each rank would "
+            "scale the loss differently: take bf16"
+        )
 
 
 _UNSCALED = {
@@ -186,7 +190,7 @@ def _refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
     if has_own_state(optimizer):
         raise StrategyError(
             f"hogwild gives each rank its part of the learning rate, and {name}, which has a "
-            "state_dict() of its own, may keep others elsewhere: use ddp"
+            "state_dict() of its own, may keep other learning rates: use ddp"
         )
 
 

@@ -59,18 +59,18 @@ class PP(Strategy):
     Attributes:
         device_map: prefixes of names and their stages (see ``lockstep.pipelining.device_map``);
             None finds one, by measuring the layers on the job's first batch.
-        microbatches: how many each accumulation part of a global batch is cut in; "auto" chooses by
-            simulation; None is what ``split_size`` makes, or 4.
+        microbatches: the number of micro-batches of each global batch (or of each of its parts with
+            ``accumulate``); "auto" chooses it by simulation (default: by ``split_size``, else 4).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), or
             "auto".
-        split_size: samples of a micro-batch at most, instead of ``microbatches``.
-        chunks: stages on each device; None is 2 for ``interleaved``, or as many as ``device_map``
-            has, else 1.
+        split_size: the largest number of samples of a micro-batch, instead of ``microbatches``.
+        chunks: the number of stages on each device (default: as in ``device_map``, else 2 for
+            ``interleaved``, 1 for other schedules).
     """
 
     name: ClassVar[str] = "pp"
     runs_functions: ClassVar[str] = (
-        "stages are made of one forward, and a step function calls the parts as it likes"
+        "stages are found from one forward, and a step function calls modules in any order"
     )
     summary: ClassVar[str] = "one process, a stage of layers per device; micro-batches overlap"
     good_for: ClassVar[str] = "models too large for one device, or of few large layers"
@@ -90,7 +90,7 @@ class PP(Strategy):
         if self.split_size is not None and self.microbatches is not None:
             raise StrategyError(
                 f"{self.name}: microbatches={self.microbatches} and split_size={self.split_size} "
-                "say the same thing: give one of them"
+                "set the same number: give one of them"
             )
         known = [*SCHEDULES, "auto"]
         if self.schedule not in known:
@@ -177,8 +177,8 @@ class PP(Strategy):
                 return way
         elif is_stream(job.train_data):
             raise StrategyError(
-                f"{self.name}: what is auto is chosen by looking at the first batch, and a "
-                "stream can't be begun twice: give numbers (lockstep partition finds them)"
+                f"{self.name}: auto needs the first batch before the training, and a stream can "
+                "be read only once: give numbers (lockstep partition finds them)"
             )
 
         try:
@@ -324,15 +324,15 @@ class PP(Strategy):
             )
         if job.compile:
             raise StrategyError(
-                f"{self.name}: compile=True compiles the whole model, and its layers take turns: "
-                "leave it out, or call compile() of layers in the model itself"
+                f"{self.name}: compile=True compiles the whole model, but stages run its layers "
+                "separately: leave it out, or call compile() of layers in the model itself"
             )
         given = self._of_jobs()
         is_own_loop = job.optimizer is not None and not isinstance(job, Job)
         if given and is_own_loop:
             raise StrategyError(
-                f"{self.name}: {given} is for jobs, whose batches are known before: "
-                "give a number and a name (lockstep partition finds them)"
+                f"{self.name}: {given} is for jobs, whose batches are known in advance: give a "
+                "number and a name (lockstep partition finds them)"
             )
 
     def _of_jobs(self) -> str:
@@ -420,7 +420,7 @@ def _log_unmeasured(error: Exception, world: World) -> None:
         return
     if isinstance(error, LockstepError):
         raise error
-    why = f"looking at a forward raised {told(error)}: stages by their parameters"
+    why = f"observing a forward raised {told(error)}: stages are balanced by parameters"
     world.tell(Line(why, "plan"))
 
 

@@ -43,9 +43,7 @@ class Strategy(ABC):
     summary: ClassVar[str]
     good_for: ClassVar[str]
     exact: ClassVar[Literal[True] | str] = True
-    runs_functions: ClassVar[Literal[True] | str] = (
-        "it doesn't say what an update of several losses is"
-    )
+    runs_functions: ClassVar[Literal[True] | str] = "it doesn't define an update of several losses"
 
     def __post_init__(self) -> None:  # noqa: B027
         """Refuse settings that are impossible."""
@@ -172,7 +170,7 @@ class Strategy(ABC):
             if module.scale_grad_by_freq:
                 raise StrategyError(
                     f'{self.name}: "{name}" has scale_grad_by_freq, which divides gradients by '
-                    "how often a word is in the batch, and each replica sees its local batch only",
+                    "how often a word is in the batch, and each replica has its local batch only",
                     kind="mixing",
                     fix="use single or mp, or leave it out",
                 )
@@ -187,7 +185,7 @@ class Strategy(ABC):
         each = world.layout.devices_per_process
         if world.size == 1 < wanted and each == 1:
             raise StrategyError(
-                f"{self.name} wants a process for each of the {wanted} devices, and this is one "
+                f"{self.name} needs a process for each of the {wanted} devices, and this is one "
                 "process: start it with lockstep.launch(...) or torchrun, or use dp"
             )
         if wanted == 1 < world.size:
@@ -197,7 +195,7 @@ class Strategy(ABC):
             )
         if wanted != world.size:
             raise StrategyError(
-                f"{self.name} wants {wanted} processes with {each} devices each, and there are "
+                f"{self.name} needs {wanted} processes with {each} devices each, and there are "
                 f"{world.size} with {len(world.devices)}: lockstep.launch(..., "
                 f"devices={world.layout.devices}, devices_per_rank={each})"
             )
@@ -215,7 +213,7 @@ class Strategy(ABC):
             found.append(PARAMETER_HOOKS)
         if isinstance(job, Job) and job.collate is not None:
             what = "each device's local batch" if replicas > 1 else "each micro-batch"
-            found.append(Caveat("collate", f"collate is given {what}, {OF_COLLATE}"))
+            found.append(Caveat("collate", f"collate gets {what}, {OF_COLLATE}"))
         if any(map(draws_dropout, model.modules())):
             found.append(DRAWS)
         return found
@@ -249,5 +247,5 @@ def _of_norms(job: Recipe, model: nn.Module, replicas: int) -> Iterator[Caveat]:
     if any(norm.track_running_stats for norm in instances):
         of = "the first replica's local batches"
         if replicas == 1:
-            of = "micro-batches, which move them once each"
+            of = "micro-batches, each of which updates them"
         yield Caveat("buffer", f"InstanceNorm's running statistics are those of {of}")

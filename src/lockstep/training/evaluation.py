@@ -20,8 +20,8 @@ from lockstep.training.metrics.job_metrics import JobMetrics, functions_of
 
 _COLLATES = Caveat(
     "collate",
-    "collate is given each device's local batch, so outputs that depend on how far it pads, or on "
-    "the other samples, differ from those of one device",
+    "collate gets each device's local batch, so outputs that depend on the padded length, or on "
+    "other samples, differ from those of one device",
 )
 
 _LARGEST = 2**30

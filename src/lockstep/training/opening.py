@@ -191,7 +191,7 @@ def _counted(devices: Sequence[str]) -> str:
 
 
 def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
-    """Return what has changed since the run was begun, in lines, each once.
+    """Return what has changed since the run was started, in lines, each once.
 
     Args:
         setup: what is trained now.
@@ -211,21 +211,19 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
         lines += _not_followed(file, job)
         for name, (then, now) in changed_parameters(before, file).items():
             lines.append(
-                f"--set {name}: it is {_given(now)}, and was {_given(then)} when the run was begun"
+                f"--set {name}: it is {_given(now)}, and was {_given(then)} when the run was started"
             )
 
     for name, now in job.settings.items():
         then = before["settings"].get(name, now)
         if then != now and name not in _MAY_CHANGE and name not in resumed_with:
-            lines.append(f"{name}: it is {now}, and was {then} when the run was begun")
+            lines.append(f"{name}: it is {now}, and was {then} when the run was started")
 
     for then_group, group in zip(before.get("optimizer", []), setup.optimizer, strict=False):
         for name, then in then_group.items():
             now = group.get(name, then)
             if now != then:
-                lines.append(
-                    f"{name}: the optimizer goes on as it was saved, with {then}, and not {now}"
-                )
+                lines.append(f"{name}: the optimizer resumes with the saved {then}, not {now}")
 
     return [line for line in dict.fromkeys(lines) if line is not None]
 
@@ -248,20 +246,20 @@ def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
     now = Path(path).resolve()
     was = Path(before["file"] or now)
     if now != was:
-        return f"the job file is {now}, and was {was} when the run was begun"
+        return f"the job file is {now}, and was {was} when the run was started"
     if hash_of(now) != before["sources"].get(now.name):
-        return f"{now.name} has changed since the run was begun"
+        return f"{now.name} has changed since the run was started"
     return None
 
 
 def _not_followed(file: JobFile, job: Job) -> Iterator[str]:
     """Yield settings that the job file has changed, and that a run keeps unless they are given."""
     for name, now in file.unfollowed.items():
-        way = f"--{name.replace('_', '-')} {str(now).lower()} takes that"
+        way = f"--{name.replace('_', '-')} {str(now).lower()} applies it"
         if name in ("seed", "batch_size"):
             way = "a run keeps it"
         yield (
-            f"{name}: the run goes on with {job.settings[name]}, the job file says {now} now: {way}"
+            f"{name}: the run resumes with {job.settings[name]}; the job file has {now} now: {way}"
         )
 
 

@@ -318,7 +318,7 @@ class Saves:
         if len(states) != size:
             self.notes.append(
                 f"train_data's state was saved by {len(states)} processes, and these are {size}: "
-                "each begins with that of the first"
+                "each begins with the state of the first"
             )
             states = states[:1] * size
 

@@ -66,8 +66,7 @@ def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.O
 
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise JobError(
-            "lr_scheduler: it was made over another optimizer than the one that the function is "
-            "given"
+            "lr_scheduler: the scheduler has another optimizer than the one passed to the function"
         )
 
     if not hasattr(scheduler, "state_dict"):
@@ -100,8 +99,8 @@ def refuse_too_short(scheduler: Any, moves: int | None) -> None:
     length = scheduler.total_steps
     if moves > length:
         raise JobError(
-            f"lr_scheduler: OneCycleLR is made for total_steps={length}, and is moved on {moves} "
-            "times"
+            f"lr_scheduler: OneCycleLR has total_steps={length}, but {moves} steps are due: set "
+            f"total_steps={moves}"
         )
 
 

@@ -29,7 +29,7 @@ def take_up(setup: Setup, saves: Saves, progress: TrainingProgress) -> None:
     if _has_ended(setup, progress):
         if progress.stopped:
             after = counted(progress.epoch, "epoch")
-            saves.notes.append(f"{progress.stopped} had stopped the run after {after}: it goes on")
+            saves.notes.append(f"{progress.stopped} stopped the run after {after}; the run resumes")
         progress.stopped = ""
         progress.ends_unevaluated = False
         _refuse_nothing_left(progress)
@@ -71,10 +71,10 @@ def _refuse_nothing_left(progress: TrainingProgress) -> None:
     """
     step = progress.step
     if progress.is_at_last_step:
-        raise JobError(f"steps: the run has done {step}: ask for more, --steps {2 * step} say")
+        raise JobError(f"steps: the run has reached step {step}: give more, as --steps {2 * step}")
     if progress.is_over:
         epochs = progress.epoch + (progress.last_epoch or 1)
         raise JobError(
-            f"epochs: the run has done {progress.epoch} ({step} steps): ask for more, "
-            f"--epochs {epochs} say"
+            f"epochs: the run has reached epoch {progress.epoch} ({step} steps): give more, as "
+            f"--epochs {epochs}"
         )

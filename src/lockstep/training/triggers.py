@@ -91,13 +91,13 @@ class Triggers:
                 continue
             if what == LOG:
                 yield (
-                    "log_every: these ranks don't meet in a step, so that the losses within an "
+                    "log_every: ranks don't synchronize within an epoch, so losses within an "
                     "epoch are rank 0's"
                 )
             else:
                 does = "evaluate" if what == EVALUATE else "save"
                 yield (
-                    f"{what}_every: these ranks meet at the end of an epoch only, and {does} there"
+                    f"{what}_every: ranks synchronize at the end of an epoch only, and {does} there"
                 )
 
     def after_step(self, epoch: int, position: int) -> frozenset[str]:

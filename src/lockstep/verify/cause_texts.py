@@ -26,14 +26,14 @@ CAUSES = _read("""
 batchnorm
   BatchNorm normalizes over each replica's local batch; with its running statistics the results
   agree ({left:.0e})
-  -> sync_batchnorm=True (--sync-batchnorm) under ddp or dp, or layers that see one sample at a
-  time (GroupNorm, LayerNorm)
+  -> sync_batchnorm=True (--sync-batchnorm) under ddp or dp, or layers that normalize each
+  sample by itself (GroupNorm, LayerNorm)
 
 drawing
   the model draws random numbers in {where}, which differ from single-device training; without
   them the results agree ({left:.0e})
-  -> none needed where any draw will do; mp draws those of one device, or let the dataset draw,
-  by sample
+  -> no fix if other random numbers are acceptable; else mp, which draws those of one device, or
+  let the dataset draw, by sample
 
 drawing: elsewhere
   the model draws random numbers that can't be taken out (from Python's or numpy's random, or in an
@@ -43,18 +43,18 @@ drawing: elsewhere
 mixing
   outputs depend on other samples of the batch in or before {layer}: single-device results
   change as well when the batch is split
-  -> mp or single, which see the whole batch; or a layer that sees one sample at a time
+  -> mp or single, which don't split the batch; or a layer that treats each sample by itself
 
 mixing: in evaluation
   "{loss}" of the evaluation depends on how its batches are split, and training doesn't: in eval
   mode outputs depend on other samples of the batch, or the loss is not a mean over samples
-  -> a model that sees one sample at a time in eval mode, or evaluate under mp or single
+  -> a model that treats each sample by itself in eval mode, or evaluate under mp or single
 
 collate
   collate makes other rows of a local batch than of the global batch (it pads to the longest
-  sample, or mixes samples), and {layer} gives other results for them
-  -> a collate that makes the same of a sample in any batch (one length for all, say), or a
-  model that masks the padding; mp and single give it the whole batch
+  sample, or mixes samples), and {layer} gives other results for these rows
+  -> a collate whose rows don't depend on the other samples (one length for all, say), or a model
+  that masks the padding; mp and single pass the whole batch to collate
 
 metric
   {names} of the evaluation depends on how its batches are split, and the loss doesn't: it is
@@ -63,25 +63,25 @@ metric
   keeps what it needs
 
 state
-  "{name}" is neither parameter nor buffer of the model, and changes in training by what a
-  forward sees
-  -> a buffer (register_buffer) that doesn't depend on the local batch; mp or single keep it as
-  it is
+  "{name}" is neither parameter nor buffer of the model, and changes in training by the inputs of
+  a forward
+  -> a buffer (register_buffer) that doesn't depend on the local batch; or mp or single, which
+  keep the results
 
 state: parameter
-  parameter "{name}" has no gradient and changes: the model writes it, from what it sees of the
+  parameter "{name}" has no gradient and changes: the model writes it, from the
   local batch
-  -> let it depend on the parameters only, or take mp or single, which see the whole batch
+  -> let it depend on the parameters only, or take mp or single, which don't split the batch
 
 buffer
   buffer "{name}" depends on the local batch, or only some replicas update it: one device would
   compute another
   -> let it depend on the parameters only, and update it on every rank alike; or take mp or
-  single, which see the whole batch
+  single, which don't split the batch
 
 autograd function
-  a backward of the model, or a hook in it, depends on the samples that it sees together: it
-  divides by their number, say, or clips
+  a backward of the model, or a hook in it, depends on which samples are computed together: it
+  divides by the number of samples, say, or clips
   -> leave the mean over samples to the loss, and let backward treat each sample by itself; clip
   by clip_norm
 
@@ -103,28 +103,27 @@ loss
   batch
 
 auxiliary loss
-  the loss reads {output}, which is no sum over samples, or of which it makes none (a loss for
-  load balancing, say)
+  the loss uses {output}, and this term is not a sum over samples (a loss for load balancing, say)
   -> mp or single on whole batches; or a term that is a sum over samples
 
 cut
-  the batch's cutting alone changes the results: single with {parts} micro-batches differs from
+  cutting the batch is enough to change the results: single with {parts} micro-batches differs from
   single with the whole batch, by {apart:.0e}
   -> accumulate=1, or one micro-batch (mp instead of pp)
 
 refused: shape
-  of a local batch the model gives what the loss doesn't take: {said}
+  for a local batch the loss doesn't accept the model's outputs: {said}
   -> outputs with a row for each sample, also where there is only one: squeeze(1), say, for
   squeeze()
 
 unseeded data
-  the dataset draws unseeded numbers: the same sample of the same epoch is another one each time
+  the dataset draws unseeded numbers: the same sample of the same epoch differs each time
   -> draw from torch's, random's or numpy.random's global generator, which are seeded for each
   sample
 
 sampler
   the strategy repeats, leaves out or changes samples of batch {batch} in epoch {epoch}: {number}
-  are not as often there as on one device
+  occur more or less often than on one device
   -> give every sample of a global batch to one device; leave a device without one where there
   are too few
 
@@ -133,8 +132,8 @@ scheduler
   -> step the scheduler once per update, on one rank's clock
 
 drift
-  parameter "{name}" has come to differ between ranks: something but the optimizer writes it, or
-  the optimizer draws other random numbers on each rank
+  parameter "{name}" differs between ranks: something other than the optimizer writes it, or the
+  optimizer draws other random numbers on each rank
   -> let only the optimizer write parameters, and sum every gradient over the ranks
 
 update

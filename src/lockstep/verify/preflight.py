@@ -62,10 +62,10 @@ def preflight(
 
     settings["precision"] = precision
     if job.precision not in (None, precision):
-        notes.append(f"in {precision} in the place of {job.precision}")
+        notes.append(f"in {precision} instead of {job.precision}")
     if precision != "fp64":
         notes.append(
-            "the model can't compute in float64, so rounding is measured: single twice, sums mixed"
+            "the model can't compute in float64, so rounding is measured by two runs of single"
         )
 
     if not whole:
@@ -75,7 +75,7 @@ def preflight(
         settings["batch_size"] = size
         settings["eval_batch_size"] = min(size, job.eval_batch_size or job.batch_size)
         notes.append(
-            f"batches of {size} samples instead of {job.batch_size}, to save time (--whole takes "
+            f"batches of {size} samples instead of {job.batch_size}, to save time (--whole keeps "
             "them whole)"
         )
 

@@ -81,7 +81,7 @@ def verify(
     chosen = parse(devices)
     if strategy is None and len(chosen) == 1:
         raise InputError(
-            "verify: name a strategy to hold against one device, and its devices (--strategy ddp "
+            "verify: name a strategy to compare with one device, and its devices (--strategy ddp "
             "--devices 2)"
         )
 

@@ -252,7 +252,7 @@ class OwnNorm(nn.modules.batchnorm._NormBase):
 
 def test_a_norm_of_ones_own_is_checked(tmp_path: Path) -> None:
     job = dataclasses.replace(ZOO["mlp"], model=lambda: nn.Sequential(OwnNorm(6), nn.Linear(6, 3)))
-    with pytest.raises(StrategyError, match=r'samples act on one another in "0" \(OwnNorm\)'):
+    with pytest.raises(StrategyError, match=r'samples influence one another in "0" \(OwnNorm\)'):
         train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 

@@ -195,11 +195,13 @@ def test_samples_that_act_on_one_another_stop_a_training_in_its_first_update(
 ) -> None:
     job = ZOO["mlp"].replace(model=mixing, check_every=100, eval_data=None, metrics={}, **settings)
     where = {"strategy": way, "devices": devices, "folder": tmp_path}
-    said = r'results depend on where a batch is cut: in update 1, .* samples act on one another in "1" \(Centred\)'
+    said = r'results depend on where a batch is cut: in update 1, .* samples influence one another in "1" \(Centred\)'
     with pytest.raises(StrategyError, match=said):
         train(job, quiet=True, **where)
     train(job, accept_differences=True, **where)
-    assert 'samples act on one another in "1" (Centred)' in " ".join(capfd.readouterr().out.split())
+    assert 'samples influence one another in "1" (Centred)' in " ".join(
+        capfd.readouterr().out.split()
+    )
 
 
 class Keeps(nn.Module):

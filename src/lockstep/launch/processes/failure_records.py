@@ -125,9 +125,9 @@ def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) 
         why = ", before its function returned" if one.code >= 0 else ""
         if one.code == -signal.SIGABRT:
             why = (
-                "; gloo ends ranks so that are in different collectives: under fsdp perhaps of "
-                "blocks that depend on "
-                "the samples: name the other blocks: --blocks NAMES"
+                "; gloo fails like this if ranks are in different collectives: under fsdp "
+                "possibly in a block that only some samples use: name the other blocks by "
+                "--blocks NAMES"
             )
         return RankFailed(
             f"{who} {ending(one.code, when(one.step))}{why}", one.rank, one.step, one.last_words
@@ -144,9 +144,7 @@ def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) 
     else:
         message = f"{who} failed {when(one.step)}: {one.reason}"
     if one.peer and silent:
-        message += (
-            f"; nothing was heard of rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
-        )
+        message += f"; no report from rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}"
     return caused(RankFailed(message, one.rank, one.step, one.traceback), one)
 
 

@@ -189,9 +189,8 @@ def _end_together(world: World) -> None:
         world.meet("the end", waits=math.inf)
     except InputError:
         raise InputError(
-            f"rank {world.rank} ended after step {world.step}, and another rank began one more: "
-            "every rank has "
-            "to make the same number of steps"
+            f"rank {world.rank} ended after step {world.step}, but another rank began one more: "
+            "every rank must make the same number of steps"
         ) from None
 
 

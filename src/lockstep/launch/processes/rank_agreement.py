@@ -53,7 +53,9 @@ class Meeting:
                 ranks = gone or late
                 plural = "s" if len(ranks) > 1 else ""
                 named = f"rank{plural} {', '.join(map(str, ranks))}"
-                raise InputError(f"{what} has to be on every rank, and {named} went on without it")
+                raise InputError(
+                    f"{what} must happen on every rank, but {named} continued without it"
+                )
             time.sleep(1e-3)
 
         self._compare([self._store.get(self._key(rank)).decode() for rank in range(self._size)])
@@ -77,4 +79,4 @@ class Meeting:
             return
         call = next(one for one in calls if one != END_OF_CALLBACKS)
         rank, other = next((rank, one) for rank, one in enumerate(calls) if one != call)
-        raise InputError(f"{call} has to be on every rank, and on rank {rank} it was {other}")
+        raise InputError(f"{call} must happen on every rank, but rank {rank} reached {other}")

@@ -100,6 +100,6 @@ class CheckInterval:
         while self.every < min(_SELDOMEST, _SELDOM * share / _LARGEST_SHARE):
             self.every *= 2
         return (
-            f"whether the loss is additive over samples is checked in one of {self.every} updates, "
-            f"since a check takes {100 * share:.0f} % of the time of one"
+            f"the loss check runs in one of {self.every} updates, since a check takes "
+            f"{100 * share:.0f} % of the time of an update"
         )

@@ -313,8 +313,8 @@ class Totalled:
         total, count = value
         if isinstance(count, Tensor) and count.requires_grad:
             raise LossError(
-                f"{self.name}: the count depends on parameters, so that the gradient of total / "
-                "count is no sum over samples",
+                f"{self.name}: the count depends on parameters, so the gradient of total / count "
+                "is not a sum over samples",
                 fix="count.detach(), if it is a number of items; or return the scalar, with "
                 "single or mp",
             )

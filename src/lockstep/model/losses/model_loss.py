@@ -76,8 +76,8 @@ def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
     logits: Any = _of(outputs, "logits")
     if not _fit(logits, labels):
         raise LossError(
-            "model_loss: it is of tokens or classes, and these are logits "
-            f"{_shape(logits)} and labels {_shape(labels)}",
+            "model_loss: logits and labels of tokens or classes are expected, not "
+            f"{_shape(logits)} and {_shape(labels)}",
             fix=_OWN,
         )
     if "CausalLM" in type(outputs).__name__:
@@ -143,6 +143,7 @@ class ModelLoss:
         raise LossError(
             f"model_loss: the model's loss is {float(total) / number:.6g}, and the cross-entropy "
             f"of its logits over the {int(count)} labels that count "
-            f"{float(expected) / number:.6g}: it has something added, or is no mean over them",
+            f"{float(expected) / number:.6g}: it has another term, or is not the mean over these "
+            "labels",
             fix=_OWN,
         )

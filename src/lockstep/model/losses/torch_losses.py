@@ -106,15 +106,17 @@ def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
         weight = options.get(name)
         if weight is not None and weight.dim() >= outputs.dim() and weight.shape[0] != 1:
             raise Misshapen(
-                f"{name} {tuple(weight.shape)} has a number for each place in the batch, which "
-                "can't be cut with it; put them in the targets, and return (total, count) from a "
-                "function"
+                f"{name} {tuple(weight.shape)} has a value for each element of the batch and "
+                "can't be cut with the batch; put the values in the targets, and return (total, "
+                "count) from a function"
             )
     if outputs.shape == targets.shape:
         return outputs.numel()
     if outputs.dim() == targets.dim() and outputs.shape[:1] == targets.shape[:1]:
         return math.prod(map(max, outputs.shape, targets.shape))
-    raise Misshapen("broadcasting would set every sample against others; give both one shape")
+    raise Misshapen(
+        "broadcasting would compare samples with other samples; give both the same shape"
+    )
 
 
 def _elements_by_class(options: _Options, outputs: Tensor, targets: Tensor) -> int:

@@ -138,9 +138,9 @@ def _refuse_other_parameters(
     optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if optimized - {id(p) for p in model.parameters()}:
         raise JobError(
-            "optimizer: it holds parameters that the model doesn't have: make it over those that "
-            "it is given, as lambda parameters: SGD(parameters, ...) (in a loop of your own, over "
-            "model.parameters() of the same model)"
+            "optimizer: it has parameters that aren't the model's: make it from the parameters "
+            "that are passed, as lambda parameters: SGD(parameters, ...) (in a loop of your own, "
+            "from model.parameters() of the same model)"
         )
     left_out = [name for name, p in named if id(p) not in optimized]
     if left_out:

@@ -15,8 +15,8 @@ from lockstep.model.optimizers.kinds import has_own_state
 from lockstep.model.optimizers.several import Optimizers
 
 REPLACED = (
-    "the optimizer has a parameter that the model hasn't any more (a layer was replaced?): give "
-    "the model its layers before the optimizer is made"
+    "the optimizer has a parameter that is no longer in the model (a layer was replaced?): "
+    "replace layers before the optimizer is made"
 )
 
 

@@ -59,9 +59,8 @@ class Criterion:
             return total, found
         if count is None:
             raise LossError(
-                f"{self._totalled.name} returned a scalar, which says nothing of how many tokens "
-                "it sums over: return (total, count) from it, or give their number: "
-                "parallel_loss(..., count=tokens)"
+                f"{self._totalled.name} returned a scalar without the number of tokens: return "
+                "(total, count), or pass it: parallel_loss(..., count=tokens)"
             )
         if not self._probed:
             self._probe(outputs, targets, total)

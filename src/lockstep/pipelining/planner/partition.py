@@ -188,8 +188,7 @@ def divided(
     for block in blocks:
         if block.calls > 1 and len(devices) > 1:
             told.append(
-                f'"{block.name}" is called {block.calls} times, and counted where it is called '
-                "first"
+                f'"{block.name}" is called {block.calls} times, and counted at its first call'
             )
     return Partition(device_map, tuple(found), samples, measured.measured, tuple(told))
 

@@ -156,7 +156,7 @@ class Choice:
         )
         if whole < seconds and best.plan.devices > 1:
             why += (
-                "; cutting costs more here than overlapping gains: one device, or larger "
+                "; micro-batches cost more here than overlap gains: one device, or larger "
                 "batches, would be faster"
             )
         return why

@@ -124,8 +124,8 @@ class RankStep(Step):
         drifted = differing_tensors(self.replicated(), self.world)
         if drifted is not None:
             raise RunError(
-                f'parameter "{drifted}" is no longer the same on all ranks: not only the '
-                "optimizer has written it",
+                f'parameter "{drifted}" is no longer the same on all ranks: something other than '
+                "the optimizer wrote it",
                 kind="drift",
                 fix="don't write it in forward, in on_event, which runs on rank 0 only, or in a "
                 "callback on some ranks only; don't convert or move the model (model.half(), "
@@ -189,8 +189,7 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
             raise StrategyError(
                 f'"{name}" is a SyncBatchNorm of PyTorch\'s, whose ranks would wait for one that '
                 "has no sample",
-                fix="take sync_batchnorm=True, which has it normalise over all replicas under "
-                "every strategy",
+                fix="take sync_batchnorm=True, which normalizes over all replicas",
             )
     return None
 

@@ -79,8 +79,8 @@ def refuse_uncopied(model: nn.Module) -> None:
     """
     for name in hooked_parameters(model):
         raise StrategyError(
-            f'dp: parameter "{name}" has a hook, which its replicas would not have; take ddp, '
-            "which builds the model afresh for each device"
+            f'dp: parameter "{name}" has a hook, which replicas would lose; take ddp, which '
+            "builds the model afresh for each device"
         )
     refuse_compiled(model)
 

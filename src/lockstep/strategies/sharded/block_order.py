@@ -51,7 +51,7 @@ class BlockOrder:
         """
         if self._world.size * int(squares) != int(orders) ** 2:
             raise _other_blocks(
-                "ranks have come to other blocks in this update, or in another order"
+                "ranks called different blocks in this update, or the same blocks in another order"
             )
 
     def notes(self) -> list[str]:
@@ -63,8 +63,8 @@ class BlockOrder:
         for places in zip(*notes.values(), strict=False):
             if len(set(places)) > 1:
                 by_rank = zip(notes, places, strict=True)
-                each = [f"to {place} on rank {rank}" for rank, place in by_rank]
-                return _other_blocks(f"forward comes {', '.join(each)}")
+                each = [f"in {place} on rank {rank}" for rank, place in by_rank]
+                return _other_blocks(f"forward is {', '.join(each)}")
         return None
 
 

@@ -110,8 +110,8 @@ class BlockWatch:
             if "loss" in _computing:
                 # Ranks call a loss unequally often, to check it.
                 raise StrategyError(
-                    "fsdp: the loss calls a sharded model, whose blocks are gathered in forward: "
-                    "take ddp"
+                    "fsdp: the loss calls a sharded model, whose blocks are gathered in forward "
+                    "only: take ddp"
                 )
             self.order.come_to(place, number)
 
@@ -185,9 +185,8 @@ def _refuse_no_gradient(name: str, block: nn.Module, outputs: Any) -> None:
     """
     if any(p.requires_grad for p in block.parameters()):
         raise StrategyError(
-            f"fsdp: there is no tensor with a gradient in what {name} gives "
-            f"({type(outputs).__name__}): let it give tensors, or lists or dicts of them, "
-            "or take ddp"
+            f"fsdp: the outputs of {name} ({type(outputs).__name__}) have no tensor with a "
+            "gradient: return tensors, or lists or dicts of them, or take ddp"
         )
 
 
@@ -200,7 +199,7 @@ def _refuse_other_backwards(grad: torch.Tensor) -> None:
     if "backward" not in _computing:
         raise StrategyError(
             "fsdp: a gradient is computed in forward or in the loss (torch.autograd.grad, a "
-            "gradient penalty), for which the parameters of blocks would have to stay: take ddp"
+            "gradient penalty), which needs parameters of blocks that are freed already: take ddp"
         )
 
 

@@ -88,6 +88,6 @@ def explain_shards(error: Exception) -> None:
         raise StrategyError(
             "fsdp: a parameter of a block is used outside of the block's forward, where it is a "
             "shard",
-            fix="name blocks that keep theirs to themselves: --blocks NAMES, or FSDP(blocks=...); "
-            "or take ddp",
+            fix="name blocks whose parameters only they use: --blocks NAMES, or "
+            "FSDP(blocks=...); or take ddp",
         ) from error

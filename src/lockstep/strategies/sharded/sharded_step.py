@@ -95,7 +95,7 @@ class ShardedStep(RankStep):
         """
         if self.layout.are_gathered:
             raise InputError(
-                "step: it is called within step.whole_parameters(): call it after that"
+                "step(...) was called within step.whole_parameters(): call it after the with block"
             )
         if not self._elementwise:
             refuse_hooks(self.optimizer)

@@ -125,9 +125,9 @@ class Shards:
         for name, kept in self._before.items():
             if kept() is not None:
                 raise StrategyError(
-                    f'fsdp: something beside its module holds parameter "{name}" (a list, a '
-                    "closure, a variable of yours, or the graph of a copy), and would go on with "
-                    "what it was before it was cut: reach it by its module, and make copies by "
+                    f'fsdp: parameter "{name}" is referenced outside of its module (by a list, a '
+                    "closure, a variable of yours, or the graph of a copy), which would keep "
+                    "the unsharded values: access it through its module, and copy it by "
                     "p.detach().clone(); or take ddp"
                 )
 
@@ -302,8 +302,8 @@ def refuse_hooks(optimizer: torch.optim.Optimizer) -> None:
     if is_hooked(optimizer):
         raise StrategyError(
             "fsdp: the optimizer has hooks on its step (or another step in its place), which "
-            "would be given a shard of each gradient and parameter: where they treat each element "
-            "by itself, say so by --elementwise true (FSDP(elementwise=True)), or take ddp"
+            "would get a shard of each gradient and parameter: if they treat each element by "
+            "itself, confirm it by --elementwise true (FSDP(elementwise=True)), or take ddp"
         )
 
 

@@ -40,8 +40,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_load_state_dict_post_hooks")
 
 OF_OWN_LOOP = Caveat(
     "state",
-    "between updates the model's parameters and gradients are shards (DTensors): a number made of "
-    "one is of this rank's part, and what is written to a part of one is lost",
+    "between updates the model's parameters and gradients are shards (DTensors): a number "
+    "computed from a DTensor is of this rank's shard only, and writes to a slice are lost",
     "do both within `with step.whole_parameters():`, on every rank",
 )
 

@@ -66,8 +66,8 @@ def _as_loss(name: str, total: Any, count: Any) -> Loss:
         raise LossError(f'update("{name}"): the loss is {what}, a scalar tensor is expected')
     if count is None:
         raise LossError(
-            f'update("{name}"): there is no count, so what a mean is over is unknown: give the '
-            f'sum over items, and their number: update("{name}", total, count)'
+            f'update("{name}"): the count is missing: give the sum over items, and the number of '
+            f'items: update("{name}", total, count)'
         )
     if isinstance(count, torch.Tensor):
         is_number = not count.dim() and not count.requires_grad

@@ -73,8 +73,8 @@ class GivenBatches:
         if has_norms and step.world.is_first:
             yield Caveat(
                 "batchnorm",
-                "each rank cuts its share into micro-batches, over which BatchNorm normalizes: "
-                f"they aren't those of single with accumulate={self._accumulate}",
+                "each rank cuts its local batch into micro-batches, so BatchNorm normalizes "
+                f"over other samples than single with accumulate={self._accumulate}",
                 f"lockstep.batches(..., accumulate={self._accumulate}) cuts the global batch as "
                 "single does",
             )

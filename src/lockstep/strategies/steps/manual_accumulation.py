@@ -129,8 +129,8 @@ class ManualAccumulation:
         self._forget_thrown_away()
         if self.losses:
             raise InputError(
-                f"{what}: gradients of {self.samples} samples, by step.backward(...), wait "
-                "for step.update(): call that first"
+                f"{what}: gradients of {self.samples} samples by step.backward(...) are pending: "
+                "call step.update() first"
             )
 
     def _forget(self) -> None:
@@ -175,7 +175,7 @@ class ManualAccumulation:
                 call = f"backward(...) for the {_nth(theirs)} time"
             calls.append(f"rank {rank} calls step.{call}")
         raise InputError(
-            "every rank has to give step.update() as many parts: after step "
+            "every rank must call step.backward equally often: after step "
             f"{self._step.world.step} {' and '.join(calls)}"
         )
 

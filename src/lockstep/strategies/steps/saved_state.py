@@ -197,7 +197,7 @@ class SavedState:
             step.layout.take_weights(weights)
         except RuntimeError as error:
             *_, reason = str(error).splitlines()
-            raise InputError(f"the saved model is another one: {reason.strip()}") from error
+            raise InputError(f"the saved model is different: {reason.strip()}") from error
 
         _, *others = step.models()
         for model, of_model in zip(others, extra_of_others, strict=True):

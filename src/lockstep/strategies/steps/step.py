@@ -532,9 +532,8 @@ class Step:
         for name, p in self.trained.others.items():
             if p.requires_grad and self.world.is_first:
                 note = (
-                    f'"{name}" requires gradients now and isn\'t trained, since the optimizer '
-                    "wasn't given it: build it trainable, and freeze it later (on_start of a "
-                    "callback)"
+                    f'"{name}" requires gradients now, but is not in the optimizer: build it '
+                    "trainable, and freeze it later (on_start of a callback)"
                 )
                 self.tell_once([note])
                 break

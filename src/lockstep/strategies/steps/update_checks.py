@@ -151,7 +151,7 @@ class UpdateChecks:
         # It would see more samples only where a micro-batch has more than this one.
         if step._may_synchronise and max(sizes) > 1:
             return RunError(
-                f"{what}: sync_batchnorm=True lets it see those of all replicas; or choose another "
+                f"{what}: sync_batchnorm=True normalizes over all replicas; or choose another "
                 "batch_size"
             )
         fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
@@ -272,10 +272,10 @@ def with_graph(loss: Loss, outputs: Any) -> Loss:
     found = [tensor for tensor in tensors(outputs) if tensor.requires_grad]
     if len(found) != 1 or not found[0].is_floating_point():
         raise LossError(
-            "the loss is a constant for a local batch in which nothing counts, and the backward "
-            "of the others waits for one here",
-            fix="give a total that is computed from the outputs, as (outputs * 0).sum(), also "
-            "where nothing counts",
+            "the loss is a constant for a local batch without items, and the other ranks' "
+            "backward waits for a backward here",
+            fix="return a total that depends on the outputs, as (outputs * 0).sum(), also "
+            "without items",
         )
     (output,) = found
     everything = torch.ones((), dtype=torch.bool, device=output.device)

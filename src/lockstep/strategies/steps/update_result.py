@@ -231,8 +231,8 @@ class PartNames:
             raise LossError(
                 f'{self._loss.name}: part "{new[0]}" is new in step {self._world.step}, and no '
                 "batch had it before",
-                fix="give each part from the first update on, as (0.0, 0) where a batch has "
-                "nothing of it",
+                fix="return each part from the first update on, as (0.0, 0) if a batch has no "
+                "such item",
             )
         return self.known
 

@@ -265,10 +265,11 @@ class BatchSums:
         if step.replicas > 1:
             keeps = "single or mp keep"
         error = verdict.error or StrategyError(
-            f"results depend on where a batch is cut: {when}, of {whole.size} samples as one and "
-            f"in parts of {first.size} and {second.size}, {verdict.difference}; {verdict.where}",
+            f"results depend on where a batch is cut: {when}, of {whole.size} samples as a whole "
+            f"and in parts of {first.size} and {second.size}, {verdict.difference}; "
+            f"{verdict.where}",
             kind="mixing",
-            fix=f"{keeps} the results, or accept_differences=True trains with this one",
+            fix=f"{keeps} the results; accept_differences=True trains with this difference",
         )
         if not self._accepts:
             raise error
@@ -306,14 +307,13 @@ class BatchSums:
         if verdict.communicates:
             yield Caveat(
                 "uncopied",
-                "the model, or its loss, communicates with other ranks: whether parts of a batch "
-                "add up is not checked",
+                "the model, or its loss, communicates with other ranks: the sum check is left out",
             )
             return
         if verdict.unchecked:
             yield Caveat(
                 "uncopied",
-                f"whether parts of a batch add up to it was not checked ({verdict.unchecked})",
+                f"the sum check of an update was not possible ({verdict.unchecked})",
                 "lockstep verify shows whether results are those of single-device training",
             )
 

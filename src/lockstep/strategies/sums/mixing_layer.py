@@ -57,7 +57,7 @@ def first_that_mixes(
         gave_other_rows = _differ(one.gave, other.gave, whole, last)
         if gave_other_rows and not _differ(one.given, other.given, whole, last):
             module, _ = call
-            return f"samples act on one another in {module}"
+            return f"samples influence one another in {module}"
     return ""
 
 

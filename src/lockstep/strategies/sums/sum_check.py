@@ -414,7 +414,7 @@ class _Comparison:
             self._snapshot.put_back()
             with _as_compared(self._summed):
                 verdict.error = self._summed.explained(pieces[0])
-            verdict.where = "no module shows it: it comes of the loss, a metric, or backward"
+            verdict.where = "no module differs: the cause is the loss, a metric, or backward"
             if self._in_turn and verdict.kept:
                 verdict.where = (
                     f'forward writes "{verdict.kept[0]}", which the next micro-batch may read'

@@ -153,9 +153,9 @@ class SummedLoss(Summed):
         mean = mean_of(outputs)
         if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
             return LossError(
-                f"{self._loss.name} is outputs.loss, the model's mean over its labels: parts of a "
-                "batch have more labels or fewer",
-                fix="take loss=lockstep.model_loss, which weights it by their number",
+                f"{self._loss.name} is outputs.loss, the model's mean over its labels, and parts "
+                "of a batch have different numbers of labels",
+                fix="take loss=lockstep.model_loss, which weights it by the number of labels",
             )
         check = LossCheck(self._loss, cuts=True)
         check(outputs, piece.targets, whole, piece.size, step=0, waits=True)

@@ -130,7 +130,7 @@ class Average(Callback):
             training._step.saved.write_weights(training.folder / self.output)
         if training.world.is_first:
             text = (
-                f"the averaged weights are in {self.output}, those that were trained in "
+                f"the averaged weights are in {self.output}, the trained weights in "
                 "model.safetensors"
             )
             training.world.tell(Line.note(text))

@@ -260,11 +260,13 @@ class Callbacks:
             if name in states:
                 callback.load_state_dict(states[name])
             elif _has(callback, "state_dict"):
-                self.notes.append(f"callbacks: {name} begins anew: the run had none")
+                self.notes.append(
+                    f"callbacks: {name} begins without a state, since the run has none"
+                )
 
         for name in states.keys() - self._by_name.keys() - {_ON_EVENT}:
             self.notes.append(
-                f"callbacks: the run had {name}, whose state is left out: the job has none now"
+                f"callbacks: the saved state of {name} is ignored, since the job no longer has it"
             )
 
     def beside(self, name: str) -> str:
@@ -347,7 +349,7 @@ def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
         output = callback.output
         if output is not None and output in outputs:
             raise JobError(
-                f"callbacks: several would write {output}: leave one, or give another name"
+                f"callbacks: several would write {output}: keep one, or give another name"
             )
         outputs.add(output)
 
