@@ -191,29 +191,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_789
+TOTAL = 259_767
 """Code tokens of the package, at most."""
 
 TOKENS = {
-    "checkpoint": 6_901,
-    "cli": 6_658,
+    "checkpoint": 6_900,
+    "cli": 6_657,
     "compare": 14_927,
-    "data": 12_266,
+    "data": 12_261,
     "export": 5_633,
-    "launch": 20_182,
+    "launch": 20_177,
     "map": 5_348,
     "model": 18_692,
-    "parallel": 14_096,
-    "pipelining": 24_049,
+    "parallel": 14_092,
+    "pipelining": 24_048,
     "prediction": 4_302,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_932,
-    "strategies": 49_974,
+    "strategies": 49_971,
     "tensors": 8_516,
     "threads": 7_182,
-    "top": 7_135,
-    "training": 28_448,
+    "top": 7_134,
+    "training": 28_447,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -242,7 +242,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_468
+    assert bars.lines_of_the_reading_path() <= 2_464
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
