@@ -853,7 +853,7 @@ def hooked() -> nn.Module:
             {"loss": regularized},
             "a parameter of a block is used outside of the block's forward",
         ),
-        slow(Hoarding, {}, 'holds parameter "blocks.1.up.weight"'),
+        slow(Hoarding, {}, 'parameter "blocks.1.up.weight" is referenced outside of its module'),
         slow(Hiding, {}, r'the outputs of "blocks.0" .* have no tensor with a gradient'),
         (Penalized, {"loss": penalized}, "a gradient is computed in forward or in the loss"),
         (hooked, {}, 'parameter "embedding.weight" has a hook'),
