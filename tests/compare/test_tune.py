@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.cli import command as cli
-from lockstep.compare.entries import Setup
+from lockstep.compare.planned_rows import Setup
 from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import OutOfMemory, StrategyError
 from lockstep.jobfile import JobFile

@@ -22,7 +22,7 @@ from lockstep.parallel import (
     level_of,
     parallel_apply,
 )
-from lockstep.parallel.balance.level import busy_seconds, covered
+from lockstep.parallel.balance.device_load import busy_seconds, covered
 
 BATCH, WIDTH, CLASSES = 64, 64, 2000
 TWO = slots(2)

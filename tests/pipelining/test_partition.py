@@ -20,8 +20,8 @@ from lockstep.cli.command import main
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import slots
 from lockstep.pipelining.device_map import stage_of
-from lockstep.pipelining.planner.benchmark import measured, state_copies
 from lockstep.pipelining.planner.blocks import ModelBlocks, blocks_of, map_of
+from lockstep.pipelining.planner.measured_blocks import measured, state_copies
 from lockstep.pipelining.planner.plan import planned
 from lockstep.pipelining.planner.trace import Trace, trace
 from lockstep.tensors.pytree import call
@@ -398,7 +398,7 @@ def test_a_model_that_does_not_fit_is_estimated_and_that_is_said(monkeypatch) ->
     def full(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr("lockstep.pipelining.planner.benchmark.measured", full)
+    monkeypatch.setattr("lockstep.pipelining.planner.measured_blocks.measured", full)
     found = lockstep.partition(small_job(), devices="2xcpu")
     assert not found.measured and "doesn't fit on cpu:0: times are estimated" in found.notes[0]
 

@@ -11,8 +11,8 @@ import pytest
 
 from lockstep.launch.devices import slots, usable_cores
 from lockstep.launch.placement import alone
+from lockstep.pipelining.device_turns import Turns
 from lockstep.pipelining.stage_threads import StageThreads
-from lockstep.pipelining.turns import Turns
 
 
 def test_who_waits_is_beckoned_to_the_device_where_it_goes_on() -> None:

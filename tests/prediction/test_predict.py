@@ -490,12 +490,12 @@ def test_outputs_without_a_row_for_each_sample_are_refused(way: str, tmp_path: P
     def wrong(how: str) -> Callable[[], nn.Module]:
         return type(how, (Wrong,), {"how": how})
 
-    says = r"outputs: the model gives float64\(\) for \d samples, without a row for each"
+    says = r"outputs: the model returned float64\(\) for \d samples, without a row for each"
     refused(
         trained(tmp_path, wrong("mean"), eval_data=None), tmp_path, says, data="train", **on(way)
     )
     run = trained(tmp_path, wrong("text"), eval_data=None)
-    refused(run, tmp_path, "gives str for", data="train", **on(way))
+    refused(run, tmp_path, "returned str for", data="train", **on(way))
     says = r'"outputs" has a row for each sample.* float64\(\) for 1 samples in another \(does the model squeeze\(\)'
     refused(
         trained(tmp_path, wrong("squeezed"), eval_data=None),

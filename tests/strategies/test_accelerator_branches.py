@@ -13,7 +13,7 @@ import lockstep
 from lockstep import Job
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.benchmark import ModelBenchmark
+from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.partition import capacities
 from lockstep.profiling.clock import Clock
 from lockstep.strategies.single import Single

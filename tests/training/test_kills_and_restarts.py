@@ -218,6 +218,19 @@ def test_a_rank_that_is_lost_after_the_end_changes_nothing(own: Path, capfd) -> 
     assert run.summary["steps"] == 30
 
 
+@pytest.mark.slow
+def test_a_first_rank_that_is_lost_after_the_end_leaves_no_lock(own: Path) -> None:
+    """Found by the soak: its lock stayed in the folder of the run, which was done."""
+    whole = unbroken(own)
+    (own / "own.py").write_text(
+        FILE + "\nfrom lockstep.run import run_folder\nif os.environ.get('RANK') == '0':\n"
+        "    run_folder._remove = lambda path: os.kill(os.getpid(), 9)\n"
+    )
+    run = train(JobFile("own.py"), strategy="ddp", devices="2xcpu", restarts=1)
+    same(run, whole)
+    assert run.summary["steps"] == 30 and not list(run.folder.glob(".*"))
+
+
 # ---- the whole command is killed -----------------------------------------------------------------
 
 

@@ -71,8 +71,10 @@ def test_what_a_callback_froze_in_mid_run_is_frozen_in_a_resumed_run(
     change: Any, way: str, tmp_path: Path
 ) -> None:
     its = job(At(2, change))
-    whole = trained(its, tmp_path / "whole", way, steps=7)
-    run = trained(its, tmp_path / "cut", way, steps=3)
+    # A third replica would have one sample of the last batch, too few for its BatchNorm.
+    devices = "1xcpu" if way == "single" else "2xcpu"
+    whole = trained(its, tmp_path / "whole", way, steps=7, devices=devices)
+    run = trained(its, tmp_path / "cut", way, steps=3, devices=devices)
     assert differ(lockstep.train(its, resume=run.folder, steps=7), whole) == 0.0
 
 

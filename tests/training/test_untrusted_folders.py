@@ -19,7 +19,7 @@ import pytest
 import lockstep
 from lockstep import Run
 from lockstep.cli.command import main
-from lockstep.compare.entries import Setup, job_words
+from lockstep.compare.planned_rows import Setup, job_words
 from lockstep.errors import FolderError, InputError, JobError
 from lockstep.jobfile import JobFile, is_secret
 from lockstep.launch.processes.local_ranks import _log

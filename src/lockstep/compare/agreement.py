@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lockstep.compare.entries import Entry
 from lockstep.compare.fresh_processes import in_fresh_processes
+from lockstep.compare.planned_rows import Entry
 from lockstep.errors import LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile

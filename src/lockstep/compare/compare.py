@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import agreement_of
-from lockstep.compare.entries import Entry, Sweep, line_up
+from lockstep.compare.planned_rows import Entry, Sweep, line_up
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.errors import DeviceError, LockstepError, first_line

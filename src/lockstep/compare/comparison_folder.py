@@ -22,7 +22,7 @@ from typing import Any
 
 from lockstep.compare.comparison_page import write_page
 from lockstep.compare.comparison_table import csv_of, lines_of
-from lockstep.compare.entries import job_words, option_words
+from lockstep.compare.planned_rows import job_words, option_words
 from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
 from lockstep.job import Job

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from lockstep.compare.agreement import Agreement
-from lockstep.compare.entries import Role
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
+from lockstep.compare.planned_rows import Role
 from lockstep.compare.timing import Timing
 from lockstep.profiling.time_breakdown import KINDS
 from lockstep.run.events import TimesOf

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.compare.entries import Setup
 from lockstep.compare.fresh_processes import in_fresh_processes
 from lockstep.compare.observed_updates import ObservedUpdates, UpdateObserver
+from lockstep.compare.planned_rows import Setup
 from lockstep.compare.timing import rate_of
 from lockstep.data import Batch, is_stream, resolve
 from lockstep.data.fetch import base_of

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import torch
 
-from lockstep.compare.entries import Setup, first_of
+from lockstep.compare.planned_rows import Setup, first_of
 from lockstep.compare.timed_run import TrialResult, attempt
 from lockstep.compare.timing import Timing
 from lockstep.errors import DeviceError, LockstepError, counted, first_line

@@ -37,7 +37,7 @@ from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
-from lockstep.prediction.target_file import check_target, folder_beside
+from lockstep.prediction.output_file import check_target, folder_beside
 from lockstep.run.terminal import Display, number
 from lockstep.settings import convert
 from lockstep.strategies.single import Single

@@ -24,8 +24,8 @@ threads, a stream of random numbers for each.
 
 from __future__ import annotations
 
+from lockstep.parallel.balance.device_load import Level, level_of
 from lockstep.parallel.balance.largest_batch import largest_batch
-from lockstep.parallel.balance.level import Level, level_of
 from lockstep.parallel.data_parallel import Balanced, DataParallel, data_parallel
 from lockstep.parallel.gather import gather
 from lockstep.parallel.loss.parallel_loss import ParallelLoss

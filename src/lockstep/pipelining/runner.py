@@ -28,12 +28,12 @@ from torch import nn
 from lockstep.errors import InputError
 from lockstep.launch.world import World
 from lockstep.pipelining.card_queues import CardQueues
+from lockstep.pipelining.device_turns import Aborted, Turns
 from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
 from lockstep.pipelining.stage_threads import StageThreads
 from lockstep.pipelining.timeline import Action, Span, Timeline
-from lockstep.pipelining.turns import Aborted, Turns
 from lockstep.tensors.seeding import states
 
 T = TypeVar("T")

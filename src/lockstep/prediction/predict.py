@@ -41,6 +41,7 @@ from lockstep.launch.placement import check_backend, on_devices
 from lockstep.launch.world import World
 from lockstep.model.build import trained_model
 from lockstep.prediction.jsonl_file import merge, write_lines
+from lockstep.prediction.output_file import check_target, folder_beside
 from lockstep.prediction.output_structure import (
     Items,
     Leaf,
@@ -52,7 +53,6 @@ from lockstep.prediction.output_structure import (
     left_out,
     taken,
 )
-from lockstep.prediction.target_file import check_target, folder_beside
 from lockstep.recipe import recipe_of
 from lockstep.run.events import Line
 from lockstep.run.terminal import Display

@@ -51,7 +51,7 @@ from lockstep.model.optimizers.build import build_optimizer
 from lockstep.model.optimizers.kinds import has_own_state, with_modes
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
-from lockstep.strategies.ranks.followed_buffers import take_first
+from lockstep.strategies.ranks.buffer_broadcast import take_first
 from lockstep.strategies.shared_weights import SharedWeights
 from lockstep.strategies.single import SingleStep
 from lockstep.strategies.steps.evaluator import Evaluator

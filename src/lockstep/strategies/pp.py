@@ -36,13 +36,13 @@ from lockstep.model.optimizers.build import build_optimizer
 from lockstep.pipelining.device_map import stage_of
 from lockstep.pipelining.planner.partition import capacities, even_split, found_for
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
-from lockstep.pipelining.planner.stages import Partition
+from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.runner import Runner
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
-from lockstep.strategies.staged import StagedStep
+from lockstep.strategies.staged_step import StagedStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import DRAWS, Strategy
 

@@ -29,7 +29,7 @@ from lockstep.run.events import Caveat
 from lockstep.strategies.pp import MP, PP
 from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
-from lockstep.strategies.staged import StagedStep
+from lockstep.strategies.staged_step import StagedStep
 from lockstep.strategies.steps.step import Step
 
 

@@ -36,15 +36,15 @@ from lockstep.strategies.steps.update_result import Sums
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.callbacks.event_reporter import EventReporter
+from lockstep.training.checkpoint_content import Saves
 from lockstep.training.epoch_batches import EpochBatches
 from lockstep.training.evaluation import evaluate_sets, try_out
-from lockstep.training.opening import open_run
+from lockstep.training.load_checkpoint import take_up
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.records.update_records import UpdateRecords
-from lockstep.training.saves import Saves
 from lockstep.training.scheduler import move_on
 from lockstep.training.setup import Plan, Setup, for_devices, write_summary
-from lockstep.training.take_up import take_up
+from lockstep.training.start_notes import open_run
 from lockstep.training.triggers import EVALUATE, LOG, SAVE, Triggers
 
 

@@ -70,7 +70,19 @@ def with_restarts(
     run: RunFolder | None,
     lost: LostRanks,
 ) -> tuple[dict[str, Any], str]:
-    """Train, and resume when ranks are lost; ``run`` is None where others start them again."""
+    """Train, and resume when ranks are lost.
+
+    Args:
+        plan: what to train.
+        devices: a rank for each, or several.
+        backend: of the ranks.
+        display: shows what is logged.
+        run: the folder of the run; None where others start lost ranks again.
+        lost: counts failures, and decides how to continue.
+
+    Returns:
+        The summary of the run, and the path of the folder.
+    """
     before = None if run is None else run.written_at(run.summary)
     # A collective waits longer, so that the report of who has not arrived comes first.
     longest = plan.timeout + 60 if plan.timeout else _NEVER
@@ -84,7 +96,8 @@ def with_restarts(
             if run.written_at(run.summary) not in (None, before):
                 # All that the run leaves is written: what was lost had nothing more to do.
                 display.line(f"note: {error}, after the end")
-                return run.read_json(run.summary), str(run.path)
+                with run.held():  # removes the lock that a killed rank has left
+                    return run.read_json(run.summary), str(run.path)
             saved = CheckpointFolder(run.checkpoints).steps()
             devices, line = lost.after(error, saved)
             display.line(line)

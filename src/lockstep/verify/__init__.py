@@ -14,7 +14,7 @@ batches, and finds why they differ.
 """
 
 from lockstep.verify.comparison import Comparison, Update
-from lockstep.verify.search import verify
+from lockstep.verify.verdict import verify
 from lockstep.verify.verification import Verification
 
 __all__ = ["Comparison", "Update", "Verification", "verify"]

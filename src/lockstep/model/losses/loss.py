@@ -37,7 +37,7 @@ from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.processes.pickling import cells_of
 from lockstep.model.attributes import is_plain
-from lockstep.model.losses.followed_copy import FollowedCopy
+from lockstep.model.losses.loss_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors, versions

@@ -21,7 +21,7 @@ import torch
 from lockstep.errors import InputError, OutOfMemory
 from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
-from lockstep.parallel.balance.level import peaks_of
+from lockstep.parallel.balance.device_load import peaks_of
 
 
 def largest_batch(

@@ -27,10 +27,10 @@ from lockstep.launch.placement import alone
 from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import split
-from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import Block, ModelBlocks, block_names, loose_of, map_of
+from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.stages import Partition, Stage
+from lockstep.pipelining.planner.stage_table import Partition, Stage
 from lockstep.pipelining.schedule import Schedule, one_f_one_b
 
 SLACK = 0.01

@@ -24,11 +24,11 @@ from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
-from lockstep.pipelining.planner.benchmark import ModelBenchmark
 from lockstep.pipelining.planner.blocks import Block, ModelBlocks
+from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.planner.stages import Partition
+from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.timeline import Timeline
 from lockstep.tensors.byte_size import size as said

@@ -20,7 +20,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import buffers_of, differing_tensors
 from lockstep.model.losses.loss import Loss
 from lockstep.recipe import Recipe
-from lockstep.strategies.ranks.followed_buffers import FollowedBuffers, take_first
+from lockstep.strategies.ranks.buffer_broadcast import FollowedBuffers, take_first
 from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import nested

@@ -14,7 +14,7 @@ from lockstep.errors import StrategyError
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Number
 from lockstep.strategies.ranks.reducers import FlatReducer, Reducer
-from lockstep.strategies.sharded.block_watch import BlockWatch
+from lockstep.strategies.sharded.block_hooks import BlockWatch
 from lockstep.strategies.sharded.shards import Shards
 from lockstep.strategies.steps.weighting import as_tensor
 

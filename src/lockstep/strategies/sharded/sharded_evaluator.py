@@ -12,7 +12,7 @@ from lockstep.data import Batch, Part
 from lockstep.data.own_batches import batch_of
 from lockstep.errors import StrategyError
 from lockstep.model.losses.loss import Number
-from lockstep.strategies.sharded.stand_in import stand_in_for, standing_in
+from lockstep.strategies.sharded.rank_without_samples import stand_in_for, standing_in
 from lockstep.strategies.steps.evaluator import Evaluator
 
 if TYPE_CHECKING:

@@ -24,13 +24,13 @@ from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.gradients import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
 from lockstep.strategies.ranks.rank_step import RankStep
-from lockstep.strategies.sharded.block_watch import BlockWatch, during
+from lockstep.strategies.sharded.block_hooks import BlockWatch, during
+from lockstep.strategies.sharded.rank_without_samples import stand_in_for, standing_in
 from lockstep.strategies.sharded.shard_reducer import ShardReducer
 from lockstep.strategies.sharded.sharded_accumulation import ShardedAccumulation
 from lockstep.strategies.sharded.sharded_evaluator import ShardedEvaluator, explain_shards
 from lockstep.strategies.sharded.sharded_layout import ShardedLayout
 from lockstep.strategies.sharded.shards import Shards, refuse_hooks
-from lockstep.strategies.sharded.stand_in import stand_in_for, standing_in
 from lockstep.strategies.sharded.whole_parameters import OF_OWN_LOOP
 from lockstep.strategies.steps.update_result import added
 from lockstep.threads.replica_collectives import RankExchange

@@ -36,11 +36,10 @@ from lockstep.model.optimizers.kinds import may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
-from lockstep.strategies.steps.draws import Draws
 from lockstep.strategies.steps.evaluator import Evaluator
-from lockstep.strategies.steps.given_batches import GivenBatches
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
+from lockstep.strategies.steps.own_loop_batches import GivenBatches
 from lockstep.strategies.steps.parameter_layout import ParameterLayout
 from lockstep.strategies.steps.saved_state import SavedState
 from lockstep.strategies.steps.skipped_updates import SkippedUpdates
@@ -52,6 +51,7 @@ from lockstep.strategies.steps.update_checks import (
     with_graph,
 )
 from lockstep.strategies.steps.update_result import NOTHING, PartNames, Result
+from lockstep.strategies.steps.update_seeds import Draws
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
 from lockstep.tensors.pytree import copied_nest, to_device, versions

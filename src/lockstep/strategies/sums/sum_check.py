@@ -33,7 +33,7 @@ from torch import Tensor
 from lockstep.errors import LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.snapshot import Snapshot, same
-from lockstep.strategies.sums.mixing_layer import first_that_mixes
+from lockstep.strategies.sums.cross_sample_layer import first_that_mixes
 from lockstep.strategies.sums.reference_modes import (
     full_precision,
     in_float64,

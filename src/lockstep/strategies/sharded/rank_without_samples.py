@@ -14,7 +14,7 @@ from torch import nn
 from lockstep.data import Part
 from lockstep.launch.world import World
 from lockstep.model.build import buffers_of
-from lockstep.strategies.sharded.block_watch import during
+from lockstep.strategies.sharded.block_hooks import during
 from lockstep.strategies.sums.reference_modes import known_in_evaluation_mode
 from lockstep.tensors.pytree import to_device
 

@@ -6,10 +6,10 @@ from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import FolderError, JobError, counted
 from lockstep.run.events import Line
 from lockstep.run.run_folder import RunFolder
-from lockstep.training.opening import changes
+from lockstep.training.checkpoint_content import Saves
 from lockstep.training.progress import TrainingProgress
-from lockstep.training.saves import Saves
 from lockstep.training.setup import Setup
+from lockstep.training.start_notes import changes
 
 
 def take_up(setup: Setup, saves: Saves, progress: TrainingProgress) -> None:
