@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 259_774
+TOTAL = 262_160
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -209,10 +209,10 @@ TOKENS = {
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_932,
-    "strategies": 49_971,
+    "strategies": 52_343,
     "tensors": 8_516,
     "threads": 7_182,
-    "top": 7_134,
+    "top": 7_148,
     "training": 28_454,
     "verify": 13_710,
 }
@@ -242,7 +242,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_464
+    assert bars.lines_of_the_reading_path() <= 2_499
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

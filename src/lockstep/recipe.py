@@ -19,6 +19,7 @@ MakesOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 
 _REFUSED_WITH_STEP = {
     "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
+    "loss_over": "a step function computes its losses itself",
     "compile": "compile the parts where they are made: part.compile() in the function of model=",
     "nonfinite": "a step function makes several updates, and skipping one alone isn't possible",
     "sync_batchnorm": "a step function calls modules in any order, so replicas can't synchronize",
@@ -42,6 +43,7 @@ class Recipe:
 
     model: Callable[[], Any]
     loss: Callable[..., Any] | None = None
+    loss_over: Literal["samples", "batch"] = "samples"
     optimizer: MakesOptimizer | Mapping[str, Callable[..., torch.optim.Optimizer]] | None
     step: Callable[..., None] | None = None
     seed: int = 0

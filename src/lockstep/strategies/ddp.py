@@ -116,7 +116,7 @@ class DDPStep(RankStep):
 
     def _begin_overlapped(self, batch: Batch) -> OverlappedReducer | None:
         """Give PyTorch's reducer, where this update is summed while backward runs."""
-        if self._overlapped is None:
+        if self._overlapped is None or not torch.is_grad_enabled():
             return None
         if any(part.of < self.world.size for part in batch.parts):
             self._overlapped.drop()

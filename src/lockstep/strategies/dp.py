@@ -116,6 +116,12 @@ class DPStep(Step):
 
     def gradients(self, batch: Batch) -> Loss:
         """Sum gradients of total / size over micro-batches and replicas."""
+        loss = self._local_gradients(batch)
+        self._reduce()
+        return loss
+
+    def _local_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of each replica in its parameters."""
         if self.is_checked:
             self.copies.refuse_changes()
         self._refresh()
@@ -129,7 +135,6 @@ class DPStep(Step):
         losses = self.copies.run(compute, range(len(shares)))
         if self._updates == 1:
             self.copies.note_structure()  # the first forward may have registered hooks, in each
-        self._reduce()
         return added(losses, self.home)
 
     @phase("communicating", "refresh replicas")
@@ -237,6 +242,11 @@ class DPStep(Step):
     def models(self) -> list[nn.Module]:
         """Give every replica, the first one first."""
         return [replica.model for replica in self.copies.all]
+
+    def _generators(self) -> list[torch.Generator]:
+        """List the generators of the replicas on CPU devices."""
+        found = [replica.generator for replica in self.copies.all]
+        return [generator for generator in found if generator is not None]
 
     def share_buffers(self) -> None:
         """Give every replica the first one's buffers, and parameters that may have changed."""

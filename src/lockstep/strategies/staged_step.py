@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -104,10 +105,7 @@ class StagedStep(Step):
         for p in self.trained.values:
             p.grad = None
         streams = Streams()
-        parts = []
-        for number, part in enumerate(batch.parts):
-            if part.size:
-                parts.append((number, part))
+        parts = [(number, part) for number, part in enumerate(batch.parts) if part.size]
         if not parts:
             # Other replicas have all samples.
             return added([])
@@ -125,12 +123,23 @@ class StagedStep(Step):
             return self._backward(made, batch.size)
 
         work = Work(begin, forward, backward, len(parts))
+        if not torch.is_grad_enabled():
+            return added(self._in_turn(work))
         found = self._stages(work)
         home = None
         if self.staged.moves:
             # Targets, and so counts, are not where the loss is.
             home = self.world.device.torch
         return added(found, home)
+
+    def _in_turn(self, work: Work) -> list[Loss]:
+        """Run forward of each micro-batch, without learning in which order stages are run."""
+        losses = []
+        for i in range(work.count):
+            work.begin(i)
+            forward = functools.partial(work.forward, i)
+            losses.append(self.runner.evaluate(forward))
+        return losses
 
     @observed(lambda observer, *args: observer.stages())
     def _stages(self, work: Work) -> list[Loss]:

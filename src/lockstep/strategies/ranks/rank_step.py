@@ -63,12 +63,16 @@ class RankStep(Step):
 
     def gradients(self, batch: Batch) -> Loss:
         """Sum gradients of total / size over micro-batches and ranks."""
-        self._buffers.follow()
-        loss = self._add_parts(batch)
+        loss = self._local_gradients(batch)
         if self.world.size > 1:
             loss = self._sum_over_ranks(loss)
         self._end_parts(batch)
         return loss
+
+    def _local_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of this rank's local batches, computed with rank 0's buffers."""
+        self._buffers.follow()
+        return self._add_parts(batch)
 
     def _add_parts(self, batch: Batch) -> Loss:
         """Leave the gradients of this rank's local batches, and return the sum of their losses."""

@@ -70,7 +70,7 @@ class ShardedEvaluator(Evaluator):
         with self.evaluating():
             batch = batch_of(inputs, targets, 1, step.world, step._refuse_gaps)
             if batch.parts[0].of:
-                for _, (outputs, loss) in self.of_each(self.judged, batch):
+                for outputs, _, loss in self.results(batch):
                     return outputs, loss.total, loss.count
             return None, 0.0, 0
 

@@ -103,6 +103,15 @@ class ShardedStep(RankStep):
 
     # ---- an update -------------------------------------------------------------------------------
 
+    def _local_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of this rank's local batches; without gradients, free what is in no
+        block, which backward frees otherwise.
+        """
+        loss = super()._local_gradients(batch)
+        if not torch.is_grad_enabled():
+            self.shards.modules.reshard()
+        return loss
+
     def _add_parts(self, batch: Batch) -> Loss:
         """Leave the gradients of this rank's local batches, and return the sum of their losses.
 

@@ -86,6 +86,8 @@ class Evaluator:
             inputs, targets = inputs
         with self.evaluating():
             if inputs is None:
+                if self._step.whole_batch is not None:  # other ranks wait for this one
+                    self._step.whole_batch.results([])
                 return None, 0.0, 0
             size = batch_size_of(inputs)
             part = Part(inputs, targets, size, size)
@@ -131,6 +133,9 @@ class Evaluator:
         Returns:
             Outputs, targets and loss of each local batch.
         """
+        whole_batch = self._step.whole_batch
+        if whole_batch is not None:
+            return whole_batch.results(self.of_each(self.predicted, batch))
         found = []
         for part, (outputs, loss) in self.of_each(self.judged, batch):
             found.append((outputs, part.targets, loss))
@@ -168,7 +173,8 @@ class Evaluator:
 
     def gathered(self, part: Part) -> tuple[Any, Loss]:
         """Compute outputs and loss of a local batch of this process."""
-        return self.judged(self._step.model, self._step.placed(part))
+        ((outputs, _, loss),) = self.results(Batch([part], part.size, 0, 0))
+        return outputs, loss
 
     def predicted(self, model: nn.Module, part: Part) -> Any:
         """Compute the outputs of a model for samples that are on its device."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
-from lockstep.errors import StrategyError
+from lockstep.errors import InputError, StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -54,6 +54,7 @@ from lockstep.strategies.steps.update_result import NOTHING, PartNames, Result
 from lockstep.strategies.steps.update_seeds import Draws
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
+from lockstep.strategies.whole_batch import WholeBatch
 from lockstep.tensors.pytree import copied_nest, to_device, versions
 
 
@@ -68,6 +69,7 @@ class Step:
         optimizer: the one optimizer of this process.
         world: this process's place among the ranks.
         loss: gives total and count.
+        whole_batch: computes a loss over the whole batch; None where it is one over samples.
         layout: what each rank has of the parameters.
         trained: the parameters that the optimizer moves.
         modes: puts the optimizer in its mode for training or evaluation.
@@ -165,6 +167,9 @@ class Step:
 
         # Each global batch is cut, among replicas or in micro-batches.
         self._cuts_each_batch = self.replicas * self._accumulate > 1
+        self.whole_batch: WholeBatch | None = None
+        if job.loss_over == "batch":
+            self.whole_batch = WholeBatch(self)
         self._by_count = not self.cuts_batch and self.scaler is None
         self.loss_check = self._new_loss_check()
         self._updates = 0
@@ -212,10 +217,15 @@ class Step:
             The loss of this part.
 
         Raises:
-            InputError: the ranks call it unequally often.
+            InputError: the ranks call it unequally often, or the loss is one over the whole batch.
             LossError: the loss isn't additive over samples, so that parts of a batch can't be added
                 up.
         """
+        if self.whole_batch is not None:
+            raise InputError(
+                'step.backward(...) adds up losses of parts of a batch, and loss_over="batch" needs '
+                "the whole batch: call step(inputs, targets)"
+            )
         if not self.accumulation.is_used:
             self.accumulation.is_used = True
             self._follow_cuts()
@@ -255,7 +265,10 @@ class Step:
             self._begin_update(batch)
         try:
             if loss is None:
-                loss = self.gradients(batch)
+                if self.whole_batch is not None and self._cuts_each_batch:
+                    loss = self.whole_batch.gradients(batch)
+                else:
+                    loss = self.gradients(batch)
             parts = dict.fromkeys(self.part_names.of(loss), NOTHING)  # the ranks agree on names
             skipped = self.checks.skips(loss)
             if not skipped:
@@ -299,6 +312,10 @@ class Step:
             The total, the count and the parts of the global batch.
         """
         raise NotImplementedError
+
+    def _local_gradients(self, batch: Batch) -> Loss:
+        """Leave the gradients of this process's samples, which ``gradients`` sums; give their loss."""
+        return self.gradients(batch)
 
     def _gradients_are_finite(self) -> bool:
         """Tell whether the gradients of this process are finite; this waits for an accelerator."""
@@ -395,7 +412,8 @@ class Step:
         if self._waits:
             is_first = self._updates == self.skips.in_a_row + 1
             self.checks.refuse_nonfinite(loss, model, part, outputs, where, first=is_first)
-        if not loss.total.requires_grad and self.trained.values:
+        learns = bool(self.trained.values) and torch.is_grad_enabled()
+        if learns and not loss.total.requires_grad:
             refuse_counted(loss)
             if self._waits_in_backward:
                 loss = with_graph(loss, outputs)
@@ -489,7 +507,7 @@ class Step:
     def _new_loss_check(self) -> LossCheck:
         return LossCheck(
             self.loss,
-            cuts=self.cuts_batch,
+            cuts=self.cuts_batch and self.whole_batch is None,
             accepts=self._accepts_differences,
             accelerators=self.draws.accelerators,
         )
@@ -666,6 +684,10 @@ class Step:
     def models(self) -> list[nn.Module]:
         """List the replicas of this process."""
         return [self.model]
+
+    def _generators(self) -> list[torch.Generator]:
+        """List the generators that replicas draw from, beside PyTorch's own."""
+        return []
 
     def _own_parameters(self) -> Mapping[str, nn.Parameter]:
         """Give what this process has of each parameter, by name; the optimizer has it."""

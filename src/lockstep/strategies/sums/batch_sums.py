@@ -68,7 +68,8 @@ class BatchSums:
         """Whether batches may be checked: where ranks don't meet in updates, others write the
         weights that a check would put back.
         """
-        return self._every != 0 and self._step.together
+        step = self._step
+        return self._every != 0 and step.together and step.whole_batch is None
 
     def check(self, batch: Batch, summed: Summed | None = None) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.

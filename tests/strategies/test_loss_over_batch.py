@@ -1,0 +1,325 @@
+"""Losses over the whole batch (``loss_over="batch"``): the gradients of one device, however a batch is cut."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import lockstep
+
+from harness import parity  # isort: skip
+from lockstep import Job
+from lockstep.errors import JobError, LockstepError
+
+BOUND = 1e-10
+SAMPLES = 26
+"""Batches of 8, and one of 2: three ranks, or micro-batches, leave one without a sample."""
+
+
+def two_views() -> TensorDataset:
+    noise = torch.Generator().manual_seed(0)
+    images = torch.randn(SAMPLES, 12, generator=noise)
+    other = images + 0.3 * torch.randn(SAMPLES, 12, generator=noise)
+    kinds = torch.arange(SAMPLES) % 4
+    return TensorDataset(torch.stack([images, other], 1), kinds)
+
+
+class Encoder(nn.Module):
+    """Embeds both views, with dropout: the same numbers are drawn again."""
+
+    def __init__(self, rate: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Dropout(rate), nn.Linear(16, 6))
+
+    def forward(self, views: Tensor) -> Tensor:
+        return self.body(views)
+
+
+class TwoTowers(nn.Module):
+    """CLIP: a tower for each view, and a temperature that is learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = nn.Linear(12, 6), nn.Linear(12, 6)
+        self.log_scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, views: Tensor) -> dict[str, Tensor]:
+        image = F.normalize(self.image(views[:, 0]), dim=-1)
+        text = F.normalize(self.text(views[:, 1]), dim=-1)
+        return {"image": image * self.log_scale.exp(), "text": text}
+
+
+def simclr(outputs: Tensor, targets: Tensor) -> Tensor:
+    first, second = F.normalize(outputs, dim=-1).unbind(1)
+    both = torch.cat([first, second])
+    size = len(first)
+    logits = (both @ both.T / 0.5).masked_fill(torch.eye(2 * size, dtype=torch.bool), -torch.inf)
+    return F.cross_entropy(logits, torch.arange(2 * size).roll(size))
+
+
+def clip(outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
+    logits = outputs["image"] @ outputs["text"].T
+    places = torch.arange(len(logits))
+    return (F.cross_entropy(logits, places) + F.cross_entropy(logits.T, places)) / 2
+
+
+def barlow_twins(outputs: Tensor, targets: Tensor) -> Tensor:
+    first, second = ((view - view.mean(0)) / (view.std(0) + 1e-3) for view in outputs.unbind(1))
+    correlation = first.T @ second / len(first)
+    return (correlation - torch.eye(len(correlation))).square().sum()
+
+
+def vicreg(outputs: Tensor, targets: Tensor) -> Tensor:
+    first, second = outputs.unbind(1)
+    loss = F.mse_loss(first, second)
+    for view in (first, second):
+        centred = view - view.mean(0)
+        loss = loss + F.relu(1 - (centred.var(0) + 1e-4).sqrt()).mean()
+        covariance = centred.T @ centred / (len(view) - 1)
+        loss = loss + (covariance - covariance.diag().diag()).square().sum() / view.shape[1]
+    return loss
+
+
+def batch_hard_triplet(outputs: Tensor, kinds: Tensor) -> tuple[Tensor, int]:
+    apart = torch.cdist(outputs[:, 0], outputs[:, 1])
+    is_same = kinds[:, None] == kinds[None, :]
+    furthest = apart.masked_fill(~is_same, -torch.inf).amax(1)
+    nearest = apart.masked_fill(is_same, torch.inf).amin(1)
+    return F.relu(furthest - nearest + 1.0).sum(), len(kinds)
+
+
+def supervised_contrast(outputs: Tensor, kinds: Tensor) -> Any:
+    features = F.normalize(outputs[:, 0], dim=-1)
+    logits = features @ features.T / 0.5
+    others = ~torch.eye(len(kinds), dtype=torch.bool)
+    positives = (kinds[:, None] == kinds[None, :]) & others
+    log_share = logits - logits.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True)
+    pairs = positives.sum()
+    total = -(log_share * positives).sum()
+    return lockstep.Loss(total, pairs, parts={"pairs": (pairs, len(kinds))})
+
+
+LOSSES = {
+    "simclr": (Encoder, simclr),
+    "clip": (TwoTowers, clip),
+    "barlow twins": (Encoder, barlow_twins),
+    "vicreg": (Encoder, vicreg),
+    "batch-hard triplet": (Encoder, batch_hard_triplet),
+    "supervised contrast": (Encoder, supervised_contrast),
+}
+
+WAYS: list[Any] = [
+    ("single", "1xcpu", {"accumulate": 2}),
+    pytest.param("single", "1xcpu", {"accumulate": 3}, marks=pytest.mark.slow),
+    ("dp", "2xcpu", {}),
+    pytest.param("dp", "3xcpu", {"accumulate": 2}, marks=pytest.mark.slow),
+    ("ddp", "2xcpu", {}),
+    pytest.param("ddp", "3xcpu", {}, marks=pytest.mark.slow),
+    pytest.param("ddp", "2xcpu", {"accumulate": 2}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "2xcpu", {}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "3xcpu", {}, marks=pytest.mark.slow),
+    ("pp", "2xcpu", {}),
+    pytest.param("ddp=2xpp=2", "4xcpu", {}, marks=pytest.mark.slow),
+]
+
+
+def job_of(loss: str, **settings: Any) -> Job:
+    model, function = LOSSES[loss]
+    data = two_views()
+    return Job(
+        model=model,
+        loss=function,
+        loss_over="batch",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+        train_data=data,
+        eval_data=data,
+        batch_size=8,
+        epochs=2,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(("strategy", "devices", "settings"), WAYS)
+def test_a_loss_over_the_batch_has_the_gradients_of_one_device(
+    loss: str, strategy: str, devices: str, settings: dict[str, Any]
+) -> None:
+    job = job_of(loss)
+    found = parity(job.replace(**settings), strategy, devices, against_settings={"accumulate": 1})
+    assert found.within(BOUND), str(found)
+
+
+# ---- what is computed twice ----------------------------------------------------------------------
+
+
+SEEN: list[Tensor] = []
+"""Outputs, outside of the model: what it holds is put back between the two."""
+
+
+class Watched(Encoder):
+    """Notes its outputs; BatchNorm and dropout would show a forward that counts twice."""
+
+    def __init__(self) -> None:
+        super().__init__(rate=0.5)
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, views: Tensor) -> Tensor:
+        outputs = super().forward(self.norm(views.transpose(1, 2)).transpose(1, 2))
+        if self.training:
+            SEEN.append(outputs.detach().clone())
+        return outputs
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm", "ignore:dropout")
+@pytest.mark.parametrize(
+    ("strategy", "devices", "forwards", "of_model"),
+    [("single", "1xcpu", 2, 2), ("dp", "2xcpu", 2, 1), ("pp", "2xcpu", 4, 4)],
+)
+def test_the_second_forward_is_the_first_one_again(
+    strategy: str, devices: str, forwards: int, of_model: int
+) -> None:
+    model = Watched()
+    step = lockstep.parallelize(
+        model,
+        simclr,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        strategy=strategy,
+        devices=devices,
+        loss_over="batch",
+        accumulate=forwards if strategy == "single" else 1,
+    )
+    views, kinds = two_views().tensors
+    for update in range(1, 4):
+        SEEN.clear()
+        result = step(views[:8], kinds[:8])
+        first = sorted(SEEN[:forwards], key=lambda outputs: float(outputs.sum()))
+        again = sorted(SEEN[forwards:], key=lambda outputs: float(outputs.sum()))
+        assert len(first) == len(again) == forwards and all(map(torch.equal, first, again))
+        assert int(model.norm.num_batches_tracked) == update * of_model
+        assert result.count == 8 and result.loss > 0
+
+
+def outputs_once(world: lockstep.World) -> tuple[int, float]:
+    model = Watched()
+    step = lockstep.parallelize(
+        model, simclr, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_over="batch"
+    )
+    views, kinds = two_views().tensors
+    mine = slice(world.rank, 8, world.size)
+    result = step(views[mine], kinds[mine])
+    return len(SEEN), result.loss
+
+
+def test_ranks_with_one_local_batch_each_compute_forward_once() -> None:
+    (first, loss), (second, other) = lockstep.launch(outputs_once, devices="2xcpu")
+    assert first == second == 1 and loss == other
+
+
+# ---- loops of one's own --------------------------------------------------------------------------
+
+
+def own_loop(world: lockstep.World | None, strategy: str) -> tuple[dict[str, Any], list[float]]:
+    """Train by hand; ranks have 3, 3, 2 samples, then one has none."""
+    torch.manual_seed(0)
+    model = TwoTowers().double()
+    where: dict[str, Any] = {} if world is not None else {"devices": "1xcpu"}
+    if strategy == "dp":
+        where = {"devices": "3xcpu"}
+    step = lockstep.parallelize(
+        model,
+        clip,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        strategy=strategy,
+        loss_over="batch",
+        **where,
+    )
+    views, kinds = (tensor.double() for tensor in two_views().tensors)
+    losses = []
+    for start, end in ((0, 8), (8, 16), (16, 18)):
+        rows = torch.arange(start, end)
+        if world is not None:
+            rows = rows.tensor_split(world.size)[world.rank]
+        if len(rows):
+            losses.append(step(views[rows], kinds[rows]).loss)
+            _, total, count = step.evaluate(views[rows], kinds[rows])
+        else:
+            losses.append(step(None).loss)
+            _, total, count = step.evaluate(None)
+        sums = torch.tensor([float(total), float(count)], dtype=torch.float64)
+        if world is not None:
+            world.all_reduce(sums)
+        losses.append(float(sums[0] / sums[1]))
+    return step.state_dict()["model"], losses
+
+
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_a_loop_of_ones_own_has_the_results_of_one_device(strategy: str) -> None:
+    weights, losses = own_loop(None, "single")
+    if strategy == "dp":
+        found, of_strategy = own_loop(None, "dp")
+    else:
+        found, of_strategy = lockstep.launch(own_loop, devices="3xcpu", args=("ddp",))[0]
+    assert of_strategy == pytest.approx(losses, rel=BOUND)
+    for name, weight in weights.items():
+        torch.testing.assert_close(found[name], weight, rtol=BOUND, atol=BOUND)
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+class Balanced(Encoder):
+    def forward(self, views: Tensor) -> Any:
+        outputs = super().forward(views)
+        return outputs, outputs.square().mean()
+
+
+def test_a_model_that_gives_no_row_for_each_sample_is_refused() -> None:
+    job = job_of("simclr").replace(model=Balanced, loss=lambda outputs, kinds: outputs[1])
+    message = 'loss_over="batch" needs outputs with a row for each sample, and 4 samples have'
+    with pytest.raises(LockstepError, match=re.escape(message)):
+        lockstep.train(job, strategy="dp", devices="2xcpu", quiet=True)
+
+
+def ragged(samples: list[Any]) -> Any:
+    """Pads to another length for the samples of each local batch."""
+    views = torch.stack([view for view, _ in samples])
+    length = 2 + int(sum(kind for _, kind in samples)) % 3
+    return F.pad(views, (0, 0, 0, length - 2)), torch.stack([kind for _, kind in samples])
+
+
+def test_outputs_that_differ_in_other_dimensions_are_refused() -> None:
+    job = job_of("simclr").replace(collate=ragged, loss=lambda outputs, kinds: outputs.mean())
+    with pytest.raises(LockstepError, match="differ in the first dimension only"):
+        lockstep.train(job, strategy="ddp", devices="2xcpu", quiet=True)
+
+
+def test_a_part_of_a_batch_is_refused() -> None:
+    step = lockstep.parallelize(
+        Encoder(),
+        simclr,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        devices="2xcpu",
+        loss_over="batch",
+    )
+    with pytest.raises(LockstepError, match="needs the whole batch"):
+        step.backward(*two_views()[:8])
+
+
+def test_hogwild_and_step_functions_are_refused() -> None:
+    with pytest.raises(LockstepError, match="take ddp"):
+        lockstep.train(job_of("simclr"), strategy="hogwild", devices="2xcpu", quiet=True)
+    with pytest.raises(JobError, match="loss_over"):
+        Job(
+            model=lambda: {"encoder": Encoder()},
+            step=lambda models, batch, update: None,
+            optimizer={"encoder": torch.optim.SGD},
+            loss_over="batch",
+            train_data=two_views(),
+            batch_size=8,
+        )
