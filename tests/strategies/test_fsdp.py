@@ -1018,6 +1018,8 @@ def test_a_rank_that_gloo_aborts_in_another_collective_is_told_of_blocks(tmp_pat
     job = _job(
         OfUnequalSizes, x, labels(64, 3), batch_size=16, shuffle=False, precision="fp64", metrics={}
     )
+    # What rank 1 takes for parameters may be NaN, which would end the training before gloo does.
+    job = job.replace(nonfinite="skip")
     way = FSDP(blocks="blocks.0, blocks.1")
     says = (
         "killed by SIGABRT at step 3; gloo fails like this if ranks are in different collectives: "

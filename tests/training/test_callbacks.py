@@ -95,7 +95,7 @@ def test_metrics_that_callbacks_add_are_numbers(tmp_path: Path) -> None:
 
 def test_two_callbacks_do_not_write_one_file(tmp_path: Path) -> None:
     with pytest.raises(
-        JobError, match=r"callbacks: several would write ema\.safetensors: leave one"
+        JobError, match=r"callbacks: several would write ema\.safetensors: keep one"
     ):
         trained(job(EMA(0.5), EMA(0.9)), tmp_path, "single")
 

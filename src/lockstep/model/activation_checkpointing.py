@@ -253,9 +253,7 @@ def _with_copied_objects(
     def run_with_copies(*args: Any, **kwargs: Any) -> Any:
         if not beginning.is_again:
             return run(*args, **kwargs)
-        unpickler = pickle.Unpickler(io.BytesIO(pickled))
-        unpickler.persistent_load = left_out.__getitem__  # type: ignore[method-assign]
-        copied = unpickler.load()
+        copied = _Unpickler(pickled, left_out).load()
         positional = [copied.get(place, value) for place, value in enumerate(args)]
         by_name = {name: copied.get(name, value) for name, value in kwargs.items()}
         return run(*positional, **by_name)
@@ -269,16 +267,36 @@ def _pickled(objects: dict[Any, Any]) -> tuple[bytes, list[Any]]:
     Returns:
         The bytes, and these tensors and modules, which stay the same in copies.
     """
-    left_out: list[Any] = []
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(objects)
+    return file.getvalue(), pickler.left_out
 
-    def place_of(value: Any) -> int | None:
+
+class _Pickler(pickle.Pickler):
+    """Leaves tensors and modules out.
+
+    Attributes:
+        left_out: these tensors and modules, in order.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.left_out: list[Any] = []
+
+    def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor | nn.Module):
             return None
-        left_out.append(value)
-        return len(left_out) - 1
+        self.left_out.append(value)
+        return len(self.left_out) - 1
 
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.persistent_id = place_of  # type: ignore[method-assign]
-    pickler.dump(objects)
-    return file.getvalue(), left_out
+
+class _Unpickler(pickle.Unpickler):
+    """Puts what was left out in its places again."""
+
+    def __init__(self, pickled: bytes, left_out: list[Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._left_out = left_out
+
+    def persistent_load(self, place: int) -> Any:
+        return self._left_out[place]
