@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 262_160
+TOTAL = 262_242
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -202,7 +202,7 @@ TOKENS = {
     "export": 5_633,
     "launch": 20_177,
     "map": 5_348,
-    "model": 18_692,
+    "model": 18_774,
     "parallel": 14_092,
     "pipelining": 24_048,
     "prediction": 4_302,
