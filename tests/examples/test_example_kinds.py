@@ -56,6 +56,7 @@ KINDS = {
             "lr": 0.02,
         },
     ),
+    "contrast": Kind("contrastive.py", {}, {"batch_size": 64}),
     "word language model": Kind(
         "word_lm.py",
         {"vocabulary": 100, "columns": 8, "window": 8, "width": 16, "lr": 0.02},

@@ -41,7 +41,7 @@ Nest = tuple[Any, Any]
 
 ADVICE = (
     "return (total, count), the sum over the items that count (not padding) and their number; or "
-    "use single (or mp) without accumulate"
+    'loss_over="batch" for a loss that compares samples; or use single (or mp) without accumulate'
 )
 
 _LEAST = 1e-5
@@ -401,8 +401,8 @@ def not_additive(
         return LossError(
             f"{loss.name}: the {what} is not a sum over samples{when} "
             f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
-            fix="return the sum over the items of the batch, and their number; or use single (or "
-            "mp) without accumulate",
+            fix="return the sum over the items of the batch, and their number; or loss_over="
+            '"batch" for a loss that compares samples; or use single (or mp) without accumulate',
         )
     sizes = (samples, *coprime_sizes(samples))
     mean, first, second = (total / size for total, size in zip(totals, sizes, strict=True))
