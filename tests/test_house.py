@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 262_242
+TOTAL = 262_239
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -209,7 +209,7 @@ TOKENS = {
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_932,
-    "strategies": 52_343,
+    "strategies": 52_340,
     "tensors": 8_516,
     "threads": 7_182,
     "top": 7_148,

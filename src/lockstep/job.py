@@ -31,8 +31,8 @@ class Job(Recipe):
             samples, which is checked in every update where batches are cut (or, if a check takes
             long, in every n-th). Not needed where ``step`` is given.
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
-            loss of all samples of the global batch together, as contrastive losses are. Wherever a
-            batch is cut, ``"batch"`` computes forward twice.
+            loss of all samples of the global batch together, as contrastive losses are. For it
+            ``dp``, ``pp`` and ``accumulate`` compute forward twice.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.

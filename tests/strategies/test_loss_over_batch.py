@@ -293,6 +293,12 @@ def ragged(samples: list[Any]) -> Any:
     return F.pad(views, (0, 0, 0, length - 2)), torch.stack([kind for _, kind in samples])
 
 
+def test_whole_batches_of_one_device_need_no_rows() -> None:
+    job = job_of("simclr").replace(model=Balanced, loss=lambda outputs, kinds: outputs[1])
+    run = lockstep.train(job, strategy="single", devices="1xcpu", quiet=True)
+    assert run.metrics["loss"] > 0
+
+
 def test_outputs_that_differ_in_other_dimensions_are_refused() -> None:
     job = job_of("simclr").replace(collate=ragged, loss=lambda outputs, kinds: outputs.mean())
     with pytest.raises(LockstepError, match="differ in the first dimension only"):

@@ -66,8 +66,8 @@ class Observer:
         return _NOTHING
 
     def gradients_ready(self) -> None:
-        """Each ``parameter.grad`` is that of the global batch; clipping and the optimizer come
-        next.
+        """The gradients of the global batch are in each ``parameter.grad``; clipping and the
+        optimizer come next.
         """
 
 

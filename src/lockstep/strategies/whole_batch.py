@@ -45,9 +45,6 @@ _FAR = 1 << 40
 _NONE = Loss(0.0, 0)
 """The loss of all local batches but the first."""
 
-Judged = list[tuple[Any, Any, Loss]]
-"""Outputs, targets and loss of each local batch of a process."""
-
 
 class WholeBatch:
     """Computes the loss of a step over the whole batch.
@@ -146,11 +143,14 @@ class WholeBatch:
             total = total + (output * gradient.to(output.device)).sum().to(self._home)
         return Loss(total, size, dict.fromkeys(self._found.parts, NOTHING))
 
-    def results(self, found: Sequence[tuple[Part, Any]]) -> Judged:
+    def results(self, found: Sequence[tuple[Part, Any]]) -> list[tuple[Any, Any, Loss]]:
         """Give the loss of an evaluation batch with its first local batch, and none with the others.
 
         Args:
             found: each local batch of this process, and its outputs.
+
+        Returns:
+            Outputs, targets and loss of each.
         """
         sizes = [[part.size] for part, _ in found]
         outputs = self._joined("outputs", [(part.size, made) for part, made in found])
@@ -158,12 +158,9 @@ class WholeBatch:
         (outputs, targets), places, total = self._of_all_ranks((outputs, targets), sizes)
         with self._step._precision.autocast():
             loss = self._loss(outputs, targets, total)
-        results: Judged = []
-        start = 0
-        for part, made in found:
-            is_first = start == 0 and int(places[0]) == 0
-            results.append((made, part.targets, loss if is_first else _NONE))
-            start += part.size
+        results = [(made, part.targets, _NONE) for part, made in found]
+        if results and not places[0]:
+            results[0] = (*results[0][:2], loss)
         return results
 
     def _with_loss(

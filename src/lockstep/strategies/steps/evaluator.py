@@ -134,7 +134,7 @@ class Evaluator:
             Outputs, targets and loss of each local batch.
         """
         whole_batch = self._step.whole_batch
-        if whole_batch is not None:
+        if whole_batch is not None and self._step.replicas > 1:
             return whole_batch.results(self.of_each(self.predicted, batch))
         found = []
         for part, (outputs, loss) in self.of_each(self.judged, batch):
