@@ -191,16 +191,16 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 262_239
+TOTAL = 263_674
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_657,
+    "cli": 6_911,
     "compare": 14_927,
     "data": 12_261,
     "export": 5_633,
-    "launch": 20_177,
+    "launch": 21_358,
     "map": 5_348,
     "model": 18_774,
     "parallel": 14_092,

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
+from lockstep.cli.doctor_command import add_doctor
 from lockstep.cli.options import add_strategy, refuse_settings, warm_up
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import (
@@ -243,6 +244,7 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         add_schedule,
         add_report,
         add_verify,
+        add_doctor,
     ):
         add(commands)
     devices = commands.add_parser(

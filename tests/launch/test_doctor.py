@@ -1,0 +1,85 @@
+"""``lockstep doctor``: every check on this machine, and what a person reads where one fails."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from lockstep.cli.command import main
+from lockstep.launch import doctor
+from lockstep.launch.devices import slots
+
+Usage = namedtuple("Usage", "total used free")
+
+
+def test_this_machine_is_ready(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "found.json"
+    assert main(["doctor", "--folder", str(tmp_path / "runs"), "--json", str(file)]) == 0
+    shown = capfd.readouterr().out
+    assert "2 ranks start, sum 4 MiB" in shown
+    assert not (tmp_path / "runs").exists()
+    found = {finding["name"]: finding for finding in json.loads(file.read_text())}
+    assert found["ranks by gloo"]["state"] == "ok"
+    assert {"versions", "devices", "shared memory", "disk of the runs", "threads"} <= found.keys()
+    assert all(len(line) <= 80 for line in shown.splitlines() if "disk" not in line)
+
+
+def test_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch) -> None:
+    lost = doctor.Finding("ranks by gloo", "wrong", "no address", "set GLOO_SOCKET_IFNAME=lo")
+    monkeypatch.setattr(doctor, "_process_groups", lambda: iter([lost]))
+    assert main(["doctor", "--folder", str(tmp_path), "--json", "-"]) == 1
+    (found,) = [one for one in json.loads(capfd.readouterr().out) if one["state"] == "wrong"]
+    assert found == vars(lost)
+
+
+def test_a_backend_that_fails_is_named_with_what_to_do() -> None:
+    found = doctor._sum("nosuch", slots(2))
+    assert found.state == "wrong"
+    assert "nosuch" in found.text
+
+
+def test_a_sum_that_is_wrong(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "launch", lambda *args, **settings: [3.0, 2.0])
+    found = doctor._sum("gloo", slots(2))
+    assert (found.state, found.text) == ("wrong", "a sum of 3 came out as [3.0, 2.0]")
+
+
+def test_little_shared_memory(monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
+    found = doctor._shared_memory()
+    assert found.state == "note"
+    assert "--shm-size" in found.advice
+
+
+def test_a_folder_that_cannot_be_written(monkeypatch) -> None:
+    found = doctor._disk(Path("/proc/runs"))
+    assert found.state == "wrong"
+    assert "/proc" in found.text
+    assert "--folder" in found.advice
+
+
+def test_a_slow_disk(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_SLOW_DISK", 1e18)
+    found = doctor._disk(tmp_path)
+    assert found.state == "note"
+    assert "faster disk" in found.advice
+
+
+def test_a_gpu_that_torch_does_not_find(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "accelerators", tuple)
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert "built for the CPU only" in doctor._devices().advice
+    monkeypatch.setattr("torch.version.cuda", "12.9")
+    assert "CUDA 12.9" in doctor._devices().advice
+
+
+def test_a_container_with_a_part_of_the_cores(monkeypatch) -> None:
+    monkeypatch.setattr(doctor, "_quota", lambda: 0.5)
+    found = doctor._threads()
+    assert found.state == "note"
+    assert "the container may use 0.5" in found.text
