@@ -146,7 +146,7 @@ def refuse_other_kind(recipe: Recipe, name: str) -> None:
     """Refuse a dict without ``step``, and a function with it.
 
     Raises:
-        JobError: with what goes with what.
+        JobError: with which of the two fits.
     """
     value = getattr(recipe, name)
     if value is not None and isinstance(value, Mapping) != (recipe.step is not None):

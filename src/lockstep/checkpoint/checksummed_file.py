@@ -97,7 +97,7 @@ def could_not_write(path: Path, error: Exception, kept: str, *, resumable: bool)
     Args:
         path: of the file or folder.
         error: what was raised.
-        kept: which one of before is still there, or "".
+        kept: the earlier file that is still there, or "".
         resumable: whether there is something to resume from.
     """
     number = getattr(error, "errno", None)

@@ -1,6 +1,4 @@
-"""The index of a checkpoint: which rows of which tensor are in which file, and all that is no
-tensor.
-"""
+"""The index of a checkpoint: the file of each tensor's rows, and all values that aren't tensors."""
 
 from __future__ import annotations
 

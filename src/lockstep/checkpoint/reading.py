@@ -21,7 +21,8 @@ def load_newest(
         folder: of checkpoints, as rank 0 sees it. Where another rank doesn't, all of it is sent.
         world: the ranks.
         set_aside: called on rank 0 with a line for each checkpoint that is damaged.
-        split: of which tensors this rank reads some rows only, where it sees the folder.
+        split: the tensors whose rows are shared out: this rank reads only its rows, where it sees
+            the folder.
 
     Raises:
         FolderError: there is none.

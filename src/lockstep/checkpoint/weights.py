@@ -155,7 +155,7 @@ def load_weights(path: Path) -> dict[str, Any]:
     """Read the weights of a run, by one-device name.
 
     Raises:
-        FolderError: the file isn't there, isn't one, or isn't as it was written.
+        FolderError: the file is missing, is no file of weights, or is damaged.
     """
     if not path.is_file():
         raise FolderError(f"{path}: {_why_not_there(path)}")

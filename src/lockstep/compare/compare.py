@@ -64,7 +64,8 @@ def compare(
         parity: also hold the numbers of each against those of one device.
         folder: where the folder of the comparison is made, with its report; None makes none.
         told: called with each line of the report; None for silence.
-        settings: fields of the job to replace. With ``epochs``, each is also trained for so many.
+        settings: fields of the job to replace. With ``epochs``, each strategy also trains for this
+            number of epochs.
 
     Returns:
         The rows. A strategy that is refused or fails is a row with its reason.

@@ -71,7 +71,7 @@ def fingerprint(batch: Batch, samples: int | None, collate: Collate | None) -> d
 
     Args:
         batch: of this process.
-        samples: how many there are in all; None for a stream, of which nothing is kept.
+        samples: the number of all samples; None for a stream, whose samples aren't kept.
         collate: the job's.
     """
     if samples is None:

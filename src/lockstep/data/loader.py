@@ -140,8 +140,8 @@ class AnyLoader(ABC):
 
     @abstractmethod
     def batches_of(self, epoch: int) -> int | None:
-        """Return the number of global batches of this epoch; None for a stream, of which only its
-        end tells.
+        """Return the number of global batches of this epoch; None for a stream, whose length isn't
+        known.
         """
 
     def __iter__(self) -> Iterator[Batch]:

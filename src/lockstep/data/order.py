@@ -70,8 +70,8 @@ class Placed:
 
 
 class Scattered:
-    """A permutation of 0 to n - 1 from (seed, epoch), any slice of which is computed by itself,
-    without memory.
+    """A permutation of 0 to n - 1 from (seed, epoch), whose slices are computed one by one, without
+    memory.
 
     Args:
         n: how many; below 2**61.

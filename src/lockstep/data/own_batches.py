@@ -70,7 +70,7 @@ def batch_of(
 
 
 def even_parts(part: Part, number: int) -> list[Part]:
-    """Cut a part into so many of about the same size, some of which may be empty."""
+    """Cut a part into a number of parts of about the same size; some may be empty."""
     nest = (part.inputs, part.targets)
     parts = []
     start = 0

@@ -100,9 +100,9 @@ def _write_part(
 
 
 def divided(sizes: Mapping[str, int], most: int) -> list[list[str]]:
-    """Divide names in groups of at most so many bytes together, in their order.
+    """Divide names in groups of at most ``most`` bytes, in their order.
 
-    What is larger has a group to itself.
+    A larger tensor has a group to itself.
     """
     groups: list[list[str]] = [[]]
     held = 0

@@ -125,7 +125,7 @@ def here(devices: Devices = "auto", devices_per_rank: int = 1) -> World | None:
     as a rank; or None.
 
     Args:
-        devices: of which this process takes its own, where it joins.
+        devices: the devices of all ranks; this process takes its own where it joins.
         devices_per_rank: how many it takes.
     """
     from lockstep.launch import devices as _devices
@@ -214,7 +214,7 @@ def started_as_rank() -> bool:
 
 def _on_nodes(starter: str) -> dict[str, str]:
     """Torchrun's variables of how many processes this node has, and which it is of the nodes, as
-    far as it is said.
+    far as SLURM or MPI tells.
     """
     tasks, node = os.environ.get("SLURM_STEP_TASKS_PER_NODE"), os.environ.get("SLURM_NODEID")
     if starter == "SLURM" and tasks is not None and node is not None:

@@ -130,7 +130,7 @@ def drawn(layout: Layout, devices: Sequence[str], each: int = 1) -> list[str]:
     Args:
         layout: of a strategy.
         devices: the names of all devices.
-        each: how many parts (stages, say) a device holds, every so many.
+        each: how many parts (stages, say) a device holds; they are as far apart as there are devices.
     """
     lines = []
     for process in range(layout.processes):

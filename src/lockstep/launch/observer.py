@@ -35,7 +35,7 @@ class Observer:
         return _NOTHING
 
     def collective(self, name: str, parties: int) -> _Context:
-        """Around what the first so many ranks, or replicas, do together."""
+        """Give the context of what the first ``parties`` ranks, or replicas, do together."""
         return _NOTHING
 
     def replica(self, number: int) -> _Context:

@@ -77,7 +77,7 @@ def pack(values: Iterable[Any], block: int) -> Packed:
 
     Args:
         values: anything that cloudpickle can send.
-        block: the open file that both have, of which nothing is needed any more.
+        block: the open file that both have; its earlier contents aren't needed any more.
     """
     count = 0
     error = None
@@ -113,7 +113,7 @@ def pack(values: Iterable[Any], block: int) -> Packed:
 
 
 def _grouped(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """Yield the values in lists, each of which is one pickle.
+    """Yield the values in lists; each list is one pickle.
 
     Numbers and strings that follow one another are in one list, since a pickle for each would take
     most of the time of a quick map. Any other value has its own: a generator may write its next

@@ -139,7 +139,7 @@ def _agreed(column: list[Any]) -> Any:
     for number, other in enumerate(column):
         try:
             same = other is first or bool(other == first)
-        except Exception:  # an array, say, whose equality isn't one truth
+        except Exception:  # comparing arrays, say, gives an array
             same = False
         if not same:
             raise InputError(

@@ -46,7 +46,7 @@ and notes them.
 """
 
 Key = tuple[int, int]
-"""Which visit of its route, of which micro-batch."""
+"""The number of a visit on the route, and that of the micro-batch."""
 
 
 def straight(stages: int) -> Route:
@@ -201,7 +201,7 @@ def merged(route: Route, orders: Sequence[Sequence[Key]]) -> list[Key]:
 
 
 def orders_of(route: Route, schedule: Schedule, microbatches: int) -> list[list[Key]]:
-    """Order the visits of each device, by a schedule for so many micro-batches.
+    """Order the visits of each device, by a schedule for a number of micro-batches.
 
     A straight route takes its turns by the schedule. For another one they are found by letting the
     micro-batches go through stages that take equally long: a forward one tick, a backward two.

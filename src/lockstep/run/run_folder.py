@@ -235,7 +235,7 @@ class RunFolder:
         return records
 
     def keep_metrics(self, step: int, last: dict[str, Any] | None) -> int:
-        """Leave the records up to a step, of which ``last`` is one; later ones come again.
+        """Keep the records up to a step, the last one being ``last``; later ones are written again.
 
         Gives how many of them are of epochs.
         """

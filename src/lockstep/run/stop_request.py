@@ -51,7 +51,7 @@ def reaching(ranks: memoryview) -> Iterator[None]:
 
 
 class _Raised(BaseException):
-    """Brings an error out of whatever the main thread is at, some of which catches exceptions."""
+    """Brings an error out of what the main thread does, through code that catches exceptions."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(error)
@@ -165,7 +165,7 @@ class StopRequest:
         self._timer = threading.Timer(self._grace, os.kill, (os.getpid(), number))
         self._timer.daemon = True
         self._timer.start()
-        # Not by print, in the middle of which this may have come.
+        # Not by print: the signal may have come in the middle of another print.
         with contextlib.suppress(OSError):
             os.write(2, b"\nlockstep: stopping at the end of this step; once more stops at once\n")
 

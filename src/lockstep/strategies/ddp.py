@@ -128,7 +128,7 @@ class DDPStep(RankStep):
     def _add_part(
         self, part: Part, size: int, overlapped: OverlappedReducer | None, *, is_last: bool
     ) -> Loss:
-        """Add the gradient of a part of a batch of so many samples, and give its loss."""
+        """Add the gradient of a part of a batch, and give the part's loss."""
         part = self.placed(part)
         self._reduces = overlapped is not None and is_last
         if overlapped is None:

@@ -154,7 +154,7 @@ class FSDP(Strategy):
         return step
 
     def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
-        """Log what a rank keeps of a model of so many bytes, and what is gathered together."""
+        """Log what a rank keeps of a model of ``whole`` bytes, and what is gathered together."""
         for name, why in shards.whole.items():
             world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
         if shards.blocks:

@@ -1,5 +1,4 @@
-"""``hogwild``: ranks as processes on one set of weights in shared memory, none of which ever waits
-for another.
+"""``hogwild``: ranks as processes on one set of weights in shared memory, without any waiting.
 
 Each rank makes an update of its own from its share of each global batch::
 
@@ -290,7 +289,7 @@ class HogwildStep(SingleStep):
                 group["lr"] = rate
 
     def over_ranks(self, loss: Loss) -> Loss:
-        """Sum over all ranks, each of which has come to the end of its epoch."""
+        """Sum over all ranks, at the end of each rank's epoch."""
         return added(self.world.gather_objects(loss))
 
     # ---- where all ranks meet --------------------------------------------------------------------

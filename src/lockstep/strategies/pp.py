@@ -134,7 +134,11 @@ class PP(Strategy):
         return job.accumulate * number
 
     def chunks_on(self, devices: int) -> int:
-        """How many stages each of so many devices has."""
+        """Give the number of stages of each device.
+
+        Args:
+            devices: the number of devices.
+        """
         if self.chunks is not None:
             return self.chunks
         if self.device_map and not self._has_one_stage_each:
@@ -405,7 +409,7 @@ class MP(PP):
 
 
 def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
-    """Give the function that makes a schedule of so many micro-batches."""
+    """Give the function that makes a schedule of a number of micro-batches."""
     if way.schedule == "interleaved":
         return partial(interleaved, devices, chunks=way.chunks_on(devices))
     if way.schedule == "gpipe":

@@ -72,7 +72,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def layout(self, devices: int) -> Layout:
-        """Lay out this strategy on so many devices."""
+        """Give the mesh that this strategy lays over a number of devices."""
 
     @property
     def devices_needed(self) -> int | None:

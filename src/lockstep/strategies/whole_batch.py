@@ -175,7 +175,7 @@ class WholeBatch:
             step.loss = self._loss
 
     def _outputs(self, batch: Batch) -> Any:
-        """Compute the outputs of this process's samples; None where there are none.
+        """Compute the outputs of this process's samples; None without samples.
 
         Args:
             batch: its targets are the numbers of the samples.

@@ -9,8 +9,8 @@ _PLACES = 1009
 """A prime, so that neither rows nor columns of a matrix come to lie in one place of a digest."""
 
 _ROWS = 32
-"""Of so many places, added at once: they stay in a core's cache, and are too few for PyTorch to
-wake threads.
+"""Rows that are added at once: they stay in a core's cache, and are too few for PyTorch to wake
+threads.
 """
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}

@@ -323,7 +323,7 @@ def call(model: Any, inputs: Any) -> Any:
         model(inputs)      anything else
 
     Raises:
-        InputError: the model's forward doesn't take so many, or not by these names.
+        InputError: the model's forward takes another number of arguments, or other names.
     """
     args: Any = (inputs,)
     kwargs: Mapping[str, Any] = {}

@@ -1,4 +1,4 @@
-"""RowShard: a tensor of which each rank has some rows."""
+"""RowShard: the rows that a rank has of a tensor."""
 
 from __future__ import annotations
 

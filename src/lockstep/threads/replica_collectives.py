@@ -8,7 +8,7 @@ order of the sum is always the same::
     party 0  ──t0──▶ box 0→1        takes box 1→0, box 2→0   stacks t0, t1, t2
     party 1  ──t1──▶ box 1→0 ...    takes box 0→1, box 2→1   stacks t0, t1, t2
 
-Parties are always the first so many: a replica with an empty share sits out.
+Parties are always the first replicas: a replica with an empty share doesn't take part.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ThreadExchange:
         """Begin a step.
 
         Args:
-            parties: how many replicas take part, the first so many; a list where that differs by
-                micro-batch.
+            parties: the number of replicas that take part, the first ones; a list where the number
+                differs by micro-batch.
         """
         counts = [parties] if isinstance(parties, int) else parties
         self._rooms = [_Room(count) for count in counts]
@@ -193,13 +193,12 @@ class RankExchange:
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def begin(self, parties: int) -> None:
-        """Begin a micro-batch. Every rank calls this, with the same number, those that sit out too.
+        """Begin a micro-batch. Every rank calls this with the same number, also without samples.
 
-        A group of so many ranks is made the first time, if it wasn't before, which takes all ranks
-        together.
+        The first time all ranks together make a group of the ranks that take part.
 
         Args:
-            parties: how many ranks take part, the first so many.
+            parties: the number of ranks that take part, the first ones.
         """
         self.make_group(parties)
         self.parties = parties

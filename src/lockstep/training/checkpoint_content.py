@@ -203,7 +203,7 @@ class Saves:
         return self._measured(values) < self._best
 
     def _measured(self, values: Mapping[str, float]) -> float:
-        """Return the value of which less is better.
+        """Return a value that is lower for better weights.
 
         NaN where there are no values of an evaluation.
         """

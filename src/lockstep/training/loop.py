@@ -399,7 +399,7 @@ class _Training:
     def _call(
         self, kind: str, number: int, values: dict[str, float] | None = None, *, whole: bool = True
     ) -> None:
-        """Call the callbacks, any of which may stop the training."""
+        """Call the callbacks; each may stop the training."""
         values = self.progress.values if values is None else values
         self.progress.stop(self.callbacks.call(kind, number, values, whole=whole))
 

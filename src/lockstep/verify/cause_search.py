@@ -1,4 +1,4 @@
-"""Cause search: why two sides differ, found by experiments, each of which takes one thing out.
+"""Cause search: why two sides differ, found by experiments that take one thing out each.
 
 ::
 

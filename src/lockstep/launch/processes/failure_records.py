@@ -117,8 +117,9 @@ def _class_of(one: Record | Death) -> int:
 
 
 def to_raise(one: Record | Death, devices: Sequence[Device], silent: list[int]) -> BaseException:
-    """The exception for the failure of a rank; ``silent`` ranks, of which nothing was heard, may
-    be why it failed.
+    """Make the exception for the failure of a rank.
+
+    The ``silent`` ranks, which reported nothing, may be why it failed.
     """
     who = f"rank {one.rank} ({', '.join(map(str, devices))})"
     if isinstance(one, Death):

@@ -223,9 +223,7 @@ def _lines_to(number: int) -> TextIOWrapper:
 
 
 def _end() -> NoReturn:
-    """End as a Python process ends, except for the destructors, some of which wait for ranks
-    that are gone.
-    """
+    """End as a Python process ends, but without destructors, which may wait for ranks that are gone."""
     code = 0
     try:
         threading._shutdown()  # type: ignore[attr-defined]

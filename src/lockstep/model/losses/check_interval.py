@@ -17,8 +17,8 @@ since little of its data is in a cache.
 """
 
 _SELDOMEST = 32
-"""The loss is checked at least in every so many updates: a machine that is busy while they are
-timed makes a check seem longer.
+"""The longest interval between checks, in updates: a machine that is busy while updates are timed
+makes a check seem longer.
 """
 
 _TIMED = range(2, 6)
@@ -26,21 +26,21 @@ _TIMED = range(2, 6)
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, ...; what may change is checked so often."""
+    """Whether a number is 1, 2, 4, 8, ...; what may change is checked in these updates."""
     return number & (number - 1) == 0
 
 
 class CheckInterval:
     """Chooses how often to check, by the fastest check and the fastest update that are timed.
 
-    The interval is a power of two, so that ranks, each of which chooses its own, check in the same
-    updates.
+    The interval is a power of two, so that ranks check in the same updates though each rank chooses
+    an interval of its own.
 
     Args:
         accelerators: the devices that are waited for in an update that is timed.
 
     Attributes:
-        every: the loss is checked in every so many updates.
+        every: the interval between checks, in updates.
         is_timing: whether this update is timed.
     """
 

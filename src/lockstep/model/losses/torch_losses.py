@@ -76,7 +76,8 @@ class SummedMean:
         """Compute total and count; the total of half-precision outputs is in fp32.
 
         Raises:
-            Misshapen: over these shapes the mean isn't one over items of the samples.
+            Misshapen: with these shapes PyTorch's mean is not a mean over items that belong to
+                samples.
         """
         given = self._options
         if self._mean is not None:

@@ -31,8 +31,9 @@ def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def may_draw(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` may draw random numbers: the optimizer isn't one of PyTorch's, or calls a
-    person's hooks.
+    """Tell whether ``step`` may draw random numbers.
+
+    It may where the optimizer is a person's own class, or calls a person's hooks.
     """
     if isinstance(optimizer, Optimizers):
         optimizer = optimizer.by_name[optimizer.active]

@@ -38,8 +38,8 @@ def largest_batch(
     samples are held to need more memory. What the calling thread makes counts for the first slot.
 
     Args:
-        step: an update, or whatever is to fit, on a batch of so many samples that it makes itself.
-            What it changes stays changed.
+        step: is called with a number of samples, and makes an update on a batch of this size, or
+            whatever is to fit. What it changes stays changed.
         devices: those that it computes on, as ``lockstep.launch.devices.parse`` reads them, or a
             list.
         budget: bytes that a step may make on each device, beyond what was there before. None is

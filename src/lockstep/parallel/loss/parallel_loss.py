@@ -1,7 +1,7 @@
 """Parallel loss: the output layer and the loss on every device, a chunk of the sequence at a time.
 
 A model with a large vocabulary has most of its memory in one tensor: 32 x 64 tokens of 32,000 words
-are 262 MB of logits, of which the loss makes three. ``torch.nn.DataParallel`` gathers them all on
+are 262 MB of logits, and the loss makes three such tensors. ``torch.nn.DataParallel`` gathers all on
 the first device, and computes the loss there. Here each device has a replica of the output layer
 (the *generator*) and a share of the hidden states::
 

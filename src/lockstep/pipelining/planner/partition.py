@@ -141,8 +141,8 @@ def divided(
 
     Args:
         bench: whose blocks they are.
-        measured: the blocks, with their costs for a micro-batch of so many samples.
-        samples: of it.
+        measured: the blocks, with their costs for a micro-batch.
+        samples: the size of the micro-batch.
         devices: of each stage.
         given: the stage of each layer, where that is known.
         capacity: bytes that each stage may take; None doesn't look at memory.

@@ -132,9 +132,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """The best candidate for a global batch of so many samples, and all of them, the fastest
-    first.
-    """
+    """The best candidate for a global batch, and all candidates, the fastest first."""
 
     best: Candidate
     samples: int
@@ -218,7 +216,7 @@ def _preference(candidate: Candidate) -> tuple[int, float, int]:
 
 
 def at(points: Mapping[int, float], samples: int) -> float:
-    """Give the time for so many samples, on the straight line through the two nearest sizes.
+    """Give the time for a number of samples, on the straight line through the two nearest sizes.
 
     Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
     is never cheaper.
@@ -252,7 +250,7 @@ def _candidates(
     capacity: Sequence[float] | None,
     schedules: Sequence[str] | None,
 ) -> Iterator[Candidate]:
-    """Simulate each schedule of a plan with so many micro-batches.
+    """Simulate each schedule of a plan with a number of micro-batches.
 
     Args:
         batch: how many samples it has.

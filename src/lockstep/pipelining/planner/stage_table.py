@@ -118,8 +118,9 @@ class Partition:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster than one device, with so many micro-batches that filling and
-        draining don't count.
+        """Give the speed as a multiple of one device's, for many micro-batches.
+
+        Filling and draining don't count then.
         """
         times: dict[Device, float] = {}
         for stage in self.stages:

@@ -185,7 +185,7 @@ def _even_spans(parameters: list[nn.Parameter], pieces: int) -> list[tuple[int, 
 
     Args:
         parameters: in their order.
-        pieces: the number of spans, some of which may be empty.
+        pieces: the number of spans; some may be empty.
 
     Returns:
         For each span, the number of the first parameter, and of the one after the last.

@@ -42,8 +42,7 @@ def stand_in_for(part: Part, world: World) -> Part | None:
 
 @contextlib.contextmanager
 def standing_in(model: nn.Module) -> Iterator[None]:
-    """Compute a sample of another rank in this context, at the end of which buffers have their
-    values of before.
+    """Compute a sample of another rank in this context; buffers get their earlier values at its end.
 
     Batch norms take no statistics meanwhile, and no parameter counts as used.
     """

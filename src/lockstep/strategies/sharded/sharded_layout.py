@@ -70,7 +70,7 @@ class ShardedLayout(ParameterLayout):
         return self._shards.part(name, whole)
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Gather the whole tensor of which the ranks have parts."""
+        """Join the parts that the ranks have of a tensor."""
         return self._shards.joined(name, part)
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:

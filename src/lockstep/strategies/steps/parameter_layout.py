@@ -60,7 +60,7 @@ class ParameterLayout:
         return whole
 
     def joined(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """The whole tensor of which the ranks have parts."""
+        """Join the parts that the ranks have of a tensor."""
         del name
         return part
 
@@ -94,7 +94,7 @@ class ParameterLayout:
         """The model's state dict.
 
         Args:
-            whole: else, of a tensor of which ranks have some rows each, this rank's (`RowShard`).
+            whole: False gives this rank's rows (`RowShard`) of a tensor whose rows are shared out.
         """
         del whole
         weights: dict[str, Any] = self._model.state_dict()

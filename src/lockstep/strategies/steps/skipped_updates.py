@@ -72,7 +72,12 @@ class SkippedUpdates:
 
 
 def no_items(step: int, skipped: int = 0) -> RunError:
-    """The error of a batch without an item that counts, after so many that were skipped."""
+    """Make the error of a batch whose loss counts no item.
+
+    Args:
+        step: the number of the update.
+        skipped: the number of updates in a row that were skipped before.
+    """
     before = f", and the {skipped} updates before it were skipped" if skipped else ""
     return RunError(
         f"step {step}: the loss counted 0 items in the batch{before}: are all targets ignored?"
@@ -80,7 +85,7 @@ def no_items(step: int, skipped: int = 0) -> RunError:
 
 
 def not_finite(what: str, step: int, world: World) -> NonFiniteLoss:
-    """The error of a loss or gradient of which only this is known."""
+    """Make the error of a loss or gradient that isn't finite, where the cause isn't known."""
     return NonFiniteLoss(
         f"{what} at step {step} on rank {world.rank} ({world.device}): "
         "look at that batch, try a smaller learning rate, or clip_norm"

@@ -112,8 +112,9 @@ class SumCheck:
 
     Args:
         summed: computes the sums of a piece, by a model that is whole.
-        in_turn: whether the parts are micro-batches of one model, each of which begins with what
-            the one before has left; else they are those of replicas, which begin alike.
+        in_turn: whether the parts are micro-batches of one model: each begins with the state that
+            the one before has left. Otherwise they are local batches of replicas, which begin with
+            the same state.
         watches: whether the model may draw random numbers, or communicate.
         accelerators: whose random numbers are put back, too.
     """

@@ -63,7 +63,7 @@ class EarlyStopping(OfMetric):
         metric: a name in ``metrics.jsonl``: ``eval_loss``, ``train_loss``, one of the job's
             metrics.
         mode: ``"min"`` where less is better, else ``"max"``.
-        patience: so many evaluations may be no better than the best one.
+        patience: the number of evaluations that may be no better than the best one.
         min_delta: what counts as better, at least.
     """
 

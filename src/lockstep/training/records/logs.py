@@ -67,7 +67,7 @@ class Logs:
             self._are_tokens = self._may_be_tokens and _are_tokens(batch)
 
     def log(self) -> dict[str, float]:
-        """Log the updates since the last log, all of which were read; return that by name."""
+        """Log the updates since the last log, and return the values by name."""
         values = self._values(time.perf_counter())
         text = "  ".join(self._words(values))
         self._step.world.tell(Line(text, "log"))
