@@ -28,7 +28,8 @@ def best_of(found: Comparison) -> Row | None:
 
 
 def _is_as_fast(row: Row, fastest: Row) -> bool:
-    """Whether a row isn't clearly behind: by its median, or since it was ahead in some rounds.
+    """Return whether a row isn't clearly behind: by its median, or since it was ahead in some
+    rounds.
 
     Args:
         row: of the comparison.

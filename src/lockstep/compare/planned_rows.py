@@ -283,7 +283,7 @@ def _products(values: Sweep) -> list[dict[str, Any]]:
 
 
 def _takes(strategy: str, key: str) -> bool:
-    """Whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one
+    """Return whether a strategy has that setting, and a choice in it: ``mp`` is ``pp`` with one
     micro-batch.
     """
     return key in kind_of(strategy).choices()

@@ -16,12 +16,12 @@ _SAMPLES = {"num_samples", "from_beginning"}
 
 
 def has_state(thing: Any) -> bool:
-    """Whether it has a state to be saved."""
+    """Return whether it has a state to be saved."""
     return all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def state_of(dataset: Any, samples: int = 0) -> Any:
-    """A copy of its state, ``samples`` having been used of this epoch."""
+    """Return a copy of its state, ``samples`` having been used of this epoch."""
     if set(inspect.signature(dataset.state_dict).parameters) >= _SAMPLES:
         return copy.deepcopy(dataset.state_dict(num_samples=samples, from_beginning=True))
     return copy.deepcopy(dataset.state_dict())
@@ -40,7 +40,7 @@ def load_state(dataset: Any, state: Any, name: str) -> None:
 
 
 def forgets_samples(dataset: Any) -> bool:
-    """Whether its state lacks samples that it has read: those in a shuffle buffer of
+    """Return whether its state lacks samples that it has read: those in a shuffle buffer of
     ``datasets``.
     """
     todo = [getattr(dataset, "_ex_iterable", None)]

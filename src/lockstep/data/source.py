@@ -201,7 +201,7 @@ class Recalled:
 
 
 def is_stream(source: Any) -> bool:
-    """Whether it can only be iterated."""
+    """Return whether it can only be iterated."""
     return hasattr(source, "__iter__") and not _is_map_style(source)
 
 

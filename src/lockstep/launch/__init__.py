@@ -121,8 +121,8 @@ def launch(
 
 
 def here(devices: Devices = "auto", devices_per_rank: int = 1) -> World | None:
-    """The world that this process is in; the one it joins when it first asks, where it was started
-    as a rank; or None.
+    """Return the world that this process is in; the one it joins when it first asks, where it was
+    started as a rank; or None.
 
     Args:
         devices: the devices of all ranks; this process takes its own where it joins.
@@ -164,8 +164,8 @@ _LOCAL_SIZES = {
 
 
 def started_as_rank() -> bool:
-    """Whether this process was started as a rank: by torchrun, by what speaks like it, or by who
-    made a process group.
+    """Return whether this process was started as a rank: by torchrun, by what speaks like it, or by
+    who made a process group.
 
     What SLURM or MPI say is put into torchrun's variables, where there is an address to meet at.
 
@@ -231,7 +231,7 @@ def _on_nodes(starter: str) -> dict[str, str]:
 
 
 def _has_group() -> bool:
-    """Whether somebody has made a process group of several here."""
+    """Return whether somebody has made a process group of several here."""
     if "torch.distributed" not in sys.modules:
         return False
     import torch.distributed as dist

@@ -45,7 +45,7 @@ def _own_limit() -> int | None:
 
 
 def note_on_threads(device: Device) -> str | None:
-    """What the person has to know of ``OMP_NUM_THREADS``."""
+    """Return what the person has to know of ``OMP_NUM_THREADS``."""
     if not device.is_slot or device.threads == 1:
         return None
     cores = f"{device.threads} cores"
@@ -74,7 +74,7 @@ _SYSTEM = Path("/sys")
 
 
 def bound_by_launcher(cores: Sequence[int]) -> bool:
-    """Whether what started this process gave it only these of its own cores: they are this
+    """Return whether what started this process gave it only these of its own cores: they are this
     process's alone.
     """
     try:

@@ -58,7 +58,7 @@ def _name(device: Device) -> str:
 
 
 def _physical(index: int) -> str:
-    """The device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
+    """Return the device's number before ``CUDA_VISIBLE_DEVICES`` picked and renumbered."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "")
     numbers = [word for word in visible.split(",") if word]
     return numbers[index] if index < len(numbers) else str(index)
@@ -104,7 +104,7 @@ def _ranges(numbers: tuple[int, ...]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """What numbers were taken on, for a file that keeps them: processor, cores, memory,
+    """Return what numbers were taken on, for a file that keeps them: processor, cores, memory,
     accelerators, versions.
     """
     here = accelerators()

@@ -65,7 +65,9 @@ Devices = str | int | Device | torch.device | Sequence["Device | torch.device | 
 
 
 def usable_cores() -> tuple[int, ...]:
-    """The cores that this process may run on (its affinity mask; all where the system has none)."""
+    """Return the cores that this process may run on (its affinity mask; all where the system has
+    none).
+    """
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -85,7 +87,7 @@ def slots(count: int, cores: Sequence[int] | None = None) -> tuple[Device, ...]:
 
 
 def accelerators() -> tuple[Device, ...]:
-    """Every accelerator that this process can see."""
+    """Return every accelerator that this process can see."""
     if not torch.accelerator.is_available():
         return ()
     kind = torch.accelerator.current_accelerator()

@@ -13,7 +13,9 @@ from lockstep.launch.world import World
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is not enough memory, on an accelerator or on the CPU."""
+    """Return whether an error says that there is not enough memory, on an accelerator or on the
+    CPU.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return "allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)
@@ -39,8 +41,8 @@ def begin_step_peak(world: World) -> None:
 
 
 def step_peak(world: World) -> int | None:
-    """The most bytes since ``begin_step_peak``: of this process, or of its accelerators; None
-    where nothing says so.
+    """Return the most bytes since ``begin_step_peak``: of this process, or of its accelerators;
+    None where nothing says so.
     """
     if not world.device.is_slot:
         return sum(peak_memory(world))

@@ -74,8 +74,8 @@ def on_devices(
 
 
 def needs_one_process(strategy: Any, devices: tuple[Device, ...]) -> bool:
-    """Whether the calling process alone drives these devices under a strategy (a ``Strategy``,
-    which lies above).
+    """Return whether the calling process alone drives these devices under a strategy (a
+    ``Strategy``, which lies above).
     """
     processes: int = strategy.layout(len(devices)).processes
     return processes == 1

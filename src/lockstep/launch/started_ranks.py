@@ -71,8 +71,8 @@ def _place_in_group() -> World:
 
 
 def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Device, ...]:
-    """The devices of this process. It is known how many processes a node has: slots are cut to that
-    number.
+    """Return the devices of this process. It is known how many processes a node has: slots are cut
+    to that number.
 
     Args:
         chosen: those of this node.
@@ -134,7 +134,8 @@ def read_by_first(read: Callable[[], T]) -> T:
 
 
 def _sees_only_its_own() -> bool:
-    """Whether this process was given one accelerator of its node's (``srun --gpus-per-task=1``).
+    """Return whether this process was given one accelerator of its node's (``srun
+    --gpus-per-task=1``).
 
     Under torchrun all processes of a node see the same ones, so there one for several is a mistake.
     """
@@ -143,7 +144,7 @@ def _sees_only_its_own() -> bool:
 
 
 def restarts() -> int:
-    """How many times torchrun has started this process's group again."""
+    """Return how many times torchrun has started this process's group again."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
@@ -266,7 +267,7 @@ _stores = itertools.count(1)
 
 @functools.cache
 def _met(address: str, port: str) -> Store:
-    """The connection to the store at this address, one for the process's life.
+    """Return the connection to the store at this address, one for the process's life.
 
     Without torchrun rank 0 serves it. One that ended and began again between two uses would cut off
     the ranks that came to the second use early.
@@ -277,7 +278,7 @@ def _met(address: str, port: str) -> Store:
 
 
 def _store(timeout: float) -> Store:
-    """The store where all processes meet, under keys of this use's own.
+    """Return the store where all processes meet, under keys of this use's own.
 
     It outlives a process group, and a second group would find the addresses of the first in it;
     torchrun's agent keeps one even when it starts its ranks again.

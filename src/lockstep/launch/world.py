@@ -204,7 +204,7 @@ class World:
 
     @_collective
     def broadcast_object(self, value: T, source: int = 0) -> T:
-        """The object that rank ``source`` gave; the others' are ignored."""
+        """Return the object that rank ``source`` gave; the others' are ignored."""
         if self.size == 1:
             return value
         box: list[Any] = [value]
@@ -214,7 +214,7 @@ class World:
 
     @_collective
     def gather_objects(self, value: T) -> list[T]:
-        """Every rank's object, in rank order, on every rank."""
+        """Return every rank's object, in rank order, on every rank."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -234,7 +234,7 @@ class World:
         return self._board is not None
 
     def asked_to_stop(self) -> bool:
-        """Whether a person, or the system, has asked for the training to be saved and stopped."""
+        """Return whether a person or the system has asked to save and stop the training."""
         return stop_request.asked() if self._board is None else bool(self._board[self.size])
 
     def announce(self, step: int) -> None:
@@ -245,7 +245,7 @@ class World:
             self._board[self.rank] = step
 
     def step_of(self, rank: int) -> int:
-        """The step that a rank is in, or about to enter, as far as this one can see."""
+        """Return the step that a rank is in, or about to enter, as far as this one can see."""
         return self.step if self._board is None else self._board[rank]
 
     def meet(self, what: str, *, waits: float = 30.0, together: bool = True) -> None:
@@ -297,7 +297,7 @@ _current: World | None = None
 
 
 def current() -> World | None:
-    """The world that this process has joined, or None where none was."""
+    """Return the world that this process has joined, or None where none was."""
     return _current
 
 
@@ -310,7 +310,7 @@ def enter(world: World | None) -> World | None:
 
 @contextlib.contextmanager
 def lone(devices: tuple[Device, ...], folder: str | None = None) -> Iterator[World]:
-    """The world of one process that drives all these devices, for a while."""
+    """Give the world of one process that drives all these devices, for a while."""
     world = World(devices=devices, folder=folder)
     before = enter(world)
     try:

@@ -49,7 +49,7 @@ def mapped(
     collate: Callable[[list[Any]], Any] | None,
     seed: int | None,
 ) -> Iterator[Any]:
-    """The outputs for each item, in order, on the CPU.
+    """Return the outputs for each item, in order, on the CPU.
 
     Args:
         module: the original.
@@ -149,8 +149,8 @@ def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, firs
 
 
 def _rows(outputs: Any, size: int, name: str) -> list[Any]:
-    """The outputs of ``size`` items taken apart: the same nest with a row of each tensor, for
-    each item.
+    """Return the outputs of ``size`` items taken apart: the same nest with a row of each tensor,
+    for each item.
     """
     if isinstance(outputs, torch.Tensor):
         if has_rows(outputs, size):

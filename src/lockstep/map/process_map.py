@@ -217,7 +217,9 @@ class ProcessMap:
     # ---- sending ---------------------------------------------------------------------------------
 
     def _may_send(self) -> bool:
-        """Whether a chunk may be drawn: there are items, a worker has a free block, and few wait."""
+        """Return whether a chunk may be drawn: there are items, a worker has a free block, and few
+        wait.
+        """
         if self._is_drawn or min(map(len, self._at)) == 2:
             return False
         each = _AHEAD if self._held < _HELD else 2

@@ -198,7 +198,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is its numbers in memory alone; any other goes as PyTorch pickles it."""
+    """Return whether a tensor is its numbers in memory alone; any other goes as PyTorch pickles it."""
     if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
     has_more = tensor.is_quantized or tensor.is_meta or nn.parameter.is_lazy(tensor)

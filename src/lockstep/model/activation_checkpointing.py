@@ -107,7 +107,7 @@ def found_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _is_composite(module: nn.Module) -> bool:
-    """Whether a module is made of several layers, and is no list of blocks itself."""
+    """Return whether a module is made of several layers, and is no list of blocks itself."""
     if not _has_forward(module):
         return False
     if isinstance(module, nn.Sequential) and any(map(_is_composite, module)):
@@ -117,7 +117,7 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called; a ``ModuleList`` or a ``ModuleDict`` can't."""
+    """Return whether a module can be called; a ``ModuleList`` or a ``ModuleDict`` can't."""
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

@@ -15,7 +15,7 @@ _INTERNAL = set(vars(nn.Module())) - {"training"}
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text, a switch, or a list, tuple or dictionary of such."""
+    """Return whether a value is a number, a text, a switch, or a list, tuple or dictionary of such."""
     if isinstance(value, dict):
         return all(map(is_plain, value)) and all(map(is_plain, value.values()))
     if isinstance(value, list | tuple):

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def communicates(operator: Any) -> bool:
-    """Whether an operator of PyTorch sends something to other ranks."""
+    """Return whether an operator of PyTorch sends something to other ranks."""
     return operator.namespace in ("c10d", "_c10d_functional")
 
 

@@ -22,7 +22,7 @@ def hooked_parameters(model: nn.Module) -> list[str]:
 
 
 def is_hooked(p: torch.Tensor) -> bool:
-    """Whether a parameter has a hook on its gradient, of either kind.
+    """Return whether a parameter has a hook on its gradient, of either kind.
 
     The hooks of ``fully_shard`` don't count.
     """

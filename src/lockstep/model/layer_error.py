@@ -106,5 +106,5 @@ def _advice(parameters: set[torch.dtype], given: set[torch.dtype], inputs: set[t
 
 
 def is_of_one_sample(error: BaseException) -> bool:
-    """Whether BatchNorm raised an error, given one value per channel, which has no variance."""
+    """Return whether BatchNorm raised an error, given one value per channel, which has no variance."""
     return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)

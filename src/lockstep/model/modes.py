@@ -36,13 +36,13 @@ def set_modes(modes: Iterable[tuple[nn.Module, bool]]) -> None:
 
 
 def has_own_train(module: nn.Module) -> bool:
-    """Whether a module's class has a ``train`` or an ``eval`` of its own."""
+    """Return whether a module's class has a ``train`` or an ``eval`` of its own."""
     kind = type(module)
     return kind.train is not nn.Module.train or kind.eval is not nn.Module.eval
 
 
 def draws_dropout(module: nn.Module) -> bool:
-    """Whether a module is a dropout layer, or has a rate of dropout as PyTorch's RNNs do."""
+    """Return whether a module is a dropout layer, or has a rate of dropout as PyTorch's RNNs do."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     rate = getattr(module, "dropout", None)
@@ -50,13 +50,13 @@ def draws_dropout(module: nn.Module) -> bool:
 
 
 def is_spectral_norm(module: nn.Module) -> bool:
-    """Whether a module is a spectral norm, or a layer with one, which iterates in training."""
+    """Return whether a module is a spectral norm, or a layer with one, which iterates in training."""
     hooks = module._forward_pre_hooks.values()
     return isinstance(module, _SpectralNorm) or any(isinstance(h, SpectralNorm) for h in hooks)
 
 
 def normalizes_by_batch(module: nn.Module) -> bool:
-    """Whether a module is a batch norm that takes the statistics of what its forward sees."""
+    """Return whether a module is a batch norm that takes the statistics of what its forward sees."""
     if not isinstance(module, _BatchNorm):
         return False
     return module.training or module.running_mean is None

@@ -37,7 +37,7 @@ def set_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def are_alike(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all replicas have the same extra state.
+    """Return whether all replicas have the same extra state.
 
     Args:
         states: what ``extra_state_of`` read from each of them.

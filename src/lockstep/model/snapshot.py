@@ -94,7 +94,7 @@ class Snapshot:
         put_states(self._random, self._accelerators)
 
     def drew(self) -> bool:
-        """Whether random numbers were drawn from a generator of PyTorch's."""
+        """Return whether random numbers were drawn from a generator of PyTorch's."""
         if not torch.equal(self._random.torch, torch.get_rng_state()):
             return True
         for device, before in zip(self._accelerators, self._random.accelerators, strict=True):
@@ -108,7 +108,7 @@ class Snapshot:
         return False
 
     def drew_elsewhere(self) -> bool:
-        """Whether random numbers of Python or numpy, which can't be replayed, were drawn."""
+        """Return whether random numbers of Python or numpy, which can't be replayed, were drawn."""
         return self._random.others != other_states()
 
     def changed(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Snapshot:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two tensors, or numbers, are equal; NaN is NaN."""
+    """Return whether two tensors, or numbers, are equal; NaN is NaN."""
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         if type(one) is not type(other):
             return False
@@ -195,7 +195,7 @@ def _within(one: Any) -> list[Any]:
 
 
 def _is_opaque(one: Any) -> bool:
-    """Whether an object is left as it is, since it is no state of a person's model."""
+    """Return whether an object is left as it is, since it is no state of a person's model."""
     if isinstance(one, _OPAQUE):
         return True
     if type(one).__name__ == "DTensor":

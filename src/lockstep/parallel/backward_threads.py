@@ -58,7 +58,9 @@ def _keeps_graph() -> bool:
 
 
 def _goes_everywhere() -> bool:
-    """Whether the backward that runs now is ``backward()``, not ``grad()`` or with ``inputs``."""
+    """Return whether the backward that runs now is ``backward()``, not ``grad()`` or with
+    ``inputs``.
+    """
     return bool(torch.autograd._is_checkpoint_valid())  # type: ignore[no-untyped-call]
 
 

@@ -125,7 +125,7 @@ def _refuse_transforms() -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether it has rows in memory."""
+    """Return whether it has rows in memory."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 

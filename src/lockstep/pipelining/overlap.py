@@ -126,7 +126,8 @@ class Overlap:
                 self._learn(microbatch)
 
     def _have_drawn(self) -> bool:
-        """Whether anything was drawn since, or a checkpoint has begun, which sets generators back.
+        """Return whether anything was drawn since, or a checkpoint has begun, which sets generators
+        back.
 
         On accelerators random streams are of all generators, else of PyTorch's.
         """

@@ -173,7 +173,7 @@ def whole(route: Route, stages: int) -> Route:
 
 
 def has_way(route: Route, other: Route) -> bool:
-    """Whether a route has all visits of another one, in their order."""
+    """Return whether a route has all visits of another one, in their order."""
     rest = iter(route)
     return all(visit in rest for visit in other)
 
@@ -249,7 +249,7 @@ def _greedy(
     ended: dict[Key, float] = {}
 
     def can(i: int, now: float) -> bool:
-        """Whether the next micro-batch may begin this visit."""
+        """Return whether the next micro-batch may begin this visit."""
         m = begun[i]
         if m == microbatches:
             return False

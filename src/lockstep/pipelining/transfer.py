@@ -291,7 +291,7 @@ _one_at_a_time = threading.RLock()
 
 
 def _has_generator(place: torch.device) -> bool:
-    """Whether PyTorch has random numbers for that type of device."""
+    """Return whether PyTorch has random numbers for that type of device."""
     module = getattr(torch, place.type, None)
     return hasattr(module, "get_rng_state")
 
@@ -324,7 +324,7 @@ def _argument(place: int, name: str, args: tuple[Any, ...], kwargs: Mapping[str,
 
 
 def _is_in_place(name: str) -> bool:
-    """Whether a function of that name writes to its first operand: ``add_``, ``__iadd__``."""
+    """Return whether a function of that name writes to its first operand: ``add_``, ``__iadd__``."""
     is_operator = name.startswith("__i") or name in ("__setitem__", "__set__")
     return is_operator or (name.endswith("_") and not name.endswith("__"))
 
@@ -363,13 +363,13 @@ _ANYWHERE = {
 
 
 def _meet(nests: tuple[Any, ...]) -> bool:
-    """Whether operands are on several devices; a number on the CPU may be anywhere."""
+    """Return whether operands are on several devices; a number on the CPU may be anywhere."""
     found = list(_operands(nests))
     return any(t.device != found[0].device and not _is_number(t) for t in found[1:])
 
 
 def _is_number(tensor: Tensor) -> bool:
-    """Whether it is a number on the CPU, which may be used on any device."""
+    """Return whether it is a number on the CPU, which may be used on any device."""
     return tensor.is_cpu and not tensor.dim()
 
 

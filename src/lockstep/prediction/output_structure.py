@@ -88,7 +88,7 @@ def left_out(form: Any, names: Collection[str]) -> Any:
 
 
 def leaves(form: Any) -> Iterator[Leaf]:
-    """Every leaf of a form, in order."""
+    """Return every leaf of a form, in order."""
     if isinstance(form, Leaf):
         yield form
     else:

@@ -66,7 +66,7 @@ class Line:
 
     @classmethod
     def note(cls, what: Caveat | str) -> Line:
-        """A note of a caveat, or of anything else."""
+        """Return a note of a caveat, or of anything else."""
         return cls(str(what), "note", what if isinstance(what, Caveat) else None)
 
     @property

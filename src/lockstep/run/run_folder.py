@@ -140,7 +140,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: str | Path) -> RunFolder:
-        """The folder of a run that was.
+        """Return the folder of a run that was.
 
         Raises:
             FolderError: there is none.
@@ -209,7 +209,7 @@ class RunFolder:
             ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The lines so far, but for a last one that was cut off as it was written.
+        """Return the lines so far, but for a last one that was cut off as it was written.
 
         Raises:
             FolderError: another line isn't a JSON object with its step, or the file can't be read.
@@ -275,7 +275,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_gone(holder: str) -> bool:
-    """Whether the process that wrote this in a lock is no more, on this machine."""
+    """Return whether the process that wrote this in a lock is no more, on this machine."""
     pid, _, host = holder.partition(" on ")
     if host != socket.gethostname() or not pid.isdecimal():
         return False

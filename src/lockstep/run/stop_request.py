@@ -31,7 +31,7 @@ _current: StopRequest | None = None
 
 
 def asked() -> bool:
-    """Whether this process has been asked to stop."""
+    """Return whether this process has been asked to stop."""
     return _current is not None and _current.number is not None
 
 

@@ -141,7 +141,7 @@ class Display:
 
 
 def _is_notebook_with_widgets() -> bool:
-    """Whether rich can keep a line live in this notebook's cell."""
+    """Return whether rich can keep a line live in this notebook's cell."""
     if "IPython" not in sys.modules or importlib.util.find_spec("ipywidgets") is None:
         return False
     from rich.console import Console

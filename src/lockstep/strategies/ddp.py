@@ -95,7 +95,7 @@ class DDPStep(RankStep):
             self._waits_in_backward = True
 
     def _overlaps(self, reduce: str) -> bool:
-        """Whether gradients are summed while backward runs."""
+        """Return whether gradients are summed while backward runs."""
         if reduce == "auto":
             return self._bytes() > _SMALL_GRADIENTS
         return reduce == "overlapped"

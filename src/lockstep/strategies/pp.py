@@ -124,7 +124,7 @@ class PP(Strategy):
         return self.schedule in ("1f1b", "gpipe")
 
     def num_microbatches(self, job: Recipe) -> int:
-        """How many micro-batches a global batch is cut into."""
+        """Return how many micro-batches a global batch is cut into."""
         number = _MICROBATCHES
         if isinstance(self.microbatches, int):
             number = self.microbatches
@@ -396,7 +396,7 @@ class MP(PP):
 
     @classmethod
     def choices(cls) -> set[str]:
-        """The names of the settings, without those that say how a batch is cut."""
+        """Return the names of the settings, without those that say how a batch is cut."""
         return super().choices() - {"microbatches", "split_size", "schedule"}
 
     def __post_init__(self) -> None:

@@ -50,17 +50,19 @@ class Strategy(ABC):
 
     @classmethod
     def usual(cls) -> dict[str, Any]:
-        """The usual value of each setting."""
+        """Return the usual value of each setting."""
         return {field.name: field.default for field in fields(cls)}
 
     @classmethod
     def choices(cls) -> set[str]:
-        """The names of the settings that can have other values than the usual one."""
+        """Return the names of the settings that can have other values than the usual one."""
         return set(cls.usual())
 
     @classmethod
     def settings(cls) -> dict[str, str]:
-        """The settings that a command line has, with what the class's docstring says of each."""
+        """Return the settings that a command line has, with what the class's docstring says of
+        each.
+        """
         texts = described_fields(cls)
         choices = cls.choices()
         found = {}
@@ -130,7 +132,7 @@ class Strategy(ABC):
         return self
 
     def num_microbatches(self, job: Recipe) -> int:
-        """How many micro-batches a global batch is cut into."""
+        """Return how many micro-batches a global batch is cut into."""
         return job.accumulate
 
     def training_loader(self, job: Job, world: World, dataset: Any) -> AnyLoader:

@@ -101,7 +101,7 @@ class WholeBatch:
         return self._found
 
     def _is_once(self, batch: Batch) -> bool:
-        """Whether each rank has samples, all in one local batch."""
+        """Return whether each rank has samples, all in one local batch."""
         world = self._step.world
         if world.size == 1 or len(batch.parts) > 1:
             return False

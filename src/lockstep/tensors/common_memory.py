@@ -41,7 +41,9 @@ def in_common_memory(named: Iterable[Named]) -> list[list[Named]]:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own that can be told: no subclass, sparse or on meta."""
+    """Return whether a tensor has memory of its own that can be told: no subclass, sparse or on
+    meta.
+    """
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
         return False
     return bool(tensor.numel()) and not tensor.is_meta

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 @contextlib.contextmanager
 def opened_new(path: Path) -> Iterator[BinaryIO]:
-    """A new file at this place, on the disk when the ``with`` ends; what was there, a link
+    """Give a new file at this place, on the disk when the ``with`` ends; what was there, a link
     perhaps, is taken away.
     """
     path.unlink(missing_ok=True)
@@ -41,5 +41,5 @@ def write_over(path: Path, content: str | bytes) -> None:
 
 
 def not_followed(path: str | Path, flags: int) -> int:
-    """The ``opener`` of a file that is added to: an OSError where there is a link."""
+    """Return the ``opener`` of a file that is added to: an OSError where there is a link."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o644)

@@ -95,7 +95,7 @@ def moved_in_buckets(
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of a tensor lie side by side, in one of PyTorch's usual orders."""
+    """Return whether the elements of a tensor lie side by side, in one of PyTorch's usual orders."""
     if tensor.layout != torch.strided:
         return False
     if tensor.is_contiguous():

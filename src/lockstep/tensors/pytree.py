@@ -120,7 +120,7 @@ def _shallow_copy(nest: Any) -> Any:
 
 
 def _is_cached(nest: Any, name: str) -> bool:
-    """Whether an attribute was computed of others, by a ``cached_property``."""
+    """Return whether an attribute was computed of others, by a ``cached_property``."""
     return isinstance(getattr(type(nest), name, None), functools.cached_property)
 
 
@@ -193,7 +193,7 @@ def described(nest: Any) -> str:
 
 
 def same_kind(one: Any, other: Any) -> bool:
-    """Whether two nests can stand for one another at this level.
+    """Return whether two nests can stand for one another at this level.
 
     They are of the same type, with the same keys and number of parts.
     """
@@ -302,14 +302,14 @@ def versions(nest: Any) -> list[tuple[int, int]]:
 
 
 def holds_packed(nest: Any) -> bool:
-    """Whether there is a ``PackedSequence`` in it, whose rows are not samples."""
+    """Return whether there is a ``PackedSequence`` in it, whose rows are not samples."""
     found: list[PackedSequence] = []
     each(_same, nest, on_packed=found.append)
     return bool(found)
 
 
 def is_lazy(tensor: Tensor) -> bool:
-    """Whether it is a parameter or buffer of a lazy layer, without a shape yet."""
+    """Return whether it is a parameter or buffer of a lazy layer, without a shape yet."""
     return torch.nn.parameter.is_lazy(tensor)
 
 
@@ -431,7 +431,7 @@ def to_device(
 
 
 def may_pin(device: torch.device) -> bool:
-    """Whether copies to a device are quicker from pinned memory."""
+    """Return whether copies to a device are quicker from pinned memory."""
     return device.type in ("cuda", "xpu", torch._C._get_privateuse1_backend_name())
 
 

@@ -57,7 +57,7 @@ def coprime_sizes(samples: int) -> tuple[int, int]:
 
 
 def has_rows(tensor: Tensor, samples: int) -> bool:
-    """Whether a tensor has a row for each sample.
+    """Return whether a tensor has a row for each sample.
 
     A parameter, which a model may give among its outputs, belongs to all samples.
     """
@@ -67,7 +67,7 @@ def has_rows(tensor: Tensor, samples: int) -> bool:
 
 
 def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
-    """Whether a list has an item for each sample: the boxes of each image, sentences.
+    """Return whether a list has an item for each sample: the boxes of each image, sentences.
 
     A dictionary or a dataclass is one sample's. Tensors are as many batches, where each of them has
     a row for each sample. Of tuples only those of texts have one, which PyTorch's collate makes.
@@ -82,7 +82,7 @@ def holds_samples(items: list[Any] | tuple[Any, ...], samples: int) -> bool:
 
 
 def are_batches(items: list[Any], samples: int) -> bool:
-    """Whether the items of a list hold tensors, and each tensor has a row for each sample."""
+    """Return whether the items of a list hold tensors, and each tensor has a row for each sample."""
     found = list(tensors(items))
     return bool(found) and all(t.dim() and t.shape[0] == samples for t in found)
 

@@ -143,7 +143,7 @@ def set_other_states(wanted: tuple[Any, Any]) -> None:
 
 
 def same(a: States, b: States) -> bool:
-    """Whether nothing was drawn between the two."""
+    """Return whether nothing was drawn between the two."""
     if a.others != b.others or not torch.equal(a.torch, b.torch):
         return False
     return all(map(torch.equal, a.accelerators, b.accelerators))

@@ -194,7 +194,7 @@ def _has_generator(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_on_cpu(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operator draws on the CPU: by its ``device``, or its first tensor."""
+    """Return whether an operator draws on the CPU: by its ``device``, or its first tensor."""
     device = kwargs.get("device")
     if device is not None:
         return torch.device(device).type == "cpu"

@@ -67,7 +67,8 @@ def checkpoints() -> int:
 
 
 def _is_replayed(args: tuple[Any, ...]) -> bool:
-    """Whether all that is drawn comes from the thread's stream, not from PyTorch's generators.
+    """Return whether all that is drawn comes from the thread's stream, not from PyTorch's
+    generators.
 
     The state of the one of the CPU, which threads share, must not be read then: where the garbage
     collector runs meanwhile, and another thread sets the state, each waits for what the other holds

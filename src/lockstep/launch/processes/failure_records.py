@@ -70,7 +70,7 @@ class Record:
         )
 
     def exception(self) -> BaseException | None:
-        """The exception, where it can be had in this process."""
+        """Return the exception, where it can be had in this process."""
         try:
             error = None if self.pickled is None else pickle.loads(self.pickled)
         except Exception:
@@ -106,7 +106,7 @@ class RankTraceback(Exception):
 
 
 def guilty(failures: Iterable[Record | Death]) -> Record | Death:
-    """The failure that came first, as told at the top of this module."""
+    """Return the failure that came first, as told at the top of this module."""
     return min(failures, key=lambda one: (_class_of(one), one.time))
 
 
@@ -169,7 +169,7 @@ def when(step: int) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An exception's type and the first line of its message."""
+    """Return an exception's type and the first line of its message."""
     if isinstance(error, SystemExit):
         return f"sys.exit({error.code!r})"
     name, line = type(error).__name__, first_line(error)
@@ -177,7 +177,7 @@ def reason(error: BaseException) -> str:
 
 
 def looks_like_peers(error: BaseException) -> bool:
-    """Whether an error, or one that it came from, is what a rank sees that lost another."""
+    """Return whether an error, or one that it came from, is what a rank sees that lost another."""
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -200,7 +200,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 def ending(code: int, where: str) -> str:
-    """How a process ended that wasn't asked to: by an exit code, or minus the number of a
+    """Return how a process ended that wasn't asked to: by an exit code, or minus the number of a
     signal.
     """
     if code >= 0:

@@ -65,7 +65,7 @@ class Channel:
         self.send(EVENT, event)
 
     def next(self) -> bytes:
-        """What the other process sends next, as soon as there is something."""
+        """Return what the other process sends next, as soon as there is something."""
         return self._connection.recv_bytes()
 
 
@@ -74,7 +74,7 @@ _channel: Channel
 
 
 def next_message() -> bytes:
-    """What the process that launched this rank sends to it next."""
+    """Return what the process that launched this rank sends to it next."""
     return _channel.next()
 
 

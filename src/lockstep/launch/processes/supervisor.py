@@ -244,7 +244,7 @@ class Supervisor:
         return found
 
     def _is_killed(self, end: Report) -> bool:
-        """Whether a rank was killed here, for another's failure."""
+        """Return whether a rank was killed here, for another's failure."""
         is_later = self._killed_at is not None and end.time >= self._killed_at
         return is_later and end.code == -signal.SIGKILL
 

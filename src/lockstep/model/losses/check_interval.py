@@ -26,7 +26,7 @@ _TIMED = range(2, 6)
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, ...; what may change is checked in these updates."""
+    """Return whether a number is 1, 2, 4, 8, ...; what may change is checked in these updates."""
     return number & (number - 1) == 0
 
 
@@ -54,7 +54,7 @@ class CheckInterval:
         self._update = math.inf
 
     def is_due(self, update: int) -> bool:
-        """Whether to check in this update, counted from 1."""
+        """Return whether to check in this update, counted from 1."""
         return update < _TIMED.stop or update % self.every == 0
 
     def clock(self) -> float:

@@ -402,7 +402,7 @@ def _name_of(loss: Any) -> str:
 
 
 def _is_squeezed(outputs: Any, targets: Any) -> bool:
-    """Whether targets have a row for the only sample, and outputs have none."""
+    """Return whether targets have a row for the only sample, and outputs have none."""
     if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
         return False
     return outputs.shape[:1] != targets.shape[:1] == (1,)

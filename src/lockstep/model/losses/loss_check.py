@@ -84,7 +84,7 @@ class LossCheck:
         self.notes: list[str] = []
 
     def wants(self, update: int) -> bool:
-        """Whether the loss is to be checked in this update, counted from 1."""
+        """Return whether the loss is to be checked in this update, counted from 1."""
         return self._checks and self.interval.is_due(update)
 
     def begin_update(self, update: int) -> None:
@@ -198,8 +198,8 @@ class LossCheck:
         return nest
 
     def _may_be_called(self, nest: Nest, samples: int) -> bool:
-        """Whether the loss may be called once more: other ranks, with which it communicates, may
-        not be checking; and where it has state, a copy of it is called.
+        """Return whether the loss may be called once more: other ranks, with which it communicates,
+        may not be checking; and where it has state, a copy of it is called.
         """
         loss = self._loss.copied()
         if loss is self._loss and loss.may_have_state:
@@ -224,7 +224,7 @@ class LossCheck:
             return None
 
     def _may_count_all(self, nest: Nest, samples: int) -> bool:
-        """Whether the loss may read a number of the whole batch, which its parts have too."""
+        """Return whether the loss may read a number of the whole batch, which its parts have too."""
         return not self._has_passed and _holds_numbers_of_all(nest, samples)
 
     def _repeated(
@@ -255,7 +255,7 @@ class LossCheck:
         return None
 
     def _is_rounding(self, nest: Nest, samples: int) -> bool:
-        """Whether the parts add up in float64."""
+        """Return whether the parts add up in float64."""
         wide: Nest = doubled(nest)
         loss = self._loss.copied(double=True)
         try:
@@ -282,7 +282,7 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
-    """Whether there is a list of as many tensors as samples, each with as many rows.
+    """Return whether there is a list of as many tensors as samples, each with as many rows.
 
     It may be the two boxes of each of two images, or what each of two layers gives of both.
     """
@@ -292,7 +292,7 @@ def _may_be_of_samples_or_batches(nest: Any, samples: int) -> bool:
 
 
 def _can_be_cut(nest: Nest, samples: int) -> bool:
-    """Whether each floating tensor has a row for each sample, or several."""
+    """Return whether each floating tensor has a row for each sample, or several."""
     whole = list(tensors(nest))
     of_first = list(tensors(part_of(nest, 0, 1, samples)))
     if len(whole) != len(of_first):
@@ -304,7 +304,7 @@ def _can_be_cut(nest: Nest, samples: int) -> bool:
 
 
 def _holds_numbers_of_all(nest: Any, samples: int) -> bool:
-    """Whether there is a number of the whole batch, as of items that collate has counted."""
+    """Return whether there is a number of the whole batch, as of items that collate has counted."""
     if isinstance(nest, Tensor):
         return not nest.is_floating_point() and nest.shape[:1] != (samples,)
     inside = parts_of(nest)
@@ -360,7 +360,8 @@ def _tolerance(nest: Nest, total: Any) -> float:
 
 
 def _add_up(sums: Iterable[tuple[Any, ...]], tolerance: float) -> Any:
-    """Whether total and count of the first, the whole, are those of the others, its parts, together.
+    """Return whether total and count of the first, the whole, are those of the others, its parts,
+    together.
 
     They are numbers, or tensors on an accelerator.
     """

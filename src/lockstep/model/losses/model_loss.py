@@ -66,7 +66,7 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mean_of(outputs: Any) -> Tensor | None:
-    """The mean that a model computed itself, ``outputs.loss``; None where it gave none."""
+    """Return the mean that a model computed itself, ``outputs.loss``; None where it gave none."""
     loss = _of(outputs, "loss")
     return loss if isinstance(loss, Tensor) and not loss.dim() else None
 
@@ -87,7 +87,7 @@ def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fit(logits: Any, labels: Any) -> bool:
-    """Whether there is a label, a whole number, for each row of logits."""
+    """Return whether there is a label, a whole number, for each row of logits."""
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
         return False
     if labels.is_floating_point() or labels.dtype == torch.bool:

@@ -172,7 +172,7 @@ class _Mean(NamedTuple):
     divisor: Callable[[_Options, Tensor, Tensor], Count]
 
     def is_mean(self, reduction: str) -> bool:
-        """Whether that reduction is a mean."""
+        """Return whether that reduction is a mean."""
         return reduction == "mean" or (reduction == "batchmean" and self.function is F.kl_div)
 
 

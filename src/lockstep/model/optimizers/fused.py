@@ -28,7 +28,7 @@ def can_be_fused(
     on: str | None,
     wanted: bool,
 ) -> bool:
-    """Whether PyTorch has a fused implementation of this optimizer for these parameters.
+    """Return whether PyTorch has a fused implementation of this optimizer for these parameters.
 
     Args:
         optimizer: just made.

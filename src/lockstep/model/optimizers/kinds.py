@@ -22,7 +22,7 @@ def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def has_own_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has a ``state_dict`` and a ``load_state_dict`` of its own."""
+    """Return whether an optimizer has a ``state_dict`` and a ``load_state_dict`` of its own."""
     kind = type(optimizer)
     base = torch.optim.Optimizer
     if kind.state_dict is base.state_dict:
@@ -41,7 +41,9 @@ def may_draw(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step does more than the optimizer's class does, by hooks or another ``step``."""
+    """Return whether a step does more than the optimizer's class does, by hooks or another
+    ``step``.
+    """
     hooks = (  # an optimizer made of others may have no hooks
         getattr(optimizer, "_optimizer_step_pre_hooks", None),
         getattr(optimizer, "_optimizer_step_post_hooks", None),
@@ -59,6 +61,6 @@ def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_of_pytorch(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's class is one of PyTorch's own."""
+    """Return whether an optimizer's class is one of PyTorch's own."""
     # Adafactor's module is "torch.optim" itself.
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")

@@ -93,7 +93,7 @@ def largest_batch(
 
 
 def _last(fits: Callable[[int], bool], limit: int) -> int:
-    """The last number from 1 to ``limit`` that fits, 0 where none does."""
+    """Return the last number from 1 to ``limit`` that fits, 0 where none does."""
     known, wrong = 0, 1
     while wrong <= limit and fits(wrong):
         known, wrong = wrong, 2 * wrong

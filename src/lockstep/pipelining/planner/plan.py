@@ -84,7 +84,7 @@ class Plan:
         return max(self.places) + 1
 
     def schedules(self, microbatches: int) -> dict[str, Schedule]:
-        """The schedules that this plan can have, by name."""
+        """Return the schedules that this plan can have, by name."""
         chunks = len(self.places) // self.devices
         if chunks > 1:
             return {"interleaved": interleaved(self.devices, microbatches, chunks)}

@@ -107,7 +107,7 @@ def take_first(world: World, places: list[Place]) -> None:
 
 
 def _is_plain(buffer: torch.Tensor) -> bool:
-    """Whether a buffer can be broadcast as it is."""
+    """Return whether a buffer can be broadcast as it is."""
     return buffer.dtype in _SENT and buffer.is_contiguous()
 
 

@@ -25,7 +25,7 @@ class ShardedAccumulation(ManualAccumulation):
         return loss
 
     def are_thrown_away(self) -> bool:
-        """Whether every gradient was written since, and is 0 or gone, on all ranks alike.
+        """Return whether every gradient was written since, and is 0 or gone, on all ranks alike.
 
         A rank that has no row of any parameter has no say.
         """

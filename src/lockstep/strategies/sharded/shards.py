@@ -315,7 +315,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:
-    """Whether a value of an optimizer's state is a tensor of a shape, or rows of one."""
+    """Return whether a value of an optimizer's state is a tensor of a shape, or rows of one."""
     return isinstance(value, torch.Tensor | RowShard) and value.shape == shape
 
 

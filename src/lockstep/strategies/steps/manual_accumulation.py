@@ -146,7 +146,9 @@ class ManualAccumulation:
             self._forget()
 
     def are_thrown_away(self) -> bool:
-        """Whether every gradient that ``backward`` has left was written since, and is 0 or gone."""
+        """Return whether every gradient that ``backward`` has left was written since, and is 0 or
+        gone.
+        """
         grads = []
         for p, (was, version) in zip(self._step.trained.values, self.left, strict=False):
             if was is None or not was.numel():

@@ -55,7 +55,7 @@ class ParameterLayout:
         return dict(self._model.named_parameters())
 
     def part_of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        """What this process has of a tensor of the shape of a parameter, or of a buffer."""
+        """Return what this process has of a tensor of the shape of a parameter, or of a buffer."""
         del name
         return whole
 
@@ -65,13 +65,13 @@ class ParameterLayout:
         return part
 
     def rows(self, name: str, part: torch.Tensor) -> torch.Tensor | RowShard:
-        """The whole tensor, or the rows of it that this rank has."""
+        """Return the whole tensor, or the rows of it that this rank has."""
         del name
         return part
 
     def split(self, name: str, shape: Sequence[int]) -> tuple[tuple[int, ...], int] | None:
-        """How many rows of a tensor of a checkpoint each rank has, and this rank's number; None
-        where each has all of it.
+        """Return how many rows of a tensor of a checkpoint each rank has, and this rank's number;
+        None where each has all of it.
         """
         del name, shape
         return None
@@ -79,11 +79,11 @@ class ParameterLayout:
     # ---- all of them -----------------------------------------------------------------------------
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """The whole parameters by name."""
+        """Return the whole parameters by name."""
         return {name: self.joined(name, p) for name, p in self.parts().items()}
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradients, as far as there are any, by the names of their parameters."""
+        """Return the whole gradients, as far as there are any, by the names of their parameters."""
         found = {}
         for name, p in self.parts().items():
             if p.grad is not None:
@@ -91,7 +91,7 @@ class ParameterLayout:
         return found
 
     def weights(self, *, whole: bool = True) -> dict[str, Any]:
-        """The model's state dict.
+        """Return the model's state dict.
 
         Args:
             whole: False gives this rank's rows (`RowShard`) of a tensor whose rows are shared out.
@@ -105,7 +105,7 @@ class ParameterLayout:
         self._model.load_state_dict(weights)
 
     def optimizer_state(self, *, whole: bool = True) -> dict[str, Any]:
-        """The optimizer's state by parameter name; ``whole`` as in ``weights``."""
+        """Return the optimizer's state by parameter name; ``whole`` as in ``weights``."""
         del whole
         return named_optimizer_state(self._optimizer, self._model)
 

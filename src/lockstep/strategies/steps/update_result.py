@@ -191,7 +191,7 @@ def _on_host(values: list[Number]) -> list[float]:
 
 
 def _is_on_accelerator(value: Number) -> TypeGuard[Tensor]:
-    """Whether a number is on an accelerator."""
+    """Return whether a number is on an accelerator."""
     return isinstance(value, Tensor) and not value.is_cpu
 
 

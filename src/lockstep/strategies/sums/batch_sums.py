@@ -55,7 +55,7 @@ class BatchSums:
         self.written: set[str] = set()
 
     def is_due(self, update: int) -> bool:
-        """Whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
+        """Return whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
         ``check_every``-th; the next one where a batch has too few samples.
         """
         if not self._is_possible() or not self._step.cuts_batch or update > self.last:
@@ -65,8 +65,8 @@ class BatchSums:
         return self._every is not None and update % self._every == 0
 
     def _is_possible(self) -> bool:
-        """Whether batches may be checked: where ranks don't meet in updates, others write the
-        weights that a check would put back.
+        """Return whether batches may be checked: where ranks don't meet in updates, others write
+        the weights that a check would put back.
         """
         step = self._step
         return self._every != 0 and step.together and step.whole_batch is None
@@ -177,19 +177,19 @@ class BatchSums:
         return verdict
 
     def _is_in_turn(self, batch: Batch) -> bool:
-        """Whether one model computes parts of the batch one after the other."""
+        """Return whether one model computes parts of the batch one after the other."""
         return self._step.replicas == 1 or len(batch.parts) > 1
 
     # ---- which samples ---------------------------------------------------------------------------
 
     def _samples_of_a_part(self, batch: Batch) -> int:
-        """How many samples are computed at once in the largest local batch, or micro-batch."""
+        """Return how many samples are computed at once in the largest local batch, or micro-batch."""
         largest = max(part.of for part in batch.parts)
         return -(-largest // self._step.world.layout.local_batches)
 
     def _available(self, batch: Batch) -> int:
-        """How many samples there are to check. Nobody can collate the batches of an own loop, which
-        are cut.
+        """Return how many samples there are to check. Nobody can collate the batches of an own
+        loop, which are cut.
         """
         if batch.collate is not None:
             return 0 if batch.samples is None else batch.size
@@ -198,7 +198,7 @@ class BatchSums:
         return samples if fewest >= 2 else 0
 
     def _sizes(self, batch: Batch, available: int, *, is_first: bool) -> tuple[int, int]:
-        """The samples of two parts to check, without a common divisor.
+        """Return the samples of two parts to check, without a common divisor.
 
         A model may keep something for as many samples (the hidden state of each), which is right
         where replicas keep their own, and wrong where micro-batches use what the last one left. So
@@ -223,7 +223,7 @@ class BatchSums:
         return coprime_sizes(wanted)
 
     def _pieces(self, batch: Batch, first: int, second: int) -> list[Piece]:
-        """The whole, and two parts of these sizes, each collated by itself, or cut."""
+        """Return the whole, and two parts of these sizes, each collated by itself, or cut."""
         samples = first + second
         spans = [(0, samples), (0, first), (first, second)]
         if batch.collate is not None and batch.samples is not None:

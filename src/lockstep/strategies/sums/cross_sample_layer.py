@@ -107,7 +107,7 @@ def _differ(
     whole: Piece,
     part: Piece,
 ) -> bool:
-    """Whether the rows of a part are other ones where they are computed with the whole.
+    """Return whether the rows of a part are other ones where they are computed with the whole.
 
     Tensors that don't have a row for each sample are left out.
     """

@@ -73,7 +73,9 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_float64(model: nn.Module) -> Iterator[None]:
-    """The model itself in float64 for a while: parameters, buffers, and tensors in attributes."""
+    """Give the model itself in float64 for a while: parameters, buffers, and tensors in
+    attributes.
+    """
     parameters = [(p, p.data) for p in model.parameters()]
     owners: list[dict[str, Any]] = []
     for module in model.modules():

@@ -134,7 +134,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
     def _kept(self) -> Tensor:
-        """What the whole has drawn in the place of what comes next."""
+        """Return what the whole has drawn in the place of what comes next."""
         if self._at < len(self._drawn):
             return self._drawn[self._at]
         return torch.empty(0)
@@ -151,7 +151,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return drawn.copy_(rows)
 
     def _rows(self, kept: Tensor, drawn: Tensor) -> Tensor:
-        """The rows of what the whole has drawn that are a part's."""
+        """Return the rows of what the whole has drawn that are a part's."""
         for dim in range(min(kept.dim(), drawn.dim())):
             if kept.shape[dim] == drawn.shape[dim]:
                 continue

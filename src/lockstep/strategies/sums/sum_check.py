@@ -423,12 +423,12 @@ class _Comparison:
 
 
 def _finite(number: float) -> float:
-    """The number, or infinity in the place of NaN."""
+    """Return the number, or infinity in the place of NaN."""
     return math.inf if math.isnan(number) else number
 
 
 def _norm(gradient: Tensor | None) -> float:
-    """The norm of a gradient, which rounding that flips one of many ReLUs hardly changes."""
+    """Return the norm of a gradient, which rounding that flips one of many ReLUs hardly changes."""
     if gradient is None or not gradient.numel():
         return 0.0
     if gradient.is_sparse:
