@@ -8,6 +8,7 @@ import json
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +297,18 @@ def test_a_folder_in_which_another_process_trains_is_refused(own: Path) -> None:
         train(JobFile("own.py"), resume=run.folder, epochs=2)
     train(JobFile("own.py"), resume=run.folder, epochs=2)
     assert not list(run.folder.glob(".lock"))
+
+
+def test_the_lock_of_a_process_that_is_ending_is_waited_for(tmp_path: Path) -> None:
+    """The soak: rank 1 was killed after the end, while rank 0 was about to end."""
+    first = RunFolder(tmp_path).held()
+    first.__enter__()
+    ending = threading.Timer(0.2, first.__exit__, (None, None, None))
+    ending.start()
+    with RunFolder(tmp_path).held(waits=True):
+        assert not ending.is_alive()
+    ending.join()
+    assert not list(tmp_path.glob(".lock"))
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,11 @@ class RunFolder:
             return None
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def held(self, *, waits: bool = False) -> Iterator[None]:
         """Keep other processes from training in this folder meanwhile.
+
+        Args:
+            waits: wait some seconds for a process that is about to end.
 
         Raises:
             FolderError: another one does.
@@ -90,16 +93,16 @@ class RunFolder:
             # written.
             with contextlib.suppress(OSError):
                 file = stack.enter_context(open(path, "a+", opener=not_followed))
-                self._lock(file)
+                self._lock(file, waits=waits)
                 stack.callback(_remove, path)
                 file.truncate(0)
                 os.write(file.fileno(), f"{os.getpid()} on {socket.gethostname()}".encode())
             yield
 
-    def _lock(self, file: IO[str]) -> None:
+    def _lock(self, file: IO[str], *, waits: bool) -> None:
         """Lock an open file; the system frees it however this process ends.
 
-        The process that holds it may have been killed: what it had started goes a little later.
+        The process that holds it may have been killed: what it had started ends a little later.
         """
         end = time.monotonic() + 10.0
         while True:
@@ -108,7 +111,7 @@ class RunFolder:
             except BlockingIOError:
                 file.seek(0)
                 holder = file.read()
-            if time.monotonic() > end or not _is_gone(holder):
+            if time.monotonic() > end or not (waits or _is_gone(holder)):
                 who = f"process {holder} is training in this folder"
                 raise FolderError(f"{self.path}: {who}: wait for it, or stop it")
             time.sleep(0.05)
