@@ -8,16 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import JobError
-from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
+from lockstep.recipe import (
+    MakesOptimizer,
+    Recipe,
+    refuse_other_kind,
+    refuse_uncallable,
+    with_messages,
+)
 from lockstep.settings import Every, checked, plain_fields, read_best
 
 if TYPE_CHECKING:
     import torch
 
 
+@with_messages
 @dataclass(frozen=True, kw_only=True)
 class Job(Recipe):
     """What to train.
@@ -151,25 +158,6 @@ class Job(Recipe):
     tensorboard: bool = False
     on_event: Sequence[Callable[[Any], str | None]] = ()
     callbacks: Sequence[Any] = ()
-
-    def __new__(cls, *values: Any, **fields: Any) -> Self:
-        """Refuse missing and unknown names with what to give, in place of Python's own words."""
-        if values:
-            raise JobError(
-                "a Job takes its fields by name (model=..., loss=...), not a "
-                f"{type(values[0]).__name__}"
-            )
-        job = super().__new__(cls, **fields)
-        needed = ["model", "optimizer", "train_data", "batch_size"]
-        if fields.get("step") is None:
-            needed.append("loss")
-        missing = [name for name in needed if name not in fields]
-        if fields and missing:  # (pickle gives no fields)
-            raise JobError(
-                f"{missing[0]}: a job needs one; Job(model=, loss=, optimizer=, train_data=, "
-                "batch_size=)"
-            )
-        return job
 
     def __post_init__(self) -> None:
         if self.optimizer is None:

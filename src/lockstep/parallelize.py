@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -20,11 +20,13 @@ from lockstep.launch.hang_report import Watch, is_watched
 from lockstep.launch.world import World
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
+from lockstep.signatures import UpdateFields, with_fields_of
 from lockstep.strategies import Strategy, choose, named
 from lockstep.strategies.steps.step import Step
 from lockstep.tensors.allocator import keep_freed_memory
 
 
+@with_fields_of(Recipe)
 def parallelize(
     model: nn.Module | dict[str, nn.Module],
     loss: Callable[..., Any] | None,
@@ -34,7 +36,7 @@ def parallelize(
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = "auto",
-    **settings: Any,
+    **settings: Unpack[UpdateFields],
 ) -> Step:
     """Make a Step of a model, for a loop of your own::
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from lockstep.errors import InputError
 from lockstep.job import Job
@@ -18,6 +18,7 @@ from lockstep.launch.placement import check_backend
 from lockstep.run.run_folder import RunFolder
 from lockstep.run.stop_request import GRACE, StopRequest
 from lockstep.run.terminal import Display
+from lockstep.signatures import JobFields, with_fields_of
 from lockstep.strategies import Strategy, choose, devices_for
 from lockstep.training.restarts import LostRanks, after_error, check_restarts, with_restarts
 from lockstep.training.resume import as_it_went, run_to_resume
@@ -25,6 +26,7 @@ from lockstep.training.run import Run
 from lockstep.training.setup import Plan
 
 
+@with_fields_of(Job, defaults=False)
 def train(
     job: AnyJob,
     *,
@@ -41,7 +43,7 @@ def train(
     min_devices: int | None = None,
     timeout: float = 1800.0,
     batch_size_per_device: int | None = None,
-    **settings: Any,
+    **settings: Unpack[JobFields],
 ) -> Run:
     """Train a job.
 

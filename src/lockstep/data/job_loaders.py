@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Unpack
 
 from lockstep.data.fingerprint import same_on_every_rank
 from lockstep.data.loader import AnyLoader, Loader
@@ -12,6 +12,7 @@ from lockstep.data.stream import StreamLoader
 from lockstep.job import Job
 from lockstep.launch import here
 from lockstep.launch.world import World
+from lockstep.signatures import LoaderFields, with_fields_of
 
 OF_COLLATE = (
     "not the global batch: padding, mixing and random draws depend on these samples only, so "
@@ -20,7 +21,8 @@ OF_COLLATE = (
 """What is logged of a collate that is given a part of a batch."""
 
 
-def batches(dataset: Any, batch_size: int, **settings: Any) -> AnyLoader:
+@with_fields_of(AnyLoader)
+def batches(dataset: Any, batch_size: int, **settings: Unpack[LoaderFields]) -> AnyLoader:
     """Return this process's share of every global batch, for a loop of your own.
 
     ::
