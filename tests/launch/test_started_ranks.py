@@ -20,6 +20,7 @@ import lockstep
 from lockstep.errors import DeviceError
 from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch.devices import Device
+from lockstep.strategies import devices_for
 from zoo import ZOO, mlp, plain_sgd
 
 SPAWNED = """
@@ -253,6 +254,22 @@ def test_under_torchrun_one_accelerator_for_several_is_refused(environment: dict
     assert started_as_rank()
     with pytest.raises(DeviceError, match="2 processes were started for 1 device here"):
         started_ranks.devices_of_this_rank(CARDS[:1])
+
+
+def test_a_number_of_devices_that_the_processes_do_not_have_is_refused(
+    environment: dict[str, str],
+) -> None:
+    environment.update(FOUND["Open MPI in a SLURM job"][0] | ADDRESS)
+    for strategy, devices, given, each in (
+        (None, "1", "1 device", "1 device"),
+        ("ddp", "3xcpu", "3 devices", "1 device"),
+        ("ddp=2xpp=2", 2, "2 devices", "2 devices"),
+    ):
+        says = f"2 processes with {each} each were started for {given} here: give"
+        with pytest.raises(DeviceError, match=says):
+            devices_for(strategy, devices)
+    assert devices_for("ddp", "2xcpu") == "2xcpu" and devices_for("ddp", "cpu") == "cpu"
+    assert devices_for("ddp=2xpp=2", "4") == "4xcpu"
 
 
 # Which network interface is used between nodes

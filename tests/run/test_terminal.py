@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.run import terminal
 from lockstep.run.events import Event, Line, Progress
-from lockstep.run.terminal import Display
+from lockstep.run.terminal import Display, named_number
 
 LOSSES = {"train_loss": 0.5}
 
@@ -44,7 +44,7 @@ def test_in_a_pipe_a_line_comes_every_ten_seconds_at_most(
 ) -> None:
     lines = shown(capsys, *((second / 5, at(second)) for second in range(1, 161)))
     assert lines == [
-        f"epoch 1/1  step {step}/900  loss 0.2500  80 samples/s  1:05 left"
+        f"epoch 1/1  step {step}/900  train loss 0.2500  80 samples/s  1:05 left"
         for step in (50, 100, 150)
     ]
 
@@ -58,15 +58,19 @@ def test_lines_of_epochs_and_evaluations_come_at_once_and_count(
     assert [line.split("  ")[1] for line in lines[2:]] == ["step 95/900"]
 
 
-def test_in_a_pipe_the_last_log_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """Logs that come every three seconds were hidden by lines of progress."""
-    told = [(3.0 * i, Line(f"log {i}", "log")) for i in range(1, 9)]
-    between = [(second / 4, at(second)) for second in range(4, 100)]
-    assert shown(capsys, *sorted([*told, *between], key=lambda one: one[0])) == [
-        "log 1",
-        "log 4",
-        "log 7",
-    ]
+def test_in_a_pipe_every_log_is_a_line_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    told = [(3.0 * i, Line(f"log {i}")) for i in range(1, 9)]
+    between = [(second / 4, at(second)) for second in range(4, 137)]
+    lines = shown(capsys, *sorted([*told, *between], key=lambda one: one[0]))
+    assert lines[:-1] == [f"log {i}" for i in range(1, 9)]
+    assert "step 136/900" in lines[-1], "ten seconds after the last log"
+
+
+def test_a_learning_rate_has_all_its_places() -> None:
+    rates = {0.0: "0", 1e-05: "1e-05", 0.00125: "0.00125", 0.1: "0.1"}
+    assert [named_number("lr", rate) for rate in rates] == [f"lr {text}" for text in rates.values()]
+    assert named_number("lr/head", 3e-4) == "lr/head 0.0003"
+    assert named_number("train_loss", 0.125) == "train loss 0.1250"
 
 
 def test_a_training_in_a_pipe_that_is_short_prints_nothing_within_an_epoch(
@@ -140,7 +144,7 @@ def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
         display.tell(at(7))
         assert display._live is not None
         for i in range(3):
-            display.tell(Line(f"log {i}", "log"))
+            display.tell(Line(f"log {i}"))
     said = capsys.readouterr().out
     assert all(f"log {i}" in said for i in range(3))
 

@@ -67,6 +67,9 @@ def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> 
     assert product.layout(6) == Layout({"data": 3, "stage": 2}, devices_per_process=2)
     assert devices_for(product, "auto") == devices_for(product.name, None) == "6xcpu"
     assert devices_for(product, "4xcpu") == "4xcpu"
+    assert devices_for(product, 6) == devices_for(product.name, "6") == "6xcpu"
+    with pytest.raises(StrategyError, match=r"3 x 2 = 6 devices, not 4: take ddp=2x"):
+        devices_for(product, "4")
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_under_torchrun_each_process_drives_the_devices_of_a_replica(folder: Pat
         (
             "ddp=2xpp=2",
             "6xcpu",
-            "2 processes with 2 devices each were started for 6 devices here: give --devices 4xcpu",
+            "devices: 2 processes with 2 devices each were started for 6 devices here: give 4, or",
         ),
         (
             "ddp=3xpp=2",

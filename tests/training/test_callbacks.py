@@ -358,10 +358,20 @@ class Held(Callback):
         self.lock = threading.Lock()
 
 
+class Begins(Callback):
+    def on_epoch_start(self, training: Any) -> None: ...
+
+
+class Validates(Callback):
+    def on_validation_end(self, training: Any) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("callback", "says"),
     [
         (Stops, "not the class Stops"),
+        (Begins(), r'Begins.on_epoch_start would never be called; did you mean "on_epoch"\?'),
+        (Validates(), "Validates.on_validation_end .*; there are: on_start, on_step, on_log, on_"),
         (print, "not a builtin_function_or_method"),
         (Held(), r"Held can't be copied \(TypeError: .*\): open files in on_start"),
     ],

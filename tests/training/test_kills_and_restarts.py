@@ -193,7 +193,8 @@ def test_a_rank_that_is_lost_again_and_again_is_left_out(own: Path, monkeypatch,
 def test_numbers_that_can_not_be_are_refused(own: Path) -> None:
     for settings, says in (
         ({"restarts": -1}, "restarts: -1, a whole number"),
-        ({"restarts": 1, "min_devices": 3}, "min_devices: 3, from 2 to the 2 devices"),
+        ({"restarts": 1, "min_devices": 3}, "min_devices: 3: give a .* devices, which is 2"),
+        ({"min_devices": 2}, "min_devices: 2 has an effect only with restarts: give both, or"),
         (
             {"restarts": 1, "strategy": "dp"},
             "restarts: dp is one process here: start the command again, with --resume",
@@ -203,7 +204,7 @@ def test_numbers_that_can_not_be_are_refused(own: Path) -> None:
             train(JobFile("own.py"), **{"strategy": "ddp", "devices": "2xcpu", **settings})
     assert not list(own.glob("runs/*"))
     with pytest.raises(DeviceError):
-        train(JobFile("own.py"), devices="2xcpu", min_devices=1)
+        train(JobFile("own.py"), devices="2xcpu", restarts=1, min_devices=1)
 
 
 @pytest.mark.slow

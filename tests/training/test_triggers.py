@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep import Event, Job, Run, evaluate, train
-from lockstep.callbacks import SWA
+from lockstep import Callback, Event, Job, Run, evaluate, train
+from lockstep.callbacks import SWA, TrainingContext
 from lockstep.errors import InputError, JobError
 from lockstep.jobfile import JobFile
 from lockstep.settings import Every
@@ -346,6 +346,7 @@ def test_tokens_are_counted_where_targets_are_tokens(tmp_path: Path) -> None:
             loss=nn.CrossEntropyLoss(ignore_index=0, reduction="mean"),
             train_data=TensorDataset(words, padded),
             eval_data=None,
+            eval_every=None,
         ),
         tmp_path,
         "ddp",
@@ -413,7 +414,7 @@ def test_the_line_of_a_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     train(one_epoch(clip_norm=1.0, eval_every=None), devices="1xcpu", folder=tmp_path)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 4")]
     parts = (
-        r"step 4/10  loss \d\.\d{4}  lr 0\.0500  grad norm \d\.\d{4}  [\d,]+ samples/s  0:0\d left"
+        r"step 4/10  loss \d\.\d{4}  lr 0\.05  grad norm \d\.\d{4}  [\d,]+ samples/s  0:0\d left"
     )
     assert re.fullmatch(parts, line)
 
@@ -453,6 +454,26 @@ def test_a_metric_that_is_not_there_is_refused_before_the_first_step(tmp_path: P
     for wrong in ("accuracy", "accuracy:more", ":max"):
         with pytest.raises(JobError, match=r"best: .* needs max or min after the metric"):
             wavering(best=wrong)
+
+
+class Evaluates(Callback):
+    """Has a metric of its own, without evaluation data."""
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        training.metrics["distance"] = -training.step
+
+
+def test_settings_of_evaluations_are_refused_without_evaluation_data(tmp_path: Path) -> None:
+    bare = a_job(eval_data=None, epochs=1)
+    for name, value in {"best": "accuracy:max", "eval_every": 2}.items():
+        with pytest.raises(
+            JobError, match=rf"{name}: .*the job has no eval_data.*: give eval_data"
+        ):
+            run_of(bare.replace(**{name: value}), tmp_path)
+    assert not list(tmp_path.iterdir())
+    assert run_of(bare.replace(best="train_loss:min"), tmp_path).model(best=True)
+    own = bare.replace(best="distance:min", eval_every=5, callbacks=[Evaluates()])
+    assert run_of(own, tmp_path).model(best=True)
 
 
 def test_a_run_that_is_resumed_by_another_metric_looks_for_the_best_anew(
@@ -517,3 +538,10 @@ def test_one_batch_size_is_given(tmp_path: Path) -> None:
         InputError, match="batch_size_per_device: 4: give a number from 1, and no batch_size"
     ):
         train(JobFile("digits.py", {}, {"batch_size": "8"}), batch_size_per_device=4)
+
+
+def test_a_batch_size_beyond_the_data_is_one_step_an_epoch(tmp_path: Path, capfd) -> None:
+    train(a_job(batch_size=5000), strategy="dp", devices="2xcpu", folder=tmp_path)
+    said = capfd.readouterr().out
+    assert "batches of 40 = 20 + 20 over the devices; 40 samples, 1 step an epoch, 30" in said
+    assert "note: batch_size: 5,000 is more than the 40 samples: an epoch is one step" in said

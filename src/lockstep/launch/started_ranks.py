@@ -34,7 +34,7 @@ from torch.distributed.rendezvous import rendezvous
 from lockstep.errors import DeviceError, LockstepError, counted
 from lockstep.launch import devices as _devices
 from lockstep.launch import world as _world
-from lockstep.launch.devices import Device
+from lockstep.launch.devices import Device, Devices
 from lockstep.launch.processes import failure_records, group
 from lockstep.launch.world import World
 
@@ -102,6 +102,31 @@ def devices_of_this_rank(chosen: tuple[Device, ...], each: int = 1) -> tuple[Dev
             start = f"start {most} (torchrun --nproc-per-node {most})"
         raise DeviceError(f"{here.local_size} processes{of} were started for {named} here: {start}")
     return chosen[here.local_rank * each : (here.local_rank + 1) * each]
+
+
+def refuse_other_number(devices: Devices, each: int) -> None:
+    """Refuse a number of devices that the processes which were started on this node don't have.
+
+    A process group that a person has made may be of processes with a device of their own each.
+
+    Args:
+        devices: as the person gave them.
+        each: how many a process drives.
+
+    Raises:
+        DeviceError: with the number that they have.
+    """
+    is_counted = any(letter.isdigit() for letter in str(devices))
+    if not is_counted or "LOCAL_RANK" not in os.environ or _sees_only_its_own():
+        return
+    processes = place().local_size
+    wanted = processes * each
+    number = int(str(devices)) if str(devices).isdigit() else len(_devices.parse(devices))
+    if number != wanted:
+        raise DeviceError(
+            f"devices: {counted(processes, 'process', 'es')} with {counted(each, 'device')} each "
+            f"were started for {counted(number, 'device')} here: give {wanted}, or leave devices out"
+        )
 
 
 def read_by_first(read: Callable[[], T]) -> T:

@@ -56,12 +56,12 @@ class Line:
     Attributes:
         text: the line.
         kind: a note is of the numbers, or of what to look at; a plan, of what was chosen for this
-            training; a log comes within an epoch, and may be left out where lines are kept.
+            training.
         caveat: what a note is of, where it is of the results.
     """
 
     text: str
-    kind: Literal["plain", "note", "plan", "log"] = "plain"
+    kind: Literal["plain", "note", "plan"] = "plain"
     caveat: Caveat | None = None
 
     @classmethod
@@ -77,7 +77,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the training is, for a live display."""
+    """Where the training is, for a live display; ``loss`` is the mean of the epoch so far."""
 
     epoch: int
     epochs: int | None

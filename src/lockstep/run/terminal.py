@@ -1,11 +1,10 @@
-"""What a person sees of a training: lines as epochs end, and in between a live line, or one now
-and then in a file.
+"""What a person sees of a training: lines of logs and as epochs end, and in between a live line, or
+one now and then in a file.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import math
 import sys
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _APART = 10.0
-"""Seconds between lines within an epoch, where they are kept."""
+"""Seconds without a line after which one tells where the training is, where lines are kept."""
 
 
 class Display:
@@ -27,8 +26,8 @@ class Display:
 
     On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory
     per device; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
-    whole lines are printed, within an epoch one in ten seconds at most: the last log, or else where
-    the training is.
+    whole lines are printed, and within an epoch a line of where the training is when ten seconds
+    have passed without any line.
 
     Args:
         quiet: print nothing.
@@ -37,8 +36,6 @@ class Display:
     def __init__(self, *, quiet: bool = False) -> None:
         self._quiet = quiet
         self._printed = time.monotonic()  # when the last line was
-        self._within = -math.inf  # when the last one within an epoch was
-        self._log: str | None = None  # the last log, where it has not been printed
         self._live: Live | None = None
         self._console: Console | None = None
         self._memory: dict[str, int] = {}
@@ -81,7 +78,6 @@ class Display:
         elif isinstance(event, Progress):
             self._tell_progress(event)
         elif isinstance(event, Event) and event.kind == "evaluated":
-            self._log = None
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
             width = 80 if self._console is None else self._console.width
@@ -91,11 +87,6 @@ class Display:
 
     def _tell_line(self, event: Line) -> None:
         """Print a line of the training; a note that another rank has logged is left out."""
-        if event.kind == "log":
-            self._log = event.text
-            if self._live is not None or time.monotonic() - self._within >= _APART:
-                self._line_within(event.text)
-            return
         if event.kind == "plain":
             self.line(event.text)
             return
@@ -114,13 +105,8 @@ class Display:
             # One row, however narrow: what doesn't fit is left out at its end.
             status = _status(event, self._memory)
             self._live.update(Text(status, no_wrap=True, overflow="ellipsis"))
-        elif time.monotonic() - max(self._printed, self._within) >= _APART:
-            self._line_within(self._log or _status(event, {}))
-
-    def _line_within(self, text: str) -> None:
-        self._log = None
-        self._within = time.monotonic()
-        self.line(text)
+        elif time.monotonic() - self._printed >= _APART:
+            self.line(_status(event, {}))
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
@@ -188,8 +174,15 @@ def words_of(record: Mapping[str, float]) -> list[str]:
     words = []
     for name, value in record.items():
         if name not in left_out:
-            words.append(f"{name.replace('_', ' ')} {number(value)}")
+            words.append(named_number(name, value))
     return words
+
+
+def named_number(name: str, value: float) -> str:
+    """``train loss 0.1234``, ``lr 0.00025``: a learning rate has all its places."""
+    is_rate = name.partition("/")[0] == "lr"
+    text = f"{value:.4g}" if is_rate else number(value)
+    return f"{name.replace('_', ' ')} {text}"
 
 
 def number(value: float) -> str:
@@ -203,7 +196,7 @@ def _status(event: Progress, memory: Mapping[str, int]) -> str:
     words = [
         f"epoch {event.epoch}{epochs}",
         f"step {event.step:,}{steps}",
-        f"loss {number(event.loss)}",
+        named_number("train_loss", event.loss),
         f"{event.samples_per_second:,.0f} samples/s",
     ]
     if event.seconds_left is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lockstep.errors import StrategyError, nearest
 from lockstep.launch import devices as _devices
-from lockstep.launch import started_as_rank
+from lockstep.launch import started_as_rank, started_ranks
 from lockstep.launch.devices import Device, Devices
 from lockstep.settings import convert
 from lockstep.strategies.ddp import DDP
@@ -75,14 +75,27 @@ def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
     """Give the devices that a person named; where none were, as many as a product is for.
 
     Under torchrun there are as many as it has started.
+
+    Raises:
+        StrategyError: a product is for another number of devices.
+        DeviceError: torchrun has started processes for another number of devices.
     """
-    if devices not in (None, "auto") or wanted is None or started_as_rank():
-        return devices
     strategy = named(wanted) if isinstance(wanted, str) else wanted
-    needed = strategy.devices_needed
-    if needed is None:
+    is_number = str(devices).isdigit()
+    if started_as_rank():
+        each = 1 if strategy is None else strategy.devices_per_rank
+        started_ranks.refuse_other_number(devices, each)
+    if strategy is None or strategy.devices_needed is None:
         return devices
-    return needed if _devices.accelerators() else f"{needed}xcpu"
+
+    count = strategy.devices_needed
+    if is_number:
+        count = int(str(devices))
+    elif started_as_rank() or devices not in (None, "auto"):
+        return devices
+    if not started_as_rank():
+        strategy.layout(count)  # which refuses another number of devices
+    return count if _devices.accelerators() else f"{count}xcpu"
 
 
 def choose(wanted: str | Strategy | None, devices: tuple[Device, ...], **settings: Any) -> Strategy:

@@ -151,10 +151,15 @@ class LostRanks:
     def __init__(self, restarts: int, min_devices: int | None, devices: tuple[Device, ...]) -> None:
         if restarts < 0:
             raise InputError(f"restarts: {restarts}, a whole number from 0 is expected")
+        if min_devices is not None and not restarts:
+            raise InputError(
+                f"min_devices: {min_devices} has an effect only with restarts: give both, or "
+                "leave it out"
+            )
         if min_devices is not None and not 1 < min_devices <= len(devices):
             raise DeviceError(
-                f"min_devices: {min_devices}, from 2 to the {len(devices)} devices there are is "
-                "expected"
+                f"min_devices: {min_devices}: give a number from 2 to the number of devices, "
+                f"which is {len(devices)}"
             )
         self._restarts = restarts
         self._devices = devices

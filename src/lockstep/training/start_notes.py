@@ -94,13 +94,13 @@ def _batches(setup: Setup) -> str:
     """Return ``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16
     steps an epoch, 200 for evaluation``.
     """
-    job = setup.job
+    size = _batch_size(setup)
     shares = _shares(setup)
-    line = f"batches of {job.batch_size:,}"
+    line = f"batches of {size:,}"
     if len(shares) > 1:
         sizes = _shown([str(share) for share in shares])
         line += f" = {' + '.join(sizes)} over the {_over(setup)}s"
-    microbatches = min(setup.microbatches, job.batch_size)  # none is empty
+    microbatches = min(setup.microbatches, size)  # none is empty
     if microbatches > 1:
         line += f", in {microbatches} micro-batches"
 
@@ -124,9 +124,15 @@ def _batches(setup: Setup) -> str:
     return line
 
 
+def _batch_size(setup: Setup) -> int:
+    """Return the samples of the first batch: all of the data, where they are fewer than asked for."""
+    size = setup.job.batch_size
+    return min(size, setup.loader.samples or size)
+
+
 def _shares(setup: Setup) -> list[int]:
     """Return the samples of each local batch."""
-    return share_sizes(setup.job.batch_size, setup.world.layout.local_batches)
+    return share_sizes(_batch_size(setup), setup.world.layout.local_batches)
 
 
 def _over(setup: Setup) -> str:
@@ -147,9 +153,13 @@ def _notes(setup: Setup) -> Iterator[str | None]:
     yield note_on_threads(world.device)
     yield note_on_precision(job.precision, world.device.type)
 
+    size = _batch_size(setup)
     shares = _shares(setup)
     empty = shares.count(0)
-    if empty:
+    if size < job.batch_size:
+        all_of_them = counted(size, "sample")
+        yield f"batch_size: {job.batch_size:,} is more than the {all_of_them}: an epoch is one step"
+    elif empty:
         over = counted(empty, _over(setup))
         yield f"{over} of {len(shares)} get no sample: increase batch_size"
 

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.data import mixed
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, nearest, told
 from lockstep.job import Job
 from lockstep.run.events import Line
+from lockstep.settings import read_best
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
 from lockstep.tensors.pytree import each
@@ -50,7 +51,8 @@ class Callbacks:
         notes: what a person has to know of the states that were taken up.
 
     Raises:
-        JobError: one is no callback, can't be copied, or writes the same file as another.
+        JobError: one is no callback, can't be copied, has a method that nothing calls, or writes
+            the same file as another; or a setting goes by evaluations that there are not.
     """
 
     def __init__(
@@ -70,6 +72,8 @@ class Callbacks:
         # Lockstep's own callbacks draw nothing, or under a seed of their own, and add no hooks.
         self.are_own = any(map(_is_own, self._by_name.values()))
         step.has_own_callbacks = self.are_own
+        if job.eval_data is None and not self.are_own:  # which may evaluate by themselves
+            _refuse_evaluations(job)
         self._reporter = reporter
         self._may_stop = bool(self._by_name or job.on_event)
 
@@ -323,6 +327,7 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
                 kind = f"the class {callback.__name__}"
             raise JobError(f"callbacks: objects of lockstep.Callback are expected, not {kind}")
 
+        _refuse_unknown_methods(type(callback))
         counts[name] += 1
         number = counts[name]
         try:
@@ -336,6 +341,38 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
         copies[name] = made
 
     return copies
+
+
+def _refuse_unknown_methods(kind: type[Callback]) -> None:
+    """Refuse a method ``on_...`` that nothing would call.
+
+    Raises:
+        JobError: with the nearest name of those that are called.
+    """
+    known = [name for name in vars(Callback) if name.startswith("on_")]
+    for name in dir(kind):
+        if name.startswith("on_") and name not in known:
+            meant = nearest(name.replace("_train_", "_"), known)
+            raise JobError(f"callbacks: {kind.__name__}.{name} would never be called; {meant}")
+
+
+def _refuse_evaluations(job: Job) -> None:
+    """Refuse settings that go by evaluations, for a job without evaluation data.
+
+    Raises:
+        JobError: with the setting.
+    """
+    metric, _ = read_best(job.best)
+    if job.best is not None and not metric.startswith("train_"):
+        raise JobError(
+            f'best: "{metric}" comes from evaluations, and the job has no eval_data: give '
+            'eval_data, or take "train_loss:min"'
+        )
+    if job.eval_every is not None:
+        raise JobError(
+            "eval_every: the job has no eval_data to evaluate: give eval_data, or leave eval_every "
+            "out"
+        )
 
 
 def _refuse_same_output(callbacks: Iterable[Callback]) -> None:

@@ -16,7 +16,7 @@ from lockstep.launch.memory import memory_now
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
 from lockstep.run.events import Line, Memory, Progress
-from lockstep.run.terminal import duration, number
+from lockstep.run.terminal import duration, named_number
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Sums, added
 from lockstep.training.progress import TrainingProgress
@@ -70,7 +70,7 @@ class Logs:
         """Log the updates since the last log, and return the values by name."""
         values = self._values(time.perf_counter())
         text = "  ".join(self._words(values))
-        self._step.world.tell(Line(text, "log"))
+        self._step.world.tell(Line(text))
         return values
 
     def _values(self, now: float) -> dict[str, float]:
@@ -99,7 +99,7 @@ class Logs:
         return values
 
     def _words(self, values: Mapping[str, float]) -> list[str]:
-        """Return ``step 300/5,000``, ``loss 0.1234``, ``lr 0.0010``, ``8,000 samples/s``, ``3:20
+        """Return ``step 300/5,000``, ``loss 0.1234``, ``lr 0.001``, ``8,000 samples/s``, ``3:20
         left``.
         """
         step = self._step.world.step
@@ -109,7 +109,7 @@ class Logs:
             if name.endswith("_per_second"):
                 words.append(f"{value:,.0f} {name.removesuffix('_per_second')}/s")
             else:
-                words.append(f"{name.replace('_', ' ')} {number(value)}")
+                words.append(named_number(name, value))
 
         if self._steps is not None:
             seconds = (self._last - self._began) / (step - self._first)
