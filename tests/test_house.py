@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 264_004
+TOTAL = 264_029
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -208,12 +208,12 @@ TOKENS = {
     "prediction": 4_302,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 3_871,
+    "run": 3_893,
     "strategies": 52_402,
     "tensors": 8_516,
     "threads": 7_182,
     "top": 7_148,
-    "training": 28_683,
+    "training": 28_686,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
