@@ -191,14 +191,14 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 264_029
+TOTAL = 264_689
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_911,
     "compare": 14_927,
-    "data": 12_261,
+    "data": 12_279,
     "export": 5_633,
     "launch": 21_458,
     "map": 5_348,
@@ -212,7 +212,7 @@ TOKENS = {
     "strategies": 52_402,
     "tensors": 8_516,
     "threads": 7_182,
-    "top": 7_148,
+    "top": 7_790,
     "training": 28_686,
     "verify": 13_710,
 }
@@ -242,7 +242,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_499
+    assert bars.lines_of_the_reading_path() <= 2_489
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:
