@@ -196,7 +196,7 @@ TOTAL = 264_689
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_911,
+    "cli": 6_942,
     "compare": 14_927,
     "data": 12_279,
     "export": 5_633,

@@ -200,6 +200,7 @@ def _terminated(number: int, frame: FrameType | None) -> None:
 
 def _run(words: list[str]) -> int:
     parser, commands = _parser()
+    _complete(parser)
     asks_for_help = "-h" in words or "--help" in words
     if asks_for_help and "--strategy" in words[:-1] and words[0] in commands:
         add_strategy(commands[words[0]], words[words.index("--strategy") + 1])
@@ -217,6 +218,15 @@ def _run(words: list[str]) -> int:
         return 0
     result: int = options.function(options)
     return result
+
+
+def _complete(parser: _Parser) -> None:
+    """Complete the words of a command line, where a shell asks for them by argcomplete."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
+    import argcomplete
+
+    argcomplete.autocomplete(parser)
 
 
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
