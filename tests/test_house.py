@@ -191,29 +191,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 264_689
+TOTAL = 266_331
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_942,
+    "cli": 6_955,
     "compare": 14_927,
-    "data": 12_279,
+    "data": 12_365,
     "export": 5_633,
-    "launch": 21_458,
+    "launch": 21_509,
     "map": 5_348,
     "model": 18_774,
     "parallel": 14_092,
     "pipelining": 24_048,
-    "prediction": 4_302,
+    "prediction": 4_307,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_893,
-    "strategies": 52_402,
-    "tensors": 8_516,
+    "strategies": 53_717,
+    "tensors": 8_653,
     "threads": 7_182,
-    "top": 7_790,
-    "training": 28_686,
+    "top": 7_814,
+    "training": 28_666,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -242,7 +242,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_489
+    assert bars.lines_of_the_reading_path() <= 2_487
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

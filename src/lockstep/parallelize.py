@@ -118,7 +118,12 @@ def _refuse_shards(model: nn.Module) -> None:
 
 
 def _refuse_other_devices(strategy: Strategy, world: World) -> None:
-    """Refuse another number of devices of this rank than the strategy needs."""
+    """Refuse another number of devices of this rank than the strategy needs, or unknown speeds."""
+    if getattr(strategy, "shares", None) == "auto":
+        raise StrategyError(
+            f"{strategy.name}: shares auto is for jobs, whose data are known in advance: give "
+            "numbers, as 2,1"
+        )
     each = strategy.devices_per_rank
     if world.size > 1 and len(world.devices) != each:
         raise StrategyError(

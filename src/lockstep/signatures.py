@@ -76,6 +76,7 @@ class LoaderFields(TypedDict, total=False):
 
     rank: int | None
     world_size: int
+    shares: Sequence[int]
     accumulate: int
     seed: int
     shuffle: bool

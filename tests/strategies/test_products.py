@@ -62,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_product_has_the_settings_of_the_strategy_of_a_replica(inner: str) -> None:
     product = named(f"ddp=3x{inner}=2", device_map={"": 0})
     assert product.name == f"ddp=3x{inner}=2" and isinstance(product, STRATEGIES[inner])
-    assert product.settings().keys() == STRATEGIES[inner].settings().keys()
+    assert product.settings().keys() == {*STRATEGIES[inner].settings(), "shares"}
     assert dataclasses.replace(product, device_map=None).name == product.name
     assert product.layout(6) == Layout({"data": 3, "stage": 2}, devices_per_process=2)
     assert devices_for(product, "auto") == devices_for(product.name, None) == "6xcpu"

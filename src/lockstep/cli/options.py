@@ -188,8 +188,9 @@ def refuse_settings(words: Sequence[str], strategy: str | None) -> None:
         setting = option.removeprefix("--").replace("-", "_")
         having = [name for name, kind in STRATEGIES.items() if setting in kind.settings()]
         if having and strategy is None:
+            example = "ddp" if "ddp" in having else having[-1]
             raise InputError(
-                f"{option} belongs to a strategy: name the strategy, too (--strategy {having[-1]})"
+                f"{option} belongs to a strategy: name the strategy, too (--strategy {example})"
             )
         if having:
             named(strategy or "", **{setting: ""})

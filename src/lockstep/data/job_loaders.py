@@ -46,6 +46,7 @@ def batches(dataset: Any, batch_size: int, **settings: Unpack[LoaderFields]) -> 
     if world is not None and world.size > 1:
         device = None if world.device.is_slot else world.device.torch
         settings = {"rank": world.rank, "world_size": world.size, "device": device, **settings}
+        settings.setdefault("shares", world.layout.shares)
 
         if settings.get("collate") is not None and world.is_first:
             warnings.warn(f"collate gets each device's local batch, {OF_COLLATE}", stacklevel=2)
@@ -92,6 +93,7 @@ def job_loader(
         dataset,
         rank=None if several else data.rank,
         world_size=data.local_batches if several else data.size,
+        shares=world.layout.shares,
         batch_size=batch_size,
         accumulate=1 if evaluation else job.accumulate,
         seed=job.seed,

@@ -40,6 +40,7 @@ class AnyLoader(ABC):
             afterwards would have to guess which of its tensors and lists have a row for each
             sample.)
         world_size: how many processes, or devices of the one process, share each batch.
+        shares: the sizes of their local batches, in proportion, as ``(3, 1)``; none is even.
         accumulate: micro-batches that each global batch is cut in.
         seed: of the order and of the samples' random numbers.
         shuffle: a permutation from (seed, epoch); otherwise the dataset's own order. A stream isn't
@@ -71,6 +72,7 @@ class AnyLoader(ABC):
         batch_size: int,
         rank: int | None = 0,
         world_size: int = 1,
+        shares: Sequence[int] = (),
         accumulate: int = 1,
         seed: int = 0,
         shuffle: bool = True,
@@ -81,7 +83,7 @@ class AnyLoader(ABC):
         evaluation: bool = False,
         name: str | None = None,
     ) -> None:
-        self._cutting = Cutting(batch_size, accumulate, rank, world_size)
+        self._cutting = Cutting(batch_size, accumulate, rank, world_size, shares)
         if order is not None and not callable(order):
             raise JobError(
                 f"order: a function of the epoch is expected, not a {type(order).__name__}"

@@ -15,7 +15,7 @@ of earlier batches, so what a batch means doesn't depend on those before it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,8 @@ def batch_of(
     if accumulate > 1 or len(world.devices) > 1:
         refuse_uncut(inputs, targets, samples)
 
-    parts = even_parts(Part(inputs, targets, samples, samples), accumulate)
+    whole = Part(inputs, targets, samples, samples)
+    parts = parts_of(whole, share_sizes(samples, accumulate))
     sizes = [theirs for (theirs,) in over_ranks(world, samples)]
     cuts = [share_sizes(theirs, accumulate) for theirs in sizes]
     for part, shares in zip(parts, zip(*cuts, strict=True), strict=True):
@@ -69,12 +70,12 @@ def batch_of(
     return Batch(parts, sum(sizes), 0, 0)
 
 
-def even_parts(part: Part, number: int) -> list[Part]:
-    """Cut a part into a number of parts of about the same size; some may be empty."""
+def parts_of(part: Part, sizes: Sequence[int]) -> list[Part]:
+    """Cut a part into parts of these sizes, some of which may be empty."""
     nest = (part.inputs, part.targets)
     parts = []
     start = 0
-    for size in share_sizes(part.size, number):
+    for size in sizes:
         some: tuple[Any, Any] = (None, None)
         if size == part.size:
             some = nest

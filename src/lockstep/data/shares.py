@@ -1,13 +1,15 @@
 """Which samples make a global batch, and which of them a process gets.
 
 Global batch k of an epoch is ``order[k*B : (k+1)*B]``, whatever the number of processes. It is cut
-in micro-batches, each of them in shares, always as evenly as can be and the larger first. With B =
-10, two micro-batches, three ranks::
+in micro-batches, each of them in shares, as evenly as can be and the larger first. With B = 10, two
+micro-batches, three ranks::
 
     order     | 4 9 0 7 2 | 5 1 8 3 6 |
     rank 0    | 4 9       | 5 1       |
     rank 1    |     0 7   |     8 3   |
     rank 2    |         2 |         6 |
+
+Devices of different speeds may be given shares of other sizes (``weighted_sizes``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.rows import share_sizes
+from lockstep.tensors.rows import share_sizes, weighted_sizes
 
 _MASK = (1 << 64) - 1
 
@@ -132,6 +134,7 @@ class Cutting:
         rank: of the process whose shares are wanted; None for all shares, where one process drives
             several devices.
         world_size: among how many each micro-batch is shared out.
+        shares: the sizes of their parts, in proportion; none is even.
 
     Attributes:
         ranks: whose shares are wanted.
@@ -140,7 +143,14 @@ class Cutting:
         JobError: a setting is wrong.
     """
 
-    def __init__(self, batch_size: int, accumulate: int, rank: int | None, world_size: int) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        accumulate: int,
+        rank: int | None,
+        world_size: int,
+        shares: Sequence[int] = (),
+    ) -> None:
         sizes = {"batch_size": batch_size, "accumulate": accumulate, "world_size": world_size}
         for setting, value in sizes.items():
             if not isinstance(value, int) or value < 1:
@@ -148,12 +158,17 @@ class Cutting:
 
         if rank is not None and not 0 <= rank < world_size:
             raise JobError(f"rank: {rank} is not one of {world_size}")
+        if shares and (len(shares) != world_size or min(shares) < 1):
+            raise JobError(
+                f"shares: {tuple(shares)}, {world_size} whole numbers above 0 are expected"
+            )
 
         self.batch_size = batch_size
         self.world_size = world_size
         self.rank = rank
         self.ranks = range(world_size) if rank is None else (rank,)
         self._accumulate = accumulate
+        self._weights = shares or [1] * world_size
         self._of_full = self._spans(batch_size)
 
     def spans(self, size: int) -> list[tuple[int, int, int]]:
@@ -170,7 +185,7 @@ class Cutting:
         for rank in self.ranks:
             start = 0
             for micro_batch in share_sizes(size, self._accumulate):
-                sizes = share_sizes(micro_batch, self.world_size)
+                sizes = weighted_sizes(micro_batch, self._weights)
                 first = start + sum(sizes[:rank])
                 if micro_batch:
                     found.append((first, first + sizes[rank], micro_batch))

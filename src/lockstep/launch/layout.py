@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lockstep.tensors.rows import weighted_sizes
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -18,11 +20,13 @@ class Layout:
             shard of the model each, those of ``"stage"`` some layers each.
         devices_per_process: how many neighbouring devices each process drives.
         together: whether the processes meet in each update.
+        shares: the sizes of the local batches, in proportion; none is even.
     """
 
     axes: Mapping[str, int]
     devices_per_process: int = 1
     together: bool = True
+    shares: tuple[int, ...] = ()
 
     @property
     def devices(self) -> int:
@@ -38,6 +42,10 @@ class Layout:
     def local_batches(self) -> int:
         """The number of local batches that a batch is cut into: one for each replica."""
         return self.axes.get("data", 1) * self.axes.get("shard", 1)
+
+    def sizes(self, samples: int) -> list[int]:
+        """Return the samples of each local batch."""
+        return weighted_sizes(samples, self.shares or [1] * self.local_batches)
 
     def read_by(self, process: int) -> DataShare:
         """Return what a process reads of each batch, by the number of the process."""

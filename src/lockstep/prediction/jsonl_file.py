@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
+from lockstep.launch.layout import Layout
 from lockstep.prediction.output_structure import Leaf, Left, taken
 from lockstep.tensors.array_file import writing
 from lockstep.tensors.pytree import named_parts, parts
-from lockstep.tensors.rows import share_sizes
 
 
 def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> None:
@@ -53,15 +53,16 @@ def write_lines(folder: Path, rank: int, form: Any, outputs: Any, size: int) -> 
         file.writelines(lines)
 
 
-def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> None:
+def merge(target: Path, folder: Path, layout: Layout, batches: Iterable[int]) -> None:
     """Put the lines of all ranks together, in the order of the samples.
 
     Args:
         target: the file to make.
         folder: of the files of all ranks.
-        ranks: how many there are.
+        layout: of the ranks.
         batches: the samples of each global batch.
     """
+    ranks = layout.processes
     if ranks == 1:
         _part(folder, 0).replace(target)
         return
@@ -73,7 +74,7 @@ def merge(target: Path, folder: Path, ranks: int, batches: Iterable[int]) -> Non
             files.append(stack.enter_context(part))
         whole = stack.enter_context(target.open("x", encoding="utf-8"))
         for size in batches:
-            for file, lines in zip(files, share_sizes(size, ranks), strict=True):
+            for file, lines in zip(files, layout.sizes(size), strict=True):
                 whole.writelines(itertools.islice(file, lines))
 
 

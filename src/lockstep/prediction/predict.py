@@ -461,7 +461,7 @@ class _Prediction:
             starts = range(0, self.rows, self.batch_size)
             sizes = (min(self.batch_size, self.rows - start) for start in starts)
             with writing(whole):
-                merge(whole, self.folder, self.world.size, sizes)
+                merge(whole, self.folder, self.world.layout, sizes)
         else:
             target = target.with_suffix(self.ending)
             whole = self._put_together(list(self.arrays.values()))

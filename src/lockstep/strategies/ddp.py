@@ -30,7 +30,7 @@ from lockstep.strategies.ranks.reducers import OverlappedReducer, explain_reduce
 from lockstep.strategies.step_function.function_step import FunctionStep
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.with_shares import WithShares
 from lockstep.threads.replica_collectives import RankExchange
 
 _SMALL_GRADIENTS = 2 << 20
@@ -38,7 +38,7 @@ _SMALL_GRADIENTS = 2 << 20
 
 
 @dataclass(frozen=True)
-class DDP(Strategy):
+class DDP(WithShares):
     """Replicas in processes.
 
     Attributes:
@@ -60,7 +60,7 @@ class DDP(Strategy):
 
     def layout(self, devices: int) -> Layout:
         """Give each device a local batch and a process."""
-        return Layout({"data": devices})
+        return Layout({"data": devices}, shares=self._shares_of(devices))
 
     def build(self, job: Recipe, world: World) -> Step:
         """Build the same model on every rank."""

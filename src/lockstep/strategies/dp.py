@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Batch, Part, mixed
-from lockstep.data.own_batches import even_parts
+from lockstep.data.own_batches import parts_of
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.layout import Layout
@@ -42,13 +42,13 @@ from lockstep.strategies.replicas.replica_evaluator import ReplicaEvaluator
 from lockstep.strategies.replicas.replicas import Replicas
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import added
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.with_shares import WithShares
 from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.sync_batchnorm import synchronise
 
 
 @dataclass(frozen=True)
-class DP(Strategy):
+class DP(WithShares):
     """Replicas on threads of one process."""
 
     name: ClassVar[str] = "dp"
@@ -62,7 +62,7 @@ class DP(Strategy):
 
     def layout(self, devices: int) -> Layout:
         """Give each device a local batch, all in one process."""
-        return Layout({"data": devices}, devices_per_process=devices)
+        return Layout({"data": devices}, devices, shares=self._shares_of(devices))
 
     def build(self, job: Recipe, world: World) -> Step:
         """Build the model on the first device and a replica on each other."""
@@ -127,7 +127,7 @@ class DPStep(Step):
         self._refresh()
         shares = self.scatter(batch)
         if self._exchange is not None:
-            self._exchange.begin(_parties(shares))
+            self._exchange.begin([min(part.of, len(shares)) for part in shares[0]])
 
         def compute(i: int) -> Loss:
             return self._on_replica(i, shares[i], batch.size)
@@ -144,14 +144,12 @@ class DPStep(Step):
 
     @phase("communicating", "scatter")
     def scatter(self, batch: Batch) -> list[list[Part]]:
-        """Give each replica its share of each micro-batch, on its device.
-
-        Shares are even, so that no device waits long for another.
-        """
+        """Give each replica its share of each micro-batch, on its device."""
         devices = self.world.devices
         shares = batch.shares
         if shares is None:
-            cuts = [even_parts(part, len(devices)) for part in batch.parts]
+            layout = self.world.layout
+            cuts = [parts_of(part, layout.sizes(part.size)) for part in batch.parts]
             shares = [list(share) for share in zip(*cuts, strict=True)]
         placed = []
         for device, share in zip(devices, shares, strict=True):
@@ -266,11 +264,3 @@ class DPStep(Step):
             return gradients
         parameters = sum(p.nbytes for p in self.model.parameters())
         return max(gradients, (self.replicas - 1) * parameters)
-
-
-def _parties(shares: list[list[Part]]) -> list[int]:
-    """Count for each micro-batch the replicas that have samples of it."""
-    counts = []
-    for parts in zip(*shares, strict=True):
-        counts.append(sum(part.size > 0 for part in parts))
-    return counts

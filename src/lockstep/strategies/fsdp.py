@@ -33,7 +33,7 @@ from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import synchronised
 from lockstep.strategies.replicas.copied_model import computed_tensor
 from lockstep.strategies.steps.step import Step
-from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.with_shares import WithShares
 from lockstep.tensors.byte_size import size
 from lockstep.tensors.common_memory import refuse_common_memory, tensors_of
 
@@ -60,7 +60,7 @@ whole would be.
 
 
 @dataclass(frozen=True)
-class FSDP(Strategy):
+class FSDP(WithShares):
     """Replicas in shards.
 
     Attributes:
@@ -93,7 +93,7 @@ class FSDP(Strategy):
 
     def layout(self, devices: int) -> Layout:
         """Give each device a local batch, a shard and a process."""
-        return Layout({"shard": devices})
+        return Layout({"shard": devices}, shares=self._shares_of(devices))
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
         """Draw a line for each rank."""
@@ -268,4 +268,4 @@ class ReplicatedFSDP(Product, FSDP):
         """
         self.refuse_devices(devices)
         replicas, each = self.sizes
-        return Layout({"data": replicas, "shard": each})
+        return Layout({"data": replicas, "shard": each}, shares=self._shares_of(devices))

@@ -31,10 +31,12 @@ from lockstep.strategies.product import Product
 from lockstep.strategies.ranks.rank_step import RankStep, synchronised
 from lockstep.strategies.staged_step import StagedStep
 from lockstep.strategies.steps.step import Step
+from lockstep.strategies.strategy import Strategy
+from lockstep.strategies.with_shares import WithShares
 
 
 @dataclass(frozen=True)
-class ReplicatedPP(Product, PP):
+class ReplicatedPP(Product, WithShares, PP):
     """Replicas in processes, each of stages of layers on several devices, micro-batches
     overlapped.
     """
@@ -57,7 +59,8 @@ class ReplicatedPP(Product, PP):
         """
         self.refuse_devices(devices)
         replicas, each = self.sizes
-        return Layout({"data": replicas, "stage": each}, devices_per_process=each)
+        axes = {"data": replicas, "stage": each}
+        return Layout(axes, devices_per_process=each, shares=self._shares_of(replicas))
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
         """Draw a line for each rank."""
@@ -65,12 +68,23 @@ class ReplicatedPP(Product, PP):
 
     def seen_by_a_replica(self, job: Job) -> Job:
         """Give the job with batches of the largest local batch."""
-        return job.replace(batch_size=-(-job.batch_size // self.sizes[0]))
+        layout = self.layout(self.devices_needed)
+        return job.replace(batch_size=max(layout.sizes(job.batch_size)))
 
-    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> PP:
-        """Find the stages on rank 0, for all ranks."""
-        found = super().planned(job, world, before) if world.is_first else self
-        return world.broadcast_object(found)
+    def planned(
+        self, job: Job, world: World, before: Mapping[str, Any] | None = None
+    ) -> ReplicatedPP:
+        """Find the stages on rank 0, for all ranks, then shares."""
+        found: Any = self
+        if world.is_first:
+            found = PP.planned(self, job, world, before)
+        with_stages: ReplicatedPP = world.broadcast_object(found)
+        return WithShares.planned(with_stages, job, world, before)
+
+    def _alone(self) -> Strategy:
+        """Return the strategy of one replica."""
+        kind = MP if isinstance(self, MP) else PP
+        return kind(**{name: getattr(self, name) for name in kind.usual()})
 
     def step_of(
         self,

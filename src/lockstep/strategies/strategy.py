@@ -97,7 +97,7 @@ class Strategy(ABC):
     @property
     def in_one_process(self) -> bool:
         """Whether one process drives all devices, however many there are."""
-        return self.layout(2).processes == 1
+        return self.layout(self.devices_needed or 2).processes == 1
 
     def prepare(self, job: Recipe, world: World) -> Step:
         """Lay out the devices, and build what trains on them.

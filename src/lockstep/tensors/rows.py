@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -43,6 +43,30 @@ def share_sizes(total: int, parts: int) -> list[int]:
     """
     size, larger = divmod(total, parts)
     return [size + 1] * larger + [size] * (parts - larger)
+
+
+def weighted_sizes(total: int, weights: Sequence[int]) -> list[int]:
+    """Return the sizes of parts of ``total`` items, in proportion to whole numbers above 0.
+
+    What rounding down leaves goes to the largest remainders. Each part has an item while there are
+    enough of them. Equal weights give ``share_sizes``::
+
+        weighted_sizes(10, [3, 1]) == [8, 2]
+
+    Source: the method of the largest remainder (Hamilton, 1792).
+    """
+    number = len(weights)
+    if total <= number:
+        return share_sizes(total, number)
+    whole = sum(weights)
+    sizes = [total * weight // whole for weight in weights]
+    by_remainder = sorted(range(number), key=lambda i: -(total * weights[i] % whole))
+    for i in by_remainder[: total - sum(sizes)]:
+        sizes[i] += 1
+    while 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return sizes
 
 
 def coprime_sizes(samples: int) -> tuple[int, int]:

@@ -27,7 +27,6 @@ from lockstep.run.run_folder import RunFolder
 from lockstep.run.terminal import duration, words_of
 from lockstep.strategies import Strategy
 from lockstep.strategies.steps.step import Step
-from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.run import hash_of
 from lockstep.training.scheduler import refuse_too_short, scheduler_of
@@ -284,7 +283,7 @@ def write_summary(
         "steps": world.step,
         "skipped_updates": skipped,
         "batch_size": job.batch_size,
-        "shares": share_sizes(job.batch_size, world.layout.local_batches),
+        "shares": world.layout.sizes(job.batch_size),
         "shapes": shapes,
         "train_samples": setup.loader.samples,
         "eval_samples": eval_samples,

@@ -15,7 +15,6 @@ from lockstep.jobfile import JobFile
 from lockstep.launch.cores import note_on_threads
 from lockstep.model.precision import note_on_precision
 from lockstep.run.events import Line
-from lockstep.tensors.rows import share_sizes
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.resume import changed_parameters
 from lockstep.training.run import hash_of
@@ -132,7 +131,7 @@ def _batch_size(setup: Setup) -> int:
 
 def _shares(setup: Setup) -> list[int]:
     """Return the samples of each local batch."""
-    return share_sizes(_batch_size(setup), setup.world.layout.local_batches)
+    return setup.world.layout.sizes(_batch_size(setup))
 
 
 def _over(setup: Setup) -> str:

@@ -185,7 +185,7 @@ class BatchSums:
     def _samples_of_a_part(self, batch: Batch) -> int:
         """Return how many samples are computed at once in the largest local batch, or micro-batch."""
         largest = max(part.of for part in batch.parts)
-        return -(-largest // self._step.world.layout.local_batches)
+        return max(self._step.world.layout.sizes(largest))
 
     def _available(self, batch: Batch) -> int:
         """Return how many samples there are to check. Nobody can collate the batches of an own

@@ -1,0 +1,128 @@
+"""How fast each replica computes: forward, loss and backward of the same number of samples, all
+replicas at the same time, as in a training.
+
+Every process builds a model of its own for it, without the others, and drops that afterwards. So
+nobody waits for anybody within what is timed, and weights, buffers and random numbers of the
+training aren't touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from lockstep.data import Batch, is_stream
+from lockstep.data.shares import over_ranks
+from lockstep.errors import StrategyError
+from lockstep.job import Job
+from lockstep.launch.observer import Observer
+from lockstep.launch.placement import alone
+from lockstep.launch.world import World
+from lockstep.pipelining.planner.trace import model_kept
+from lockstep.strategies.steps.step import Step
+from lockstep.strategies.strategy import Strategy
+from lockstep.tensors.rows import weighted_sizes
+
+_WARM_UP = 2
+_ROUNDS = 7
+
+_STEPS = 10
+"""Shares for each replica: of two, a share is a multiple of 1/20."""
+
+
+def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, str]:
+    """Return shares in proportion to the speeds of all replicas, and what was measured, in words.
+
+    Args:
+        strategy: that of this process alone, without the others.
+        job: what is trained, with its data.
+        world: the ranks, all of which call this.
+
+    Raises:
+        StrategyError: this job can't be measured before its training.
+    """
+    if job.step is not None or is_stream(job.train_data):
+        what = "a step function" if job.step is not None else "a stream, which is read only once"
+        raise StrategyError(
+            f"shares auto measures forward and backward of the first samples, and the job has "
+            f"{what}: give numbers, as --shares 2,1"
+        )
+
+    samples = max(1, job.batch_size // job.accumulate // world.size)
+    seconds = _seconds_here(strategy, job.replace(batch_size=samples), world)
+    nanoseconds = [max(1, round(1e9 * each)) for each in seconds]
+    every: list[int] = []
+    for of_rank in over_ranks(world, *nanoseconds):
+        every += of_rank
+
+    speeds = [10**18 // each for each in every]
+    sizes = weighted_sizes(_STEPS * len(speeds), speeds)
+    divisor = math.gcd(*sizes)
+    shares = ",".join(str(size // divisor) for size in sizes)
+    times = ", ".join(f"{each / 1e6:.3g}" for each in every)
+    each = samples // len(seconds)
+    return shares, f"forward and backward of {each:,} samples take {times} ms"
+
+
+def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
+    """Return the median seconds of each replica of this process."""
+    job = job.replace(accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
+    with alone(world.devices) as own:
+        step = strategy.prepare(job, own)
+        loader = strategy.training_loader(job, own, job.train_data)
+        batch = next(iter(loader.epoch(0)))
+        loader.close()
+
+        clock = _Clock(own)
+        with model_kept(step.model):
+            for _ in range(_WARM_UP + _ROUNDS):
+                world.barrier()
+                _compute(step, batch, clock)
+
+    found = []
+    for number in range(own.data.local_batches):
+        found.append(statistics.median(clock.seconds[number][_WARM_UP:]))
+    return found
+
+
+def _compute(step: Step, batch: Batch, clock: _Clock) -> None:
+    """Run forward, loss and backward of a batch once, timed."""
+    if clock in step.observers:
+        step.gradients(batch)
+        return
+    with clock.replica(0):
+        step.gradients(batch)
+
+
+class _Clock(Observer):
+    """Times each replica.
+
+    Attributes:
+        seconds: by the number of the replica, of each round.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._devices = world.devices
+        self.seconds: dict[int, list[float]] = defaultdict(list)
+        if world.data.local_batches > 1:  # a thread for each, which observers are told of
+            world.observers.append(self)
+
+    @contextmanager
+    def replica(self, number: int) -> Iterator[None]:
+        """Time the work of a replica."""
+        began = time.perf_counter()
+        yield
+        self._wait()
+        self.seconds[number].append(time.perf_counter() - began)
+
+    def _wait(self) -> None:
+        for device in self._devices:
+            if not device.is_slot:
+                torch.accelerator.synchronize(device.index)
