@@ -191,7 +191,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 266_331
+TOTAL = 266_398
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,7 +212,7 @@ TOKENS = {
     "strategies": 53_717,
     "tensors": 8_653,
     "threads": 7_182,
-    "top": 7_814,
+    "top": 7_881,
     "training": 28_666,
     "verify": 13_710,
 }
@@ -242,7 +242,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_487
+    assert bars.lines_of_the_reading_path() <= 2_489
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import Job, launch
+from lockstep import Job, launch, train
 from lockstep.cli import options
 from lockstep.errors import JobError
 from lockstep.job import SETTINGS
-from lockstep.jobfile import JobFile, loaded
+from lockstep.jobfile import JobFile, as_job, loaded, the_job
 
 GOOD = {
     "model": lambda: nn.Linear(2, 1),
@@ -178,6 +178,21 @@ def test_a_setting_that_the_function_takes_by_its_name_is_given_to_it(tmp_path: 
     )
     with pytest.raises(JobError, match=r"^epochs: 0 is too small"):
         JobFile(file.path, {}, {"epochs": "0"}).load()
+
+
+def test_parameters_from_python_are_those_of_the_command_line(tmp_path: Path) -> None:
+    file = written(tmp_path, HEAD + "def job(rate: float = 1.0): return make(rate)")
+
+    def job(rate: float = 1.0) -> Job:
+        return Job(**{**GOOD, "optimizer": lambda params: torch.optim.SGD(params, lr=rate)})
+
+    for what in (file, file.path, Path(file.path), job):
+        made = as_job(what, {"rate": 0.05})
+        assert rate_of(the_job(made)) == 0.05
+        with pytest.raises(JobError, match=r'--set rat: .*"rate"'):
+            the_job(as_job(what, {"rat": 0.05}))
+    with pytest.raises(JobError, match="set: a Job takes no parameters: give a job file, or"):
+        train(job(), set={"rate": 0.05}, folder=tmp_path)
 
 
 def test_ranks_can_call_what_a_job_file_defines(tmp_path: Path) -> None:

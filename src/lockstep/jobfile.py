@@ -123,18 +123,33 @@ class JobFile:
         return asked
 
 
-AnyJob: TypeAlias = Job | JobFile | Callable[[], Job] | str | Path
+AnyJob: TypeAlias = Job | JobFile | Callable[..., Job] | str | Path
 """What a person may give as a job: a Job, a function that returns one, or the path of a job file."""
 
 
-def as_job(job: AnyJob) -> Job | JobFile:
-    """Make a job of what a person gives: a Job, a function that returns one, or a file's path."""
+def as_job(job: AnyJob, parameters: Mapping[str, Any] | None = None) -> Job | JobFile:
+    """Make a job of what a person gives: a Job, a function that returns one, or a file's path.
+
+    Args:
+        job: what was given.
+        parameters: keyword arguments of the job function.
+
+    Raises:
+        JobError: it is something else, or takes no such parameters.
+    """
+    parameters = parameters or {}
     if isinstance(job, str | Path):
-        return JobFile(str(job))
-    if isinstance(job, Job | JobFile):
-        return job
-    makes_job = callable(job) and not isinstance(job, nn.Module | type)
-    made = job() if makes_job else job
+        return JobFile(str(job), parameters)
+    if isinstance(job, JobFile):
+        return dataclasses.replace(job, parameters={**job.parameters, **parameters})
+    made: Any = job
+    if callable(job) and not isinstance(job, nn.Module | type):
+        made = job(**_typed(job, parameters))
+    elif parameters:
+        raise JobError(
+            f"set: a {type(job).__name__} takes no parameters: give a job file, or a function that "
+            "returns a Job"
+        )
     if not isinstance(made, Job):
         raise JobError(
             "job: a Job, a function that returns one, or a job file is expected, not "

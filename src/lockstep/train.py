@@ -32,6 +32,7 @@ def train(
     *,
     strategy: str | Strategy | None = None,
     devices: Devices = None,
+    set: Mapping[str, Any] | None = None,
     resume: str | Path | None = None,
     folder: str | Path = "runs",
     backend: str | None = None,
@@ -52,6 +53,7 @@ def train(
         strategy: by name; None takes ``single`` on one device and ``ddp`` on several.
         devices: as in ``lockstep.launch.devices``: ``"auto"``, 4, ``"2xcpu"``, ``"cuda:0,2"``; None
             is ``"auto"``.
+        set: arguments of the job function, as the command's ``--set``: ``set={"lr": 0.05}``.
         resume: the folder of a run to resume, under any strategy and number of devices. Where these
             are None it resumes under its own strategy, with the settings of that strategy, and on
             its devices as far as they are here. ``"auto"`` is the newest run of this job under
@@ -85,7 +87,7 @@ def train(
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     _world.not_within_a_rank()
-    job = with_settings(as_job(job), settings)
+    job = with_settings(as_job(job, set), settings)
     if batch_size_per_device is not None:
         _check_batch_size_per_device(batch_size_per_device, job, settings)
 
