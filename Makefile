@@ -4,14 +4,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
 READY := $(VENV)/.ready
+INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable
 
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-all lint types tour pictures bench check-gpu bench-gpu clean
 
-demo: $(READY)
+demo: $(RUNS)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
 
 test: lint types
@@ -46,16 +48,23 @@ check-gpu:
 bench-gpu:
 	PYTHONPATH=src $(PYTHON) -m benchmarks gpu $(WORDS)
 
-$(READY): pyproject.toml constraints.txt
+# What runs the package and examples/digits.py; then what the tests need, too.
+$(RUNS): $(VENV)/constraints.txt pyproject.toml
+	$(INSTALL) . scikit-learn
+	@touch $@
+
+$(READY): $(VENV)/constraints.txt pyproject.toml
+	$(INSTALL) '.[dev]'
+	@touch $(RUNS) $@
+
+$(VENV)/constraints.txt: constraints.txt
 	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
 	  echo "keeping the torch that $(PYTHON) has"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV) && \
-	  grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt; \
+	  grep -v '^torch==' constraints.txt > $@; \
 	else \
-	  $(PYTHON) -m venv $(VENV) && cp constraints.txt $(VENV)/constraints.txt; \
+	  $(PYTHON) -m venv $(VENV) && cp constraints.txt $@; \
 	fi
-	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[dev]'
-	@touch $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,13 @@ def test_importing_the_package_and_the_command_does_not_import_torch() -> None:
 def test_the_table_of_strategies_in_the_readme_is_that_of_the_list() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     assert "\n".join(table_of_strategies()) in readme
+
+
+def test_the_readme_lists_every_extra() -> None:
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    readme = (root / "README.md").read_text()
+    assert [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in readme] == []
 
 
 def test_no_room_is_called_after_nothing() -> None:
