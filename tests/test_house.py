@@ -20,7 +20,7 @@ SRC = Path(lockstep.__file__).parent
 LAYERS = [
     {"errors"},
     {"tensors"},
-    {"settings"},
+    {"settings", "signatures"},
     {"recipe"},
     {"job", "report"},
     {"run"},
@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 266_398
+TOTAL = 266_626
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -221,7 +221,7 @@ TOKENS = {
     "tensors": 8_653,
     "threads": 7_182,
     "top": 7_881,
-    "training": 28_666,
+    "training": 28_894,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

@@ -127,6 +127,30 @@ def test_ranks_that_share_weights_and_wait_for_nobody_have_no_average(tmp_path: 
         lockstep.train(job(EMA()), strategy="hogwild", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
+def test_the_decay_may_be_a_function_of_the_step(tmp_path: Path) -> None:
+    run = trained(job(Keeps(), EMA(lambda step: step / (10 + step))), tmp_path, "single")
+    average, *others = torch.load(run.folder / "weights.pt")
+    for step, weights in enumerate(others, start=1):
+        decay = step / (10 + step)
+        average = {name: decay * average[name] + (1 - decay) * weights[name] for name in weights}
+    assert apart(average, load_weights(run.folder / "ema.safetensors")) < 1e-14
+
+
+def test_a_function_that_gives_no_decay_is_named(tmp_path: Path) -> None:
+    with pytest.raises(JobError, match=r"EMA: decay is from 0 to 1, and decay\(2\) gave 2.0"):
+        trained(job(EMA(float)), tmp_path, "single")
+
+
+def test_the_raw_weights_are_evaluated_too(tmp_path: Path) -> None:
+    run = trained(job(EMA(0.9, raw=True)), tmp_path, "ddp")
+    last = run.history[-1]
+    for prefix, weights in (("", "ema.safetensors"), ("raw/", None)):
+        values = lockstep.evaluate(run, weights=weights, devices="1xcpu")
+        assert values["loss"] == pytest.approx(last[f"{prefix}eval_loss"], rel=1e-12)
+        assert values["accuracy"] == last[f"{prefix}accuracy"]
+    assert run.metrics["raw/accuracy"] == last["raw/accuracy"]
+
+
 def test_a_decay_of_one_is_refused() -> None:
     with pytest.raises(JobError, match="EMA: decay is from 0 to below 1"):
         EMA(1.0)

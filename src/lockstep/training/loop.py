@@ -19,6 +19,7 @@ epoch ends is ``EpochBatches``; when something is due within one is ``Triggers``
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from pathlib import Path
 from typing import Any
@@ -361,9 +362,8 @@ class _Training:
     def _evaluate(self) -> dict[str, float]:
         """Evaluate this step, with the weights that callbacks put in place."""
         loaders = self.setup.eval_loaders
-        checks = not self.has_evaluated
-        with self.callbacks.evaluating():
-            values = evaluate_sets(self.step, loaders, self.job, checks=checks, prefix="eval_")
+        evaluate = functools.partial(evaluate_sets, self.step, loaders, self.job, prefix="eval_")
+        values = self.callbacks.values_of(lambda: evaluate(checks=not self.has_evaluated))
         self.has_evaluated = True
         self.progress.end_evaluation(values)
         self.triggers.done(EVALUATE)

@@ -9,7 +9,7 @@ best weights are chosen by it, and it is written as a file at the end.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,11 @@ class Average(Callback):
     A subclass decides, in ``on_step`` or ``on_epoch``, when the weights are added, and how much
     they count.
 
+    Args:
+        raw: see below.
+
     Attributes:
+        raw: whether the model's own weights are evaluated too: ``raw/eval_loss``.
         output: the name of the average in the run's folder.
         buffers: whether buffers of floats are averaged too.
     """
@@ -37,7 +41,8 @@ class Average(Callback):
 
     buffers = False
 
-    def __init__(self) -> None:
+    def __init__(self, *, raw: bool = False) -> None:
+        self.raw = raw
         self._parameters: Tensors = {}
         self._average: Tensors = {}
         self._number = 0  # of weights in it
@@ -171,15 +176,24 @@ class EMA(Average):
         model = run.model("ema.safetensors")
 
     Args:
-        decay: from 0 to 1, usually 0.99 to 0.9999.
+        decay: from 0 to 1, usually 0.99 to 0.9999; or a function of the step (from 1) that gives
+            it: ``lambda step: min(0.999, (1 + step) / (10 + step))``.
         every: updates from one move to the next.
+        raw: evaluate the model's own weights too: ``raw/eval_loss``, ``raw/accuracy``.
     """
 
     output = "ema.safetensors"
 
-    def __init__(self, decay: float = 0.999, *, every: int = 1) -> None:
-        super().__init__()
-        if not 0 <= decay < 1 or every < 1:
+    def __init__(
+        self,
+        decay: float | Callable[[int], float] = 0.999,
+        *,
+        every: int = 1,
+        raw: bool = False,
+    ) -> None:
+        super().__init__(raw=raw)
+        is_wrong = not callable(decay) and not 0 <= decay < 1
+        if is_wrong or every < 1:
             raise JobError(
                 f"EMA: decay is from 0 to below 1, every from 1 on, not {decay} and {every}"
             )
@@ -195,7 +209,20 @@ class EMA(Average):
     def on_step(self, training: TrainingContext) -> None:
         """Move the average."""
         if training.step % self._every == 0:
-            self._add(training, 1 - self._decay)
+            self._add(training, 1 - self._decay_at(training.step))
+
+    def _decay_at(self, step: int) -> float:
+        """Return the decay at this step.
+
+        Raises:
+            JobError: the function gives a number that is no decay.
+        """
+        if not callable(self._decay):
+            return self._decay
+        decay = float(self._decay(step))
+        if not 0 <= decay <= 1:
+            raise JobError(f"EMA: decay is from 0 to 1, and decay({step}) gave {decay}")
+        return decay
 
 
 class SWA(Average):
@@ -214,13 +241,14 @@ class SWA(Average):
 
     Args:
         start: the first epoch whose end is averaged, from 1.
+        raw: evaluate the model's own weights too: ``raw/eval_loss``, ``raw/accuracy``.
     """
 
     output = "swa.safetensors"
     buffers = True
 
-    def __init__(self, start: int = 1) -> None:
-        super().__init__()
+    def __init__(self, start: int = 1, *, raw: bool = False) -> None:
+        super().__init__(raw=raw)
         self._start = start
 
     def on_epoch(self, training: TrainingContext) -> None:

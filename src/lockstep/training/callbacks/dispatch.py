@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,6 +198,24 @@ class Callbacks:
             return stop
         stops = self._world.gather_objects(stop)
         return next((stop for stop in stops if stop is not None), None)
+
+    def values_of(self, evaluate: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Evaluate with the weights that callbacks put in place.
+
+        Where an average asks for it, the model's own weights are evaluated too: ``raw/eval_loss``.
+
+        Args:
+            evaluate: gives the values, by name.
+        """
+        with self.evaluating():
+            values = evaluate()
+        averages = [one for one in self._by_name.values() if isinstance(one, Average)]
+        if any(average.raw for average in averages):
+            with self._step.modes.evaluating():
+                raw = evaluate()
+            for name, value in raw.items():
+                values[f"raw/{name}"] = value
+        return values
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
