@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 266_626
+TOTAL = 268_368
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,17 +210,17 @@ TOKENS = {
     "export": 5_633,
     "launch": 21_509,
     "map": 5_348,
-    "model": 18_774,
+    "model": 19_622,
     "parallel": 14_092,
-    "pipelining": 24_048,
+    "pipelining": 24_115,
     "prediction": 4_307,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_893,
-    "strategies": 53_717,
+    "strategies": 54_502,
     "tensors": 8_653,
     "threads": 7_182,
-    "top": 7_881,
+    "top": 7_923,
     "training": 28_894,
     "verify": 13_710,
 }

@@ -40,6 +40,9 @@ class Job(Recipe):
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
             loss of all samples of the global batch together, as contrastive losses are. For it
             ``dp``, ``pp`` and ``accumulate`` compute forward twice.
+        counts: ``counts(targets)`` gives numbers by name, ``{"tokens": ..., "sentences": ...}``. They
+            are summed over the global batch, and ``loss(outputs, targets, counts)`` returns its
+            share of the loss (docs/jobs.md): several means in one loss, or class frequencies.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.

@@ -23,6 +23,7 @@ MakesOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 _REFUSED_WITH_STEP = {
     "accumulate": "a step function makes each update on a whole batch: take a batch_size that fits",
     "loss_over": "a step function computes its losses itself",
+    "counts": "a step function gives the count of each loss itself",
     "compile": "compile the parts where they are made: part.compile() in the function of model=",
     "nonfinite": "a step function makes several updates, and skipping one alone isn't possible",
     "sync_batchnorm": "a step function calls modules in any order, so replicas can't synchronize",
@@ -86,6 +87,7 @@ class Recipe:
     model: Callable[[], Any]
     loss: Callable[..., Any] | None = None
     loss_over: Literal["samples", "batch"] = "samples"
+    counts: Callable[[Any], Mapping[str, Any]] | None = None
     optimizer: MakesOptimizer | Mapping[str, Callable[..., torch.optim.Optimizer]] | None
     step: Callable[..., None] | None = None
     seed: int = 0
@@ -120,7 +122,7 @@ class Recipe:
             )
         if not callable(self.model):
             raise JobError(f"model: {self.model!r} can't be called")
-        refuse_uncallable(self, "optimizer", "step", "loss")
+        refuse_uncallable(self, "optimizer", "step", "loss", "counts")
         for name, hint in plain_fields(type(self)).items():
             object.__setattr__(self, name, checked(name, getattr(self, name), hint))
         refuse_other_kind(self, "optimizer")

@@ -22,6 +22,7 @@ class UpdateFields(TypedDict, total=False):
     """The fields of a ``Recipe`` beside model, loss and optimizer."""
 
     loss_over: Literal["samples", "batch"]
+    counts: Callable[[Any], Mapping[str, Any]] | None
     step: Callable[..., None] | None
     seed: int
     accumulate: int

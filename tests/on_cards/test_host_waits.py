@@ -71,6 +71,17 @@ def with_parts(outputs: torch.Tensor, targets: torch.Tensor) -> Loss:
     )
 
 
+def unmasked(targets: torch.Tensor) -> dict[str, Any]:
+    return {"items": (targets > 0).sum(), "samples": len(targets)}
+
+
+def share(
+    outputs: torch.Tensor, targets: torch.Tensor, counts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    total, _ = masked_pair(outputs, targets)
+    return total / counts["items"] + 0.01 * outputs.square().sum() / counts["samples"]
+
+
 def data(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(4, (samples,), generator=generator)
@@ -85,6 +96,7 @@ LOSSES: dict[str, Any] = {
     "a pair with a mask": masked_pair,
     "a loss with parts": with_parts,
 }
+OF_COUNTS = "a share by counts"
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped and accumulated": {"clip_norm": 0.5, "accumulate": 2},
@@ -97,7 +109,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 CASES = [("cross-entropy", "plain"), *((name, "bf16") for name in LOSSES)]
 CASES += [("a pair with a mask", name) for name in SETTINGS if name != "bf16"]
-CASES += [("a loss with parts", "clipped and accumulated")]
+CASES += [("a loss with parts", "clipped and accumulated"), (OF_COUNTS, OF_COUNTS)]
+LOSSES[OF_COUNTS] = share
+SETTINGS[OF_COUNTS] = {"counts": unmasked}
 
 
 def waited(world: World, way: str, loss: str, settings: str, source: str) -> dict[str, int]:

@@ -15,7 +15,10 @@ ignored tokens, in the weights of their classes. A loss is made (total, count) i
 - A loss may return ``(total, count)``, or a ``Loss``, which has parts beside it.
 - Any other scalar is taken as a mean over samples.
 
-Losses of the last two kinds are checked in each update (``lockstep.model.losses.loss_check``).
+With ``Job(counts=...)`` a loss returns its share of the loss of the whole batch: the total is the
+share times the samples of the whole batch, and the count is the samples of the share.
+
+Losses of the last two kinds, and shares, are checked in each update (``lockstep.model.losses.loss_check``).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.processes.pickling import cells_of
 from lockstep.model.attributes import is_plain
+from lockstep.model.losses.counts import Counts
 from lockstep.model.losses.loss_copy import FollowedCopy
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
@@ -113,6 +117,7 @@ class Totalled:
         name: the loss in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
+        counts: the numbers of the whole batch that the loss is given, too; None without.
         within: gives the context in which a person's loss is called.
         one_at_a_time: the lock that a thread holds meanwhile.
 
@@ -146,6 +151,7 @@ class Totalled:
         self._seen: set[str] = set()
         self.is_known = self._mean is not None
         self.gives_pairs = False
+        self.counts: Counts | None = None
         self.within: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         self.one_at_a_time: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -203,6 +209,7 @@ class Totalled:
         made = Totalled(loss)
         made._called = True
         made._seen = self._seen
+        made.counts = self.counts
         made.within = self.within
         made.one_at_a_time = self.one_at_a_time
         return made
@@ -224,17 +231,20 @@ class Totalled:
                 loss returned neither a scalar nor (total, count), or isn't additive for these
                 shapes. What a later call raises is passed on, unless its cause is known.
         """
+        given: tuple[Any, ...] = (outputs, targets)
         try:
-            if self._mean is None:
-                value = self._call(self._beside(outputs), outputs, targets)
-            else:
-                value = self._mean(outputs, targets)
+            if self.counts is not None:
+                whole, numbers = self.counts.on(outputs)
+                given = (outputs, targets, numbers)
+            value = (self._mean or self._call)(*given)
         except Exception as error:
             known = self._explained(error, outputs, targets, samples)
             if known is None:
                 raise
             raise known from error
         self._called = True
+        if self.counts is not None:
+            return self._share(value, whole, samples)
         if self._mean is not None:
             return Loss(*value)
         return self._as_loss(value, samples)
@@ -264,12 +274,12 @@ class Totalled:
 
     # ---- any other loss --------------------------------------------------------------------------
 
-    def _call(self, loss: Callable[..., Any], outputs: Any, targets: Any) -> Any:
+    def _call(self, *given: Any) -> Any:
         """Call a person's loss.
 
         Outputs and targets are needed again: a loss that writes to its arguments is given copies.
         """
-        given = outputs, targets
+        loss = self._beside(given[0])
         is_trial = "tried" not in self._seen and not torch.is_grad_enabled()
         if is_trial or "writes" in self._seen:
             self._seen.add("tried")
@@ -318,11 +328,33 @@ class Totalled:
                 fix="count.detach(), if it is a number of items; or return the scalar, with "
                 "single or mp",
             )
+        return Loss(total_of_items(total, count), count, self._parts(value))
+
+    def _share(self, value: Any, whole: Tensor, samples: int) -> Loss:
+        """Make total and count of a share of the loss.
+
+        Args:
+            value: the share, or a ``Loss`` whose total it is.
+            whole: the number of samples of the whole batch.
+            samples: of the share.
+        """
+        share = value.total if isinstance(value, Loss) else value
+        if not isinstance(share, Tensor) or share.dim():
+            raise LossError(
+                f"{self.name} returned {_told(value)}: with counts= it returns a share of the "
+                "loss, a scalar tensor, or lockstep.Loss(share, 1, parts=...)"
+            )
+        if share.dtype in HALF:
+            share = share.float()
+        return Loss(share * whole, samples, self._parts(value))
+
+    def _parts(self, value: Any) -> dict[str, tuple[Number, Number]]:
+        """Check the parts of what a person's loss returned."""
         parts = {}
         if isinstance(value, Loss):
             for name, pair in value.parts.items():
                 parts[name] = self._part(name, pair)
-        return Loss(total_of_items(total, count), count, parts)
+        return parts
 
     def _part(self, name: Any, pair: Any) -> tuple[Number, Number]:
         """Check a part of a loss, and give it without its graph."""

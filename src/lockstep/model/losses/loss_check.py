@@ -41,6 +41,7 @@ Nest = tuple[Any, Any]
 
 ADVICE = (
     "return (total, count), the sum over the items that count (not padding) and their number; or "
+    "divide by counts= of the whole batch, where the loss has several means; or "
     'loss_over="batch" for a loss that compares samples; or use single (or mp) without accumulate'
 )
 
@@ -392,6 +393,14 @@ def not_additive(
     """
     when = f" in step {step}" if step > 1 else ""
     totals, counts = zip(*_numbers(whole, *parts), strict=True)
+    if loss.counts is not None:
+        of_whole, first, second = (total / loss.counts.samples for total in totals)
+        return LossError(
+            f"{loss.name}: shares of the loss don't add up{when} "
+            f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
+            fix="with counts=, divide sums over the items at hand by counts of the whole batch, "
+            "and take no mean of these items",
+        )
     if loss.gives_pairs:
         what = "total"
         numbers = totals

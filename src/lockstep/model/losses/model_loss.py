@@ -21,10 +21,16 @@ from torch import Tensor, nn
 
 from lockstep.errors import LossError
 from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.counts import NUM_ITEMS
 from lockstep.model.losses.torch_losses import HALF
 
 _IGNORED = -100
 """A label that doesn't count."""
+
+_FIRST = 8
+"""Calls that are compared where the model is given a number, which it might leave out: only parts
+of a batch show that.
+"""
 
 _OWN = (
     "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels "
@@ -109,17 +115,33 @@ class ModelLoss:
     def __init__(self) -> None:
         self._calls = 0
 
-    def __call__(self, outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
-        """Give total and count.
+    def __call__(
+        self, outputs: Any, labels: Any, counts: Mapping[str, Tensor] | None = None
+    ) -> Any:
+        """Give total and count; or, with counts, the share of the loss.
+
+        Args:
+            outputs, labels: as ``model_loss`` takes them.
+            counts: of the whole batch; has the number that the model divided by.
 
         Raises:
             LossError: as ``model_loss``, or the model's loss isn't the cross-entropy of its logits.
         """
         total, count = model_loss(outputs, labels)
+        given: Any = (total, count)
+        if counts is not None:
+            if NUM_ITEMS not in counts:
+                raise LossError(
+                    f'model_loss: the counts have no "{NUM_ITEMS}", which the model divides by',
+                    fix=f'return {{"{NUM_ITEMS}": (labels != -100).sum()}}, or leave counts= out',
+                )
+            given = _of(outputs, "loss")
+            total = given * counts[NUM_ITEMS]
         self._calls += 1
-        if is_power_of_two(self._calls):
+        is_early = counts is not None and self._calls <= _FIRST
+        if is_early or is_power_of_two(self._calls):
             self._compare(outputs, labels, total.detach(), count)
-        return total, count
+        return given
 
     @torch.no_grad()
     def _compare(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:

@@ -21,6 +21,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
+from lockstep.model.losses.counts import Counts
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
 from lockstep.pipelining.planner.blocks import Block, ModelBlocks, blocks_of
@@ -66,6 +67,7 @@ class ModelBenchmark:
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self._loss = Totalled(copy.deepcopy(job.loss), self._precision.whole)
+        self._counts = job.counts
 
     def fixed(self, block: Block) -> float:
         """Count the bytes that a block takes besides activations: parameters, their gradients, the
@@ -131,6 +133,10 @@ class ModelBenchmark:
         """One forward of a part and its loss."""
         with self._precision.autocast():
             inputs, targets = clones((part.inputs, part.targets))
+            if self._counts is not None:
+                counts = Counts.of(self._counts, targets, part.size, torch.device("cpu"))
+                self._loss.counts = counts
+                inputs = counts.given_to(self.model, inputs)
             outputs = call(self.model, inputs)
             loss = self._loss(outputs, targets, part.size)
         total: Tensor = loss.total

@@ -86,8 +86,8 @@ class Evaluator:
             inputs, targets = inputs
         with self.evaluating():
             if inputs is None:
-                if self._step.whole_batch is not None:  # other ranks wait for this one
-                    self._step.whole_batch.results([])
+                if self._step.world.size > 1:  # other ranks may wait for this one
+                    self.results(Batch([Part(None, None, 0, 0)], 0, 0, 0))
                 return None, 0.0, 0
             size = batch_size_of(inputs)
             part = Part(inputs, targets, size, size)
@@ -133,6 +133,8 @@ class Evaluator:
         Returns:
             Outputs, targets and loss of each local batch.
         """
+        if self._step.counts is not None:
+            self._step.counts.begin(batch)
         whole_batch = self._step.whole_batch
         if whole_batch is not None and self._step.replicas > 1:
             return whole_batch.results(self.of_each(self.predicted, batch))

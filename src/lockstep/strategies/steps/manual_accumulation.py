@@ -53,6 +53,24 @@ class ManualAccumulation:
         self.left: list[tuple[torch.Tensor | None, int]] = []
         self._has_begun = False
 
+    def refuse_whole(self) -> None:
+        """Refuse parts of a batch where the loss needs the whole batch.
+
+        Raises:
+            InputError: it does.
+        """
+        step = self._step
+        setting = ""
+        if step.whole_batch is not None:
+            setting = 'loss_over="batch"'
+        elif step.counts is not None:
+            setting = "counts="
+        if setting:
+            raise InputError(
+                f"step.backward(...) adds up losses of parts of a batch, and {setting} needs the "
+                "whole batch: call step(inputs, targets)"
+            )
+
     def begin_part(self) -> int:
         """Count one more part, before its gradients.
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.data import Batch, Part, mixed
 from lockstep.data.own_batches import own_stream
-from lockstep.errors import InputError, StrategyError
+from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import reset_peak_memory
 from lockstep.launch.observer import observed, phase
@@ -36,6 +36,7 @@ from lockstep.model.optimizers.kinds import may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
+from lockstep.strategies.ranks.batch_counts import BatchCounts
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
@@ -70,6 +71,7 @@ class Step:
         world: this process's place among the ranks.
         loss: gives total and count.
         whole_batch: computes a loss over the whole batch; None where it is one over samples.
+        counts: gives the loss numbers of the whole batch; None where the job has no ``counts``.
         layout: what each rank has of the parameters.
         trained: the parameters that the optimizer moves.
         modes: puts the optimizer in its mode for training or evaluation.
@@ -90,8 +92,7 @@ class Step:
             in the last, and where parameters were frozen or thawed.
         grad_norm: the norm of all gradients in the last update, before clipping, where it is
             computed; on an accelerator a tensor.
-        caveats: gives where results differ from those of one device, by the settings of the model
-            and the job.
+        caveats: gives where results differ from those of one device, by the model and the job.
         caveats_in_parts: gives where they differ if a batch is given in parts, or is cut in
             micro-batches.
     """
@@ -167,9 +168,8 @@ class Step:
 
         # Each global batch is cut, among replicas or in micro-batches.
         self._cuts_each_batch = self.replicas * self._accumulate > 1
-        self.whole_batch: WholeBatch | None = None
-        if job.loss_over == "batch":
-            self.whole_batch = WholeBatch(self)
+        self.whole_batch = WholeBatch(self) if job.loss_over == "batch" else None
+        self.counts = None if job.counts is None else BatchCounts(self, job.counts)
         self._by_count = not self.cuts_batch and self.scaler is None
         self.loss_check = self._new_loss_check()
         self._updates = 0
@@ -217,15 +217,10 @@ class Step:
             The loss of this part.
 
         Raises:
-            InputError: the ranks call it unequally often, or the loss is one over the whole batch.
-            LossError: the loss isn't additive over samples, so that parts of a batch can't be added
-                up.
+            InputError: the ranks call it unequally often, or the loss needs the whole batch.
+            LossError: the loss isn't additive over samples: parts of a batch can't be added up.
         """
-        if self.whole_batch is not None:
-            raise InputError(
-                'step.backward(...) adds up losses of parts of a batch, and loss_over="batch" needs '
-                "the whole batch: call step(inputs, targets)"
-            )
+        self.accumulation.refuse_whole()
         if not self.accumulation.is_used:
             self.accumulation.is_used = True
             self._follow_cuts()
@@ -300,6 +295,8 @@ class Step:
             self.prepare(batch)
         if self.loss_check.is_used:
             self.loss_check.begin_update(self._updates)
+        if self.counts is not None:
+            self.counts.begin(batch)
 
     def gradients(self, batch: Batch) -> Loss:
         """Leave in every ``parameter.grad`` the gradient of total / n over the global batch of n

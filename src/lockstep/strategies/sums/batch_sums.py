@@ -236,6 +236,8 @@ class BatchSums:
             part = self._largest_part(batch)
             nest = part.inputs, part.targets
             pairs = [cut(nest, start, size, part.size) for start, size in spans]
+        if self._step.counts is not None:
+            pairs = self._step.counts.of_whole(pairs, samples)
         pieces = []
         for (inputs, targets), (start, size) in zip(pairs, spans, strict=True):
             placed = self._step.placed(Part(inputs, targets, size, size))

@@ -150,7 +150,7 @@ class SummedLoss(Summed):
 
     def _refused(self, outputs: Any, piece: Piece) -> LossError | None:
         whole = self._loss(outputs, piece.targets, piece.size)
-        mean = mean_of(outputs)
+        mean = mean_of(outputs) if self._loss.counts is None else None
         if mean is not None and torch.allclose(whole.total, mean.to(whole.total) * piece.size):
             return LossError(
                 f"{self._loss.name} is outputs.loss, the model's mean over its labels, and parts "

@@ -1,0 +1,115 @@
+"""BatchCounts: numbers of each global batch, summed before its loss is computed
+(``Job(counts=...)``).
+
+The sum over the ranks runs while forward does, and the loss waits for it
+(`lockstep.model.losses.counts`). With the loss's share of the global batch of n samples, a local
+batch has the total share * n, and its samples as the count: the weighting is that of other losses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.data import Batch
+from lockstep.errors import JobError, StrategyError
+from lockstep.model.losses.counts import Counts
+from lockstep.model.losses.model_loss import model_loss
+
+if TYPE_CHECKING:
+    from lockstep.strategies.steps.step import Step
+
+
+class BatchCounts:
+    """Gives the loss of a step the numbers of each batch.
+
+    Args:
+        step: the step; every rank has one.
+        function: of the job.
+
+    Raises:
+        JobError: the loss takes two arguments.
+        StrategyError: the ranks don't meet in an update.
+    """
+
+    def __init__(self, step: Step, function: Callable[[Any], Any]) -> None:
+        loss = step.loss
+        if loss.is_known and loss.loss is not model_loss:
+            raise JobError(
+                f"counts: {loss.name} takes outputs and targets only: give a function "
+                "loss(outputs, targets, counts)"
+            )
+        if step.world.size > 1 and not step.together:
+            raise StrategyError(
+                "counts: ranks of hogwild have no global batch in which to count: take ddp"
+            )
+        self._step = step
+        self._loss = loss
+        self._function = function
+        self._home = step.world.device.torch
+        if self._home.type == "mps":  # which has no float64
+            self._home = torch.device("cpu")
+        self._shapes: dict[str, torch.Size] | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Count in a batch, and begin to sum over the ranks; every rank calls this.
+
+        Raises:
+            JobError: some samples have other numbers than others.
+        """
+        parts = list(itertools.chain(*(batch.shares or [batch.parts])))
+        parts = [part for part in parts if part.size]
+        found = [self._counts(part.targets, part.size) for part in parts]
+        shapes = self._agreed([one.shapes for one in found])
+        elements = sum(shape.numel() for shape in shapes.values())
+        sums = torch.zeros(1 + elements, dtype=torch.float64, device=self._home)
+        for one in found:
+            sums += one.sums
+        work = None
+        if self._step.world.size > 1:
+            work = dist.all_reduce(sums, async_op=True)
+        counts = Counts(shapes, sums, work)
+        self._loss.counts = counts
+        for part in parts:
+            part.inputs = counts.given_to(self._step.model, part.inputs)
+
+    def of_whole(self, pairs: Sequence[tuple[Any, Any]], samples: int) -> list[tuple[Any, Any]]:
+        """Take some samples of this process for the whole batch.
+
+        Args:
+            pairs: inputs and targets of all of them, and of parts of them.
+            samples: how many there are.
+
+        Returns:
+            The pairs, with what the model is given beside them.
+        """
+        counts = self._counts(pairs[0][1], samples)
+        self._loss.counts = counts
+        model = self._step.model
+        return [(counts.given_to(model, inputs), targets) for inputs, targets in pairs]
+
+    def _counts(self, targets: Any, samples: int) -> Counts:
+        return Counts.of(self._function, targets, samples, self._home)
+
+    def _agreed(self, found: list[Any]) -> dict[str, torch.Size]:
+        """Give the names and shapes of the first samples of any rank, which all samples have."""
+        if self._shapes is None:
+            every = itertools.chain(*self._step.world.gather_objects(found))
+            self._shapes = next(every, None)
+        agreed = self._shapes or {}
+        for shapes in found:
+            if shapes != agreed:
+                raise JobError(
+                    f"counts: some samples have {_described(shapes)}, and others "
+                    f"{_described(agreed)}: return all numbers for any samples, of one shape, and "
+                    "0 where there is nothing to count"
+                )
+        return agreed
+
+
+def _described(shapes: dict[str, torch.Size]) -> str:
+    return ", ".join(f'"{name}" {tuple(shape)}' for name, shape in shapes.items()) or "none"
