@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 268_368
+TOTAL = 268_443
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -221,7 +221,7 @@ TOKENS = {
     "tensors": 8_653,
     "threads": 7_182,
     "top": 7_923,
-    "training": 28_894,
+    "training": 28_969,
     "verify": 13_710,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

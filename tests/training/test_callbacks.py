@@ -588,3 +588,31 @@ def test_a_teacher_that_a_callback_makes_is_that_of_the_loss(way: str, tmp_path:
     teacher another id.
     """
     assert abs(taught(tmp_path, way) - taught(tmp_path, "single")) < 1e-10
+
+
+class Pictures(Callback):
+    """Writes a text and a picture for TensorBoard, on rank 0."""
+
+    needs_model = False
+
+    def on_start(self, training: TrainingContext) -> None:
+        assert (training.writer is not None) == training.world.is_first
+        if training.world.is_first:
+            training.writer.add_text("about", "a training")
+
+    def on_evaluated(self, training: TrainingContext) -> None:
+        if training.world.is_first:
+            training.writer.add_image("picture", torch.zeros(1, 2, 2), training.step)
+
+
+def test_callbacks_write_pictures_and_texts_for_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    its = ZOO["mlp"].replace(callbacks=[Pictures()])
+    run = trained(its.replace(tensorboard=True), tmp_path, "ddp")
+    events = EventAccumulator(str(run.folder)).Reload()
+    assert [event.step for event in events.Images("picture")] == [4, 8]
+    assert events.Tags()["tensors"] == ["about/text_summary"]
+    assert "eval_loss" in events.Tags()["scalars"]
+    with pytest.raises(JobError, match=r"training.writer: .*: give tensorboard=True"):
+        trained(its, tmp_path, "single")

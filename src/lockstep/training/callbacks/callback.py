@@ -35,9 +35,11 @@ class TrainingContext:
         step: Step,
         folder: Path,
         evaluated_weights: Callable[[], AbstractContextManager[None]],
+        writer: Callable[[TrainingContext], Any],
     ) -> None:
         self._step = step
         self._evaluated_weights = evaluated_weights
+        self._writer = writer
         self.folder = folder
         self.epoch = 0
         self.metrics: dict[str, float] = {}
@@ -78,6 +80,17 @@ class TrainingContext:
     def left_out(self) -> Mapping[str, str]:
         """Return the parameters that are in no file (``save_frozen=False``), by name."""
         return self._step.saved.frozen.sums
+
+    @property
+    def writer(self) -> Any:
+        """Return TensorBoard's ``SummaryWriter`` of the run, for pictures, texts and histograms.
+
+        It is on rank 0, and None on the other ranks.
+
+        Raises:
+            JobError: the job doesn't write for TensorBoard.
+        """
+        return self._writer(self)
 
     def stop(self, why: str = "") -> None:
         """End the training at this step, as if it were its last one: it is evaluated and saved.

@@ -77,7 +77,7 @@ class Callbacks:
         self._reporter = reporter
         self._may_stop = bool(self._by_name or job.on_event)
 
-        self.training = TrainingContext(step, folder, self.evaluating)
+        self.training = TrainingContext(step, folder, self.evaluating, reporter.writer)
         self.by_step = any(_has(callback, "on_step") for callback in self._by_name.values())
         self.notes: list[str] = []
 

@@ -42,7 +42,7 @@ class EventReporter:
         self._is_first = world.is_first
         self._folder = folder
         self._functions: list[Any] = list(job.on_event) if world.is_first else []
-        self._tensorboard = job.tensorboard and world.is_first
+        self._tensorboard = job.tensorboard
         self._writer: Any = None
 
     def report(self, call: str, training: TrainingContext) -> None:
@@ -55,7 +55,7 @@ class EventReporter:
         if not self._is_first or call not in _KINDS:
             return
         if call == "start" and self._tensorboard:
-            self._open_tensorboard(training)
+            self.writer(training)
 
         place = {"epoch": training.epoch, "step": training.step}
         if call == "logged":
@@ -78,24 +78,41 @@ class EventReporter:
                     "the training"
                 )
 
-    def _open_tensorboard(self, training: TrainingContext) -> None:
-        """Open TensorBoard's file of events in the run's folder.
+    def writer(self, training: TrainingContext) -> Any:
+        """Return what writes TensorBoard's file of events in the run's folder; None on other ranks
+        than the first.
 
         Raises:
-            JobError: TensorBoard isn't installed.
+            JobError: the job doesn't write for TensorBoard, or it isn't installed.
         """
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
+        if not self._tensorboard:
             raise JobError(
-                "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
-            ) from error
-
-        # What was written beyond the step of a resumed run is left out.
-        purge_step = training.step + 1 if training.step else None
-        self._writer = SummaryWriter(str(training.folder), purge_step=purge_step)
+                "training.writer: the job doesn't write for TensorBoard: give tensorboard=True, or "
+                "--tensorboard"
+            )
+        if self._is_first and self._writer is None:
+            self._writer = _opened(training)
+        return self._writer
 
     def close(self) -> None:
         """Write out what TensorBoard hasn't written yet."""
         if self._writer is not None:
             self._writer.close()
+
+
+def _opened(training: TrainingContext) -> Any:
+    """Open TensorBoard's file of events.
+
+    Raises:
+        JobError: TensorBoard isn't installed.
+    """
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise JobError(
+            "tensorboard: it isn't installed: pip install torch-lockstep[tensorboard]"
+        ) from error
+
+    # What was written beyond the step of a resumed run is left out.
+    purge_step = training.step + 1 if training.step else None
+    return SummaryWriter(str(training.folder), purge_step=purge_step)
