@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 from torch import nn
 
-from lockstep.errors import JobError, LockstepError, nearest, told
+from lockstep.errors import JobError, LockstepError, near_names, nearest, told
 from lockstep.job import SETTINGS, Job, checked_setting
 from lockstep.settings import convert
 from lockstep.tensors.seeding import seeded
@@ -167,17 +167,32 @@ def the_job(job: Job | JobFile) -> Job:
     return job.load() if isinstance(job, JobFile) else job
 
 
-def with_settings(job: Job | JobFile, settings: Mapping[str, Any]) -> Job | JobFile:
+def with_settings(
+    job: Job | JobFile,
+    settings: Mapping[str, Any],
+    function: Callable[..., Any] | None = None,
+) -> Job | JobFile:
     """Return the job with some settings replaced.
 
+    Args:
+        job: whose settings they are.
+        settings: fields of a Job.
+        function: takes the settings beside arguments of its own, whose names may be meant.
+
     Raises:
-        JobError: a setting doesn't exist, or has a wrong value. The settings of a job file are
-            checked when the file is loaded.
+        JobError: a setting doesn't exist (the nearest name is offered), or has a wrong value. The
+            values for a job file are checked when the file is loaded.
     """
     if not settings:
         return job
-    if "device" in settings:
-        raise JobError('device: did you mean "devices"?')
+    known = [field.name for field in dataclasses.fields(Job)]
+    for name in settings:
+        if name not in known:
+            known += [] if function is None else inspect.signature(function).parameters
+            what = nearest(name, known)
+            if "set" in known and not near_names(name, known):
+                what = f'for a parameter of the job\'s function give set={{"{name}": ...}}'
+            raise JobError(f"{name}: there is no such setting; {what}")
     if isinstance(job, JobFile):
         return dataclasses.replace(job, settings={**job.settings, **settings})
     return job.replace(**settings)
@@ -216,14 +231,15 @@ def _run(path: Path) -> ModuleType:
         if (path / "config.json").is_file():
             what = "the folder of a run: --resume it, or evaluate it"
         raise JobError(f"{path}: a Python file with a `job` is expected, and this is {what}")
+    if path.suffix != ".py":
+        what = "" if os.path.isfile(path) else "there is no such file, and "
+        raise JobError(f"{path}: {what}a job is a Python file, ending in .py")
     if not os.path.isfile(path):
         raise JobError(
             f"{path}: there is no such file (a run whose job file has moved: train FILE --resume "
             "RUN)"
         )
     name = f"lockstep_job_{path.stem}"
-    if path.suffix != ".py":
-        raise JobError(f"{path}: a job is a Python file, ending in .py")
     module = ModuleType(name)
     module.__file__ = str(path)
     folder = str(path.resolve().parent)

@@ -29,6 +29,11 @@ _REFUSED_WITH_STEP = {
     "sync_batchnorm": "a step function calls modules in any order, so replicas can't synchronize",
 }
 
+_EXAMPLES = {
+    "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
+    "lr_scheduler": "lambda optimizer: StepLR(optimizer, step_size=10)",
+}
+
 
 def with_messages(kind: type[R]) -> type[R]:
     """Decorate a dataclass of settings so that wrong arguments are refused with what to give.
@@ -110,11 +115,6 @@ class Recipe:
     def __post_init__(self) -> None:
         import torch
 
-        if isinstance(self.optimizer, torch.optim.Optimizer):
-            raise JobError(
-                "optimizer: give a function that makes it: lambda params: torch.optim.SGD(params, "
-                "lr=0.1)"
-            )
         if isinstance(self.model, torch.nn.Module):
             raise JobError(
                 "model: give a function that builds it (lambda: Net()), it is built wherever it "
@@ -174,8 +174,14 @@ def refuse_uncallable(recipe: Recipe, *names: str) -> None:
         elif isinstance(functions, str) or not isinstance(functions, Sequence):
             functions = [functions]
         for function in functions:
-            if function is not None and not callable(function):
-                raise JobError(f"{name}: {function!r} can't be called")
+            if function is None or callable(function):
+                continue
+            if name in _EXAMPLES:
+                raise JobError(
+                    f"{name}: a function that makes it is expected, not {type(function).__name__}",
+                    fix=f"write {_EXAMPLES[name]}",
+                )
+            raise JobError(f"{name}: {function!r} can't be called")
 
 
 def refuse_other_kind(recipe: Recipe, name: str) -> None:

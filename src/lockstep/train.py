@@ -87,7 +87,7 @@ def train(
         SystemExit: SIGTERM, or SIGUSR1; likewise, with 143.
     """
     _world.not_within_a_rank()
-    job = with_settings(as_job(job, set), settings)
+    job = with_settings(as_job(job, set), settings, train)
     if batch_size_per_device is not None:
         _check_batch_size_per_device(batch_size_per_device, job, settings)
 

@@ -539,6 +539,48 @@ def test_what_is_wrong_with_a_part_of_the_job_is_said_in_a_line(
     line(error)
 
 
+@pytest.mark.parametrize("job", [MLP, "a_job.py"])
+@pytest.mark.parametrize(
+    ("name", "meant"), [("stratgy", "strategy"), ("batchsize", "batch_size"), ("device", "devices")]
+)
+def test_a_keyword_of_train_that_there_is_not_is_answered_with_the_nearest(
+    job: Any, name: str, meant: str
+) -> None:
+    with pytest.raises(JobError) as caught:
+        lockstep.train(job, **{name: 2})
+    assert line(caught) == f'{name}: there is no such setting; did you mean "{meant}"?'
+
+
+def test_a_parameter_of_the_job_as_a_keyword_of_train_is_answered_with_set() -> None:
+    with pytest.raises(JobError, match=r'lr: there is no such setting; for .* give set={"lr": '):
+        lockstep.train("a_job.py", lr=0.1)
+
+
+@pytest.mark.parametrize("field", ["optimizer", "lr_scheduler"])
+def test_an_object_in_the_place_of_a_function_is_answered_with_a_function(field: str) -> None:
+    made = plain_sgd(mlp().named_parameters())
+    if field == "lr_scheduler":
+        made = torch.optim.lr_scheduler.StepLR(made, 10)
+    kind = type(made).__name__
+    says = f"^{field}: a function that makes it is expected, not {kind}: write lambda "
+    with pytest.raises(JobError, match=says) as caught:
+        MLP.replace(**{field: made})
+    line(caught)
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "checkpoints", "report"])
+def test_a_run_that_is_not_there_is_answered_with_the_newest(
+    command: str, job: Path, capfd: Any
+) -> None:
+    (job / "runs" / "one").mkdir(parents=True)
+    (job / "runs" / "one" / "config.json").write_text("{}")
+    assert main([command, "runs/none"]) == 2
+    said = (
+        "runs/none: no run is kept there (there is no such folder): the newest run in runs is one"
+    )
+    assert said in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("given", [mlp(), Job])
 def test_what_is_no_job_is_said(given: Any) -> None:
     with pytest.raises(

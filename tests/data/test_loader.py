@@ -435,12 +435,15 @@ def test_tuples_in_a_sample_stay_tuples_in_the_batch() -> None:
             (1, 2, 3),
             r"a tuple of 3, \(inputs, targets\) is expected; for several inputs return \(\(a, b\), targets\).*",
         ),
-        ({"x": 1, "y": 2}, r"a dict, \(inputs, targets\) is expected"),
         (
             torch.ones(2),
             r"a Tensor, \(inputs, targets\) is expected; combine tensors of inputs .*",
         ),
         (None, r"None, \(inputs, targets\) is expected"),
+        (
+            {"x": 1, "y": 2},
+            r"a dict of x, y, \(inputs, targets\) is expected; return a pair from .* a collate: .*",
+        ),
     ],
 )
 def test_what_is_no_pair_is_said(sample: Any, said: str) -> None:

@@ -77,7 +77,7 @@ def compare(
         raise DeviceError(
             "compare starts processes of its own on one machine: start it without torchrun"
         )
-    source = with_settings(as_job(job), settings)
+    source = with_settings(as_job(job), settings, compare)
     loaded = the_job(source)
     entries = line_up(strategies, devices, sweep or {}, device_map)
     name = "job"

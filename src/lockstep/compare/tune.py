@@ -133,7 +133,7 @@ def tune(
             "tune tries the settings of one machine, in processes of its own: start it without "
             "torchrun"
         )
-    source = with_settings(as_job(job), settings)
+    source = with_settings(as_job(job), settings, tune)
     devices = devices_for(strategy, devices)
     chosen = _devices.parse(devices)
     count = len(chosen)

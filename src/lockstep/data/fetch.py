@@ -10,7 +10,7 @@ is detected by the generators' states.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -320,7 +320,10 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         except Exception as error:
             raise JobError(f"collate: it raised {told(error)}") from error
         if not _is_pair(made):
-            raise JobError(f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected")
+            raise JobError(
+                f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected"
+                f"{_hint_for(made)}"
+            )
         return made[0], made[1]
 
     for sample in samples:
@@ -353,9 +356,7 @@ _COLLATES: Any = {**default_collate_fn_map, tuple: _tuple_of_batches}
 def _check_pair(sample: Any, name: str) -> None:
     """Refuse a sample that is no ``(inputs, targets)``."""
     if not _is_pair(sample):
-        hint = ""
-        if isinstance(sample, tuple | list) and len(sample) > 2:
-            hint = "; for several inputs return ((a, b), targets), for model(a, b)"
+        hint = _hint_for(sample)
         if isinstance(sample, Tensor):
             hint = "; combine tensors of inputs and targets by TensorDataset(inputs, targets)"
         raise JobError(
@@ -373,8 +374,22 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, tuple | list) and len(value) == 2
 
 
+def _hint_for(value: Any) -> str:
+    """Return what to give in the place of what is no pair; "" where that isn't known."""
+    if isinstance(value, tuple | list) and len(value) > 2:
+        return "; for several inputs return ((a, b), targets), for model(a, b)"
+    if isinstance(value, Mapping):
+        return (
+            "; return a pair from the dataset, or from a collate: its inputs may be a dict, for "
+            "model(**inputs)"
+        )
+    return ""
+
+
 def _shape_of(value: Any) -> str:
-    """Return what a value is, for messages: ``a tuple of 3``."""
+    """Return what a value is, for messages: ``a tuple of 3``, ``a dict of x, y``."""
     if isinstance(value, tuple | list):
         return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
     return "None" if value is None else f"a {type(value).__name__}"

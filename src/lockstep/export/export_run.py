@@ -126,7 +126,7 @@ def export(
         job=job,
         trust=trust_job,
     )
-    trained = _to_export(the_job(with_settings(its, settings)))
+    trained = _to_export(the_job(with_settings(its, settings, export)))
     if trained.loss is None and format != "safetensors":
         raise InputError(
             f"{format}: the job's step function calls the parts of its model, which has no "

@@ -138,7 +138,7 @@ def predict(
     )
     if "batch_size" in settings:
         settings.setdefault("eval_batch_size", settings["batch_size"])
-    its = with_settings(its, settings)
+    its = with_settings(its, settings, predict)
 
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)

@@ -153,7 +153,8 @@ class RunFolder:
             why = "it is a file" if os.path.exists(path) else "there is no such folder"
             if os.path.isdir(path):
                 why = "it has no config.json" if os.access(path, os.X_OK) else "it can't be read"
-            raise FolderError(f"{path}: no run is kept there ({why})")
+            fix = _newest_in(folder.path.parent)
+            raise FolderError(f"{path}: no run is kept there ({why})", fix=fix)
         return folder
 
     def write_json(self, path: Path, value: Any) -> None:
@@ -259,6 +260,12 @@ class RunFolder:
     def remove(self) -> None:
         """Take the folder away: nothing was trained."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _newest_in(folder: Path) -> str:
+    """Name the newest run of a folder of runs; "" where there is none."""
+    times = {config.stat().st_mtime: config.parent for config in folder.glob("*/config.json")}
+    return f"the newest run in {folder} is {times[max(times)].name}" if times else ""
 
 
 def _wrong_in(config: dict[str, Any]) -> str | None:

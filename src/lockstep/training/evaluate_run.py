@@ -68,7 +68,7 @@ def evaluate(
         ``"clean/loss"`` and so on; ``"loss"`` is then that of the first.
     """
     file: Path | None = None
-    if isinstance(what, Run) or (isinstance(what, str | Path) and os.path.isdir(what)):
+    if isinstance(what, Run) or (isinstance(what, str | Path) and not _is_job_file(what)):
         evaluated, file = trained_of(
             what,
             best=best,
@@ -90,12 +90,16 @@ def evaluate(
             parameters = {**evaluated.parameters, **job_parameters}
             evaluated = dataclasses.replace(evaluated, parameters=parameters)
 
-    evaluated = with_settings(evaluated, settings)
+    evaluated = with_settings(evaluated, settings, evaluate)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
     plan = _Evaluation(evaluated, choose(strategy, chosen), file)
     with Display() as display:
         return on_devices(evaluate_on, plan, chosen, backend, None, display)
+
+
+def _is_job_file(path: str | Path) -> bool:
+    return Path(path).suffix == ".py" and not os.path.isdir(path)
 
 
 def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:

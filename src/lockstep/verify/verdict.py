@@ -73,7 +73,7 @@ def verify(
         )
 
     began = time.perf_counter()
-    source = with_settings(as_job(job), settings)
+    source = with_settings(as_job(job), settings, verify)
 
     devices = devices_for(strategy, devices)
     is_single = strategy in ("single", Single())

@@ -78,7 +78,7 @@ def partition(
     if microbatches < 1:
         raise StrategyError(f"partition: {microbatches} micro-batches; there is at least one")
     chosen = _devices.parse(devices)
-    asked = with_settings(as_job(job), settings)
+    asked = with_settings(as_job(job), settings, partition)
     loaded = the_job(asked)
     loaded = loaded.replace(accumulate=loaded.accumulate * microbatches)
     schedule = one_f_one_b(len(chosen), microbatches)
