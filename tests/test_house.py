@@ -205,9 +205,9 @@ TOTAL = 268_443
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_955,
-    "compare": 14_927,
-    "data": 12_365,
-    "export": 5_633,
+    "compare": 14_931,
+    "data": 12_405,
+    "export": 5_635,
     "launch": 21_509,
     "map": 5_348,
     "model": 19_622,

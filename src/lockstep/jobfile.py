@@ -188,7 +188,8 @@ def with_settings(
     known = [field.name for field in dataclasses.fields(Job)]
     for name in settings:
         if name not in known:
-            known += [] if function is None else inspect.signature(function).parameters
+            own = [] if function is None else list(inspect.signature(function).parameters)
+            known = list(dict.fromkeys([*own, *known]))
             what = nearest(name, known)
             if "set" in known and not near_names(name, known):
                 what = f'for a parameter of the job\'s function give set={{"{name}": ...}}'
