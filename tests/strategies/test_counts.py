@@ -205,6 +205,16 @@ def test_a_loop_of_ones_own_counts_over_all_ranks() -> None:
     assert found == pytest.approx(own_loop(None), rel=BOUND)
 
 
+def test_an_update_whose_count_is_zero_is_skipped_on_all_ranks() -> None:
+    """No word of one batch is masked, so that the share is 0 / 0."""
+    words, targets = data().tensors
+    targets[8:16, :LENGTH] = -100
+    job = job_of("two heads", shuffle=False, nonfinite="skip")
+    job = job.replace(train_data=TensorDataset(words, targets), eval_data=None)
+    found = parity(job, "ddp", "2xcpu")
+    assert found.within(BOUND), str(found)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

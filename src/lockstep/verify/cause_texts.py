@@ -99,8 +99,8 @@ unseeded model
 loss
   the loss is not a mean over samples: its parts, weighted by their counts, don't add up to the
   whole
-  -> return (total, count) from it, each summed over samples; mp and single give it the whole
-  batch
+  -> return (total, count) from it, each summed over samples; or divide by counts= of the whole
+  batch, where it has several means; mp and single give it the whole batch
 
 auxiliary loss
   the loss uses {output}, and this term is not a sum over samples (a loss for load balancing, say)

@@ -411,8 +411,9 @@ def not_additive(
         return LossError(
             f"{loss.name}: the {what} is not a sum over samples{when} "
             f"(whole {of_whole:.6g}, its two parts {first:.6g} and {second:.6g})",
-            fix="return the sum over the items of the batch, and their number; or loss_over="
-            '"batch" for a loss that compares samples; or use single (or mp) without accumulate',
+            fix="return the sum over the items of the batch, and their number; or a share, by "
+            'counts=, of a loss of several means; or loss_over="batch" for a loss that compares '
+            "samples; or use single (or mp) without accumulate",
         )
     sizes = (samples, *coprime_sizes(samples))
     mean, first, second = (total / size for total, size in zip(totals, sizes, strict=True))
