@@ -38,8 +38,9 @@ class Job(Recipe):
             samples, which is checked in every update where batches are cut (or, if a check takes
             long, in every n-th). Not needed where ``step`` is given.
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
-            loss of all samples of the global batch together, as contrastive losses are. For it
-            ``dp``, ``pp`` and ``accumulate`` compute forward twice.
+            loss of all samples of the global batch together, as contrastive losses are. With
+            ``accumulate`` forward runs twice, and ``pp`` keeps the activations of all
+            micro-batches.
         counts: ``counts(targets)`` gives numbers by name, ``{"tokens": ..., "sentences": ...}``. They
             are summed over the global batch, and ``loss(outputs, targets, counts)`` returns its
             share of the loss (docs/jobs.md): several means in one loss, or class frequencies.

@@ -155,11 +155,11 @@ def test_a_loss_over_the_batch_has_the_gradients_of_one_device(
     assert found.within(BOUND), str(found)
 
 
-# ---- what is computed twice ----------------------------------------------------------------------
+# ---- how often forward runs ----------------------------------------------------------------------
 
 
 SEEN: list[Tensor] = []
-"""Outputs, outside of the model: what it holds is put back between the two."""
+"""Outputs, outside of the model: what it holds is put back between two forwards of a sample."""
 
 
 class Watched(Encoder):
@@ -176,49 +176,115 @@ class Watched(Encoder):
         return outputs
 
 
-@pytest.mark.filterwarnings("ignore:BatchNorm", "ignore:dropout")
-@pytest.mark.parametrize(
-    ("strategy", "devices", "forwards", "of_model"),
-    [("single", "1xcpu", 2, 2), ("dp", "2xcpu", 2, 1), ("pp", "2xcpu", 4, 4)],
-)
-def test_the_second_forward_is_the_first_one_again(
-    strategy: str, devices: str, forwards: int, of_model: int
-) -> None:
-    model = Watched()
-    step = lockstep.parallelize(
+def step_of(model: nn.Module, **settings: Any) -> Any:
+    return lockstep.parallelize(
         model,
         simclr,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        strategy=strategy,
-        devices=devices,
         loss_over="batch",
-        accumulate=forwards if strategy == "single" else 1,
+        **settings,
     )
+
+
+@pytest.mark.filterwarnings("ignore:BatchNorm", "ignore:dropout")
+@pytest.mark.parametrize(
+    ("strategy", "accumulate", "forwards", "twice", "of_model"),
+    [
+        ("single", 2, 2, {1, 2, 3}, 2),
+        ("dp", 1, 2, set(), 1),
+        ("dp", 2, 4, {1, 2, 3}, 2),
+        # The first update computes one micro-batch after the other.
+        ("pp", 1, 4, {1}, 4),
+        ("pp", 2, 8, {1, 2, 3}, 8),
+        ("mp", 1, 1, set(), 1),
+    ],
+)
+def test_forward_runs_again_only_where_backward_begins_before_the_last_forward(
+    strategy: str, accumulate: int, forwards: int, twice: set[int], of_model: int
+) -> None:
+    model = Watched()
+    devices = "1xcpu" if strategy == "single" else "2xcpu"
+    step = step_of(model, strategy=strategy, devices=devices, accumulate=accumulate)
     views, kinds = two_views().tensors
     for update in range(1, 4):
         SEEN.clear()
-        result = step(views[:8], kinds[:8])
-        first = sorted(SEEN[:forwards], key=lambda outputs: float(outputs.sum()))
-        again = sorted(SEEN[forwards:], key=lambda outputs: float(outputs.sum()))
-        assert len(first) == len(again) == forwards and all(map(torch.equal, first, again))
+        result = step(views[:16], kinds[:16])
+        first, again = (
+            sorted(outputs, key=lambda outputs: float(outputs.sum()))
+            for outputs in (SEEN[:forwards], SEEN[forwards:])
+        )
+        assert len(first) == forwards and len(again) == forwards * (update in twice)
+        assert all(map(torch.equal, first, again))
         assert int(model.norm.num_batches_tracked) == update * of_model
-        assert result.count == 8 and result.loss > 0
+        assert result.count == 16 and result.loss > 0
 
 
-def outputs_once(world: lockstep.World) -> tuple[int, float]:
-    model = Watched()
-    step = lockstep.parallelize(
-        model, simclr, lambda parameters: torch.optim.SGD(parameters, lr=0.1), loss_over="batch"
-    )
+def outputs_once(world: lockstep.World, strategy: str) -> tuple[list[int], float]:
+    step = step_of(Watched(), strategy=strategy)
     views, kinds = two_views().tensors
-    mine = slice(world.rank, 8, world.size)
-    result = step(views[mine], kinds[mine])
-    return len(SEEN), result.loss
+    mine = slice(world.rank, 16, 2)
+    forwards = []
+    for _ in range(2):
+        SEEN.clear()
+        result = step(views[mine], kinds[mine])
+        forwards.append(len(SEEN))
+    return forwards, result.loss
 
 
-def test_ranks_with_one_local_batch_each_compute_forward_once() -> None:
-    (first, loss), (second, other) = lockstep.launch(outputs_once, devices="2xcpu")
-    assert first == second == 1 and loss == other
+@pytest.mark.parametrize(
+    ("strategy", "devices", "each", "forwards"),
+    [("ddp", "2xcpu", 1, [1, 1]), ("ddp=2xpp=2", "4xcpu", 2, [8, 4])],
+)
+def test_ranks_compute_forward_once(
+    strategy: str, devices: str, each: int, forwards: list[int]
+) -> None:
+    (first, loss), (second, other) = lockstep.launch(
+        outputs_once, devices=devices, devices_per_rank=each, args=(strategy,)
+    )
+    assert first == second == forwards and loss == other
+
+
+class FailsOnZeros(Encoder):
+    def forward(self, views: Tensor) -> Tensor:
+        if not views.any():
+            raise ValueError("these views are empty")
+        return super().forward(views)
+
+
+def fails_on_negative(outputs: Tensor, kinds: Tensor) -> Tensor:
+    if kinds.min() < 0:
+        raise ValueError("this kind is negative")
+    return simclr(outputs, kinds)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+def test_an_error_ends_the_waiting_of_the_others(strategy: str) -> None:
+    step = lockstep.parallelize(
+        FailsOnZeros(),
+        fails_on_negative,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        strategy=strategy,
+        devices="2xcpu",
+        loss_over="batch",
+    )
+    views, kinds = two_views()[:8]
+    step(views, kinds)
+    for rows in (slice(4, 8), slice(0, 4)):
+        wrong = views.clone()
+        wrong[rows] = 0
+        with pytest.raises(ValueError, match="these views are empty"):
+            step(wrong, kinds)
+    with pytest.raises(ValueError, match="this kind is negative"):
+        step(views, kinds - 1)
+    assert step(views, kinds).count == 8
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices", "accumulate"), [("dp", "2xcpu", 1), ("single", "1xcpu", 2)]
+)
+def test_verify_counts_each_sample_once(strategy: str, devices: str, accumulate: int) -> None:
+    job = job_of("simclr", accumulate=accumulate)
+    assert lockstep.verify(job, strategy=strategy, devices=devices).equal
 
 
 # ---- loops of one's own --------------------------------------------------------------------------

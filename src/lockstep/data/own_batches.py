@@ -81,7 +81,7 @@ def parts_of(part: Part, sizes: Sequence[int]) -> list[Part]:
             some = nest
         elif size:
             some = cut(nest, start, size, part.size)
-        parts.append(Part(*some, size, part.of))
+        parts.append(Part(*some, size, part.of, start=part.start + start))
         start += size
     return parts
 

@@ -77,6 +77,8 @@ class Part:
         size: samples of this share.
         of: samples of the whole micro-batch, all shares together.
         samples: the indices of this share in the dataset, where they are known.
+        start: how many samples of this process come before, where the loss is one over the whole
+            batch; -1 for samples of another rank.
     """
 
     inputs: Any
@@ -84,6 +86,7 @@ class Part:
     size: int
     of: int
     samples: Tensor | None = None
+    start: int = -1
 
 
 @dataclass(slots=True, eq=False)

@@ -106,7 +106,12 @@ class MicroBatch:
         self._skip_to(len(self.route))
 
     def turn_back(self) -> None:
-        """End forward and loss: backward is to begin where they ended."""
+        """End forward and loss: backward is to begin where they ended.
+
+        A loss that waits for other micro-batches has done so itself.
+        """
+        if self.kind == "B":
+            return
         last = self.stage or 0
         self._leave()
         self.kind = "B"

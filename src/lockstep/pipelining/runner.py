@@ -31,7 +31,7 @@ from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.device_turns import Aborted, Turns
 from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
-from lockstep.pipelining.schedule import Key, Route, Schedule, merged, orders_of
+from lockstep.pipelining.schedule import Key, Route, Schedule, is_forward_first, merged, orders_of
 from lockstep.pipelining.stage_threads import StageThreads
 from lockstep.pipelining.timeline import Action, Span, Timeline
 from lockstep.tensors.seeding import states
@@ -115,6 +115,12 @@ class Runner:
         if self.overlaps:
             return self._overlapped(work)
         return self._alone(functools.partial(self._in_turn, work))
+
+    def computes_forwards_first(self, count: int) -> bool:
+        """Return whether no backward of the next ``count`` micro-batches precedes a forward."""
+        if count < 2:
+            return count == 1
+        return self._overlap.allowed and is_forward_first(self.schedule(count))
 
     def evaluate(self, compute: Callable[[], T]) -> T:
         """Compute what calls the model, each layer on the device of its stage, without backward."""

@@ -134,6 +134,17 @@ def interleaved(devices: int, microbatches: int, chunks: int = 2) -> Schedule:
     return schedule
 
 
+def forwards_first(schedule: Schedule) -> Schedule:
+    """Move each device's forwards before its backwards, both in their order."""
+    return [sorted(order, key=lambda action: action.kind == "B") for order in schedule]
+
+
+def is_forward_first(schedule: Schedule) -> bool:
+    """Return whether every forward comes before the first backward."""
+    kinds = [action.kind for action in schedule[-1]]
+    return "B" not in kinds[: len(kinds) // 2]
+
+
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -238,8 +249,7 @@ def _greedy(
         schedule: of a straight route.
         microbatches: how many.
     """
-    kinds = [action.kind for action in schedule[-1]]
-    forward_first = microbatches > 1 and "B" not in kinds[: len(kinds) // 2]
+    forward_first = microbatches > 1 and is_forward_first(schedule)
     forwards = [i for i, visit in enumerate(route) if visit.kind == "F"]
     most = microbatches
     if not forward_first:

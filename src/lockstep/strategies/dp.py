@@ -110,6 +110,8 @@ class DPStep(Step):
         self._waits_in_backward = exchange is not None
         if exchange is not None:
             self.copies.pool.on_abort.append(exchange.abort)
+        if self.whole_batch is not None:
+            self.copies.pool.on_abort.append(self.whole_batch.abort)
         self._begin_streams(job.seed, world.step)
         if len(world.devices) > 1:
             self.loss.call_one_at_a_time()

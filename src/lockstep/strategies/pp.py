@@ -38,7 +38,13 @@ from lockstep.pipelining.planner.partition import capacities, even_split, found_
 from lockstep.pipelining.planner.plan import NUMBERS, Choice, planned
 from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
+from lockstep.pipelining.schedule import (
+    Schedule,
+    forwards_first,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
 from lockstep.pipelining.stage_layers import StagedModel
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
@@ -224,7 +230,7 @@ class PP(Strategy):
         job = self.seen_by_a_replica(job)
         if chunks == 1 and not self._is_open:
             cut = job.replace(accumulate=self.num_microbatches(job))
-            order = _order_of(self, len(devices))
+            order = _order_of(self, len(devices), job)
             schedule = order(number)
             return found_for(cut, devices, schedule, capacity), None
 
@@ -298,7 +304,7 @@ class PP(Strategy):
         # Stages go over the devices in turn.
         places = list(range(devices)) * each
         staged = StagedModel(model, found, list(world.devices) * each)
-        runner = Runner(model, world, _order_of(self, devices), places)
+        runner = Runner(model, world, _order_of(self, devices, job), places)
         optimizer = build_optimizer(job, model)
         cut = job.replace(accumulate=self.num_microbatches(job))
         return self.step_of(
@@ -408,8 +414,15 @@ class MP(PP):
         super().__post_init__()
 
 
-def _order_of(way: PP, devices: int) -> Callable[[int], Schedule]:
-    """Give the function that makes a schedule of a number of micro-batches."""
+def _order_of(way: PP, devices: int, job: Recipe) -> Callable[[int], Schedule]:
+    """Give the function that makes a schedule of a number of micro-batches.
+
+    A loss over the whole batch needs all forwards first. With ``accumulate`` not all micro-batches
+    may fit in memory, so forward runs twice.
+    """
+    if job.loss_over == "batch" and job.accumulate == 1:
+        plain = _order_of(way, devices, job.replace(loss_over="samples"))
+        return lambda microbatches: forwards_first(plain(microbatches))
     if way.schedule == "interleaved":
         return partial(interleaved, devices, chunks=way.chunks_on(devices))
     if way.schedule == "gpipe":

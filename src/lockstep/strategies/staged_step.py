@@ -92,6 +92,8 @@ class StagedStep(Step):
         super().__init__(model, optimizer, job, world)
         self.staged = staged
         self.runner = runner
+        if self.whole_batch is not None:
+            self.whole_batch.runner = runner
         self._is_small = False
         # On accelerators a device's time is not its thread's, which only queues work.
         self.timed = "rank"

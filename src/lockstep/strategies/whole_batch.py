@@ -1,15 +1,21 @@
 """WholeBatch: a loss over all samples of a global batch, whose outputs are on several devices, or
 come one micro-batch after the other (``loss_over="batch"``).
 
-::
+Where all local batches of a process are computed before the first backward, forward runs once. The
+first one computes the loss of all outputs, the others wait::
+
+    replica 0 of dp   forward     | loss of all, G | backward from sum(outputs * G)
+    replica 1 of dp   forward | waits              | backward from sum(outputs * G)
+
+G is the gradient of the loss with respect to the outputs. Ranks also gather the outputs of all
+ranks, and each computes the loss. Otherwise (``accumulate``) forward runs twice::
 
     1. outputs of each local batch and micro-batch, without a graph
-    2. outputs and targets of the global batch, in its order, on every rank
-    3. their loss, and its gradient G with respect to the outputs
-    4. each local batch and micro-batch again, and backward from sum(outputs * G)
+    2. outputs and targets of the global batch, in its order, on every rank; their loss, and G
+    3. each local batch and micro-batch again, and backward from sum(outputs * G)
 
-The gradients of step 4 add up to those of the loss. Step 4 draws the random numbers of step 1, and
-finds the buffers as they were.
+The gradients add up to those of the loss. Step 3 draws the random numbers of step 1, and finds the
+buffers as they were.
 
 Source: gradient caching (Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory
     Limited Setup, 2021, https://arxiv.org/abs/2101.06983).
@@ -18,8 +24,9 @@ Source: gradient caching (Gao et al., Scaling Deep Contrastive Learning Batch Si
 from __future__ import annotations
 
 import dataclasses
-import operator
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +38,8 @@ from lockstep.errors import LossError, StrategyError
 from lockstep.model.losses.loss import Loss
 from lockstep.model.snapshot import Snapshot
 from lockstep.parallel.gather import gathered
+from lockstep.pipelining.microbatch import current
+from lockstep.pipelining.runner import Runner
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import NOTHING
 from lockstep.tensors.pytree import described, each, tensors, to_device
@@ -38,9 +47,6 @@ from lockstep.tensors.rows import has_rows
 
 if TYPE_CHECKING:
     from lockstep.strategies.steps.step import Step
-
-_FAR = 1 << 40
-"""What the samples of one rank are numbered from, times its number."""
 
 _NONE = Loss(0.0, 0)
 """The loss of all local batches but the first."""
@@ -52,9 +58,14 @@ class WholeBatch:
     Args:
         step: the step; every rank has one.
 
+    Attributes:
+        runner: computes the micro-batches of a model in stages; None for other models.
+
     Raises:
         StrategyError: the ranks don't meet in an update.
     """
+
+    runner: Runner | None = None
 
     def __init__(self, step: Step) -> None:
         if not step.together:
@@ -65,11 +76,18 @@ class WholeBatch:
         self._loss = step.loss
         self._home = step.world.device.torch
         self._found = _NONE
+        self._sizes: list[list[int]] = []
+        self._targets: Any = None
+        # By the number of samples before: the size and the outputs of a local batch.
+        self._kept: dict[int, tuple[int, Any]] = {}
+        self._lock = threading.Lock()
+        # Done when all outputs of this process are kept.
+        self._are_here: Future[None] = Future()
+        # Of the loss, with respect to the outputs of this process.
+        self._gradients: Future[list[Tensor]] = Future()
 
     def gradients(self, batch: Batch) -> Loss:
         """Leave the gradient of total / size in every ``parameter.grad``, as `Step.gradients` does.
-
-        Where each rank has one local batch, forward runs once, and its loss does the rest.
 
         Returns:
             The total, the count and the parts of the loss, the same on every rank.
@@ -78,70 +96,119 @@ class WholeBatch:
             LossError: outputs or targets have no row for each sample.
         """
         step = self._step
+        batch = self._begin(batch)
         if self._is_once(batch):
-            self._with_loss(self._among_ranks, step.gradients, batch)
+            self._with_loss(self._awaited, step.gradients, batch)
             return self._found
-        first = step.world.rank * _FAR
-
-        def numbers(start: int, part: Part) -> Tensor:
-            return torch.arange(first + start, first + start + part.size)
-
-        pairs: list[Any] = []
-        sizes: list[list[int]] = []
-        for parts in batch.shares or [batch.parts]:
-            sizes.append([part.size for part in parts])
-            pairs += [(part.size, part.targets) for part in parts if part.size]
-        outputs = self._outputs(_with_targets(batch, numbers))
-        mine = self._differentiated(outputs, self._joined("targets", pairs), sizes)
-
-        def gradients(start: int, part: Part) -> list[Tensor]:
-            return [gradient[start : start + part.size] for gradient in mine]
-
-        self._with_loss(self._product, step.gradients, _with_targets(batch, gradients))
+        kept = []
+        for model in step.models():
+            accelerators = step.draws.accelerators
+            kept.append(Snapshot(model, step._generators(), accelerators, parameters=False))
+        with torch.no_grad():
+            self._with_loss(self._keep, step._local_gradients, batch)
+        for snapshot in kept:
+            snapshot.put_back()
+        self._differentiate()
+        self._with_loss(self._product, step.gradients, batch)
         return self._found
 
+    def abort(self) -> None:
+        """Free the replicas that wait, since another one failed."""
+        error = StrategyError("stopped, because another replica failed")
+        for future in (self._are_here, self._gradients):
+            if not future.done():
+                future.set_exception(error)
+
+    def _begin(self, batch: Batch) -> Batch:
+        """Begin an update; give its batch with local batches that know where they start."""
+        self._are_here, self._gradients = Future(), Future()
+        self._kept.clear()
+        self._sizes = []
+        pairs = []
+        replicas = []
+        start = 0
+        for parts in batch.shares or [batch.parts]:
+            placed = []
+            for part in parts:
+                placed.append(dataclasses.replace(part, start=start))
+                start += part.size
+                if part.size:
+                    pairs.append((part.size, part.targets))
+            replicas.append(placed)
+            self._sizes.append([part.size for part in parts])
+        self._targets = self._joined("targets", pairs)
+        if batch.shares is None:
+            return dataclasses.replace(batch, parts=replicas[0])
+        return dataclasses.replace(batch, shares=replicas)
+
     def _is_once(self, batch: Batch) -> bool:
-        """Return whether each rank has samples, all in one local batch."""
+        """Return whether each rank has samples, and all outputs before its first backward."""
         world = self._step.world
-        if world.size == 1 or len(batch.parts) > 1:
+        if len(batch.parts) == 1:
+            return batch.parts[0].of >= world.size
+        if self.runner is None:
             return False
-        (fewest,) = min(over_ranks(world, batch.parts[0].size))
-        return fewest > 0
+        full = [part for part in batch.parts if part.size]
+        is_once = self.runner.computes_forwards_first(len(full))
+        return min(over_ranks(world, is_once)) == [1]
 
-    def _among_ranks(self, outputs: Any, targets: Any, size: int) -> Loss:
-        """Stand for the loss of the one local batch of this rank."""
-        own = self._joined("outputs", [(size, outputs)])
-        targets = self._joined("targets", [(size, targets)])
-        return self._product(outputs, self._differentiated(own, targets, [[size]]), size)
+    def _keep(self, outputs: Any, part: Part) -> Loss:
+        """Keep the outputs of a local batch of this process, instead of a loss."""
+        if part.start >= 0:
+            self._kept[part.start] = part.size, outputs
+        return Loss(torch.zeros(()), 0)
 
-    def _differentiated(self, outputs: Any, targets: Any, sizes: list[list[int]]) -> list[Tensor]:
-        """Compute the loss of the whole batch, and give its gradients with respect to own outputs.
+    def _awaited(self, outputs: Any, part: Part) -> Loss:
+        """Stand for the loss of a local batch, once all of this process are computed."""
+        with self._lock:
+            self._keep(outputs, part)
+            here = sum(size for size, _ in self._kept.values())
+            if here == sum(map(sum, self._sizes)):
+                self._are_here.set_result(None)
+        microbatch = current()
+        if microbatch is not None:
+            microbatch.turn_back()  # after the last forward
+            if not self._are_here.done():
+                raise StrategyError(
+                    'loss_over="batch": micro-batches pass through the stages in different '
+                    "orders: take mp"
+                )
+        if part.start == 0:
+            self._are_here.result()
+            self._differentiate()
+        return self._product(outputs, part)
 
-        Args:
-            outputs, targets: of this process's samples, in the order of ``_of_all_ranks``.
-            sizes: as ``_of_all_ranks`` takes them.
-
-        Returns:
-            A gradient for each tensor of floating point.
-        """
-        (outputs, targets), places, total = self._of_all_ranks((outputs, targets), sizes)
+    def _differentiate(self) -> None:
+        """Compute the loss of the whole batch, and its gradients with respect to own outputs."""
+        pairs = [self._kept[start] for start in sorted(self._kept)]
+        self._kept.clear()
+        outputs = self._joined("outputs", pairs)
+        (outputs, targets), places, total = self._of_all_ranks(
+            (outputs, self._targets), self._sizes
+        )
         leaves = each(_leaf, outputs)
+        learned = _learned(leaves)
         with torch.enable_grad(), self._step._precision.autocast():
             loss = self._loss(leaves, targets, total)
         self._found = loss.detached()
-        if not loss.total.requires_grad:
+        if loss.total.requires_grad:
+            found = torch.autograd.grad(
+                loss.total, learned, allow_unused=True, materialize_grads=True
+            )
+        else:
             refuse_counted(loss)
-            return [torch.zeros_like(leaf[places]) for leaf in _learned(leaves)]
-        learned = _learned(leaves)
-        found = torch.autograd.grad(loss.total, learned, allow_unused=True, materialize_grads=True)
-        return [gradient[places] for gradient in found]
+            found = tuple(map(torch.zeros_like, learned))
+        self._gradients.set_result([gradient[places] for gradient in found])
 
-    def _product(self, outputs: Any, gradients: list[Tensor], size: int) -> Loss:
-        """Stand for the loss of a local batch: backward from it gives outputs these gradients."""
+    def _product(self, outputs: Any, part: Part) -> Loss:
+        """Stand for the loss of a local batch: backward from it gives outputs their gradients."""
         total = torch.zeros((), device=self._home)
-        for output, gradient in zip(_learned(outputs), gradients, strict=True):
-            total = total + (output * gradient.to(output.device)).sum().to(self._home)
-        return Loss(total, size, dict.fromkeys(self._found.parts, NOTHING))
+        for output, gradient in zip(_learned(outputs), self._gradients.result(), strict=True):
+            mine = torch.zeros_like(output)
+            if part.start >= 0:
+                mine = gradient[part.start : part.start + part.size]
+            total = total + (output * mine.to(output.device)).sum().to(self._home)
+        return Loss(total, part.size, dict.fromkeys(self._found.parts, NOTHING))
 
     def results(self, found: Sequence[tuple[Part, Any]]) -> list[tuple[Any, Any, Loss]]:
         """Give the loss of an evaluation batch with its first local batch, and none with the others.
@@ -164,42 +231,18 @@ class WholeBatch:
         return results
 
     def _with_loss(
-        self, loss: Callable[..., Loss], compute: Callable[[Batch], Any], batch: Batch
+        self,
+        loss: Callable[[Any, Part], Loss],
+        compute: Callable[[Batch], Any],
+        batch: Batch,
     ) -> None:
         """Compute a batch with another loss than the job's."""
         step = self._step
-        step.loss = loss  # type: ignore[assignment]
+        step._stands_in = loss
         try:
             compute(batch)
         finally:
-            step.loss = self._loss
-
-    def _outputs(self, batch: Batch) -> Any:
-        """Compute the outputs of this process's samples; None without samples.
-
-        Args:
-            batch: its targets are the numbers of the samples.
-        """
-        step = self._step
-        found: list[tuple[int, tuple[int, Any]]] = []
-
-        def keep(outputs: Any, numbers: Tensor, size: int) -> Loss:
-            found.append((int(numbers[0]), (size, outputs)))
-            return Loss(torch.zeros(()), 0)
-
-        kept = []
-        for model in step.models():
-            accelerators = step.draws.accelerators
-            kept.append(Snapshot(model, step._generators(), accelerators, parameters=False))
-        with torch.no_grad():
-            self._with_loss(keep, step._local_gradients, batch)
-        for snapshot in kept:
-            snapshot.put_back()
-
-        found.sort(key=operator.itemgetter(0))
-        # A rank without samples of a micro-batch may have computed one of another rank.
-        own = [pair for number, pair in found if number // _FAR == step.world.rank]
-        return self._joined("outputs", own)
+            step._stands_in = None
 
     def _joined(self, name: str, pairs: Sequence[tuple[int, Any]]) -> Any:
         """Join nests of rows, in order, on the first device; None where there are none.
@@ -251,27 +294,6 @@ class WholeBatch:
             return world.all_reduce(made)
 
         return each(of_all, nests), places, total
-
-
-def _with_targets(batch: Batch, make: Callable[[int, Part], Any]) -> Batch:
-    """Copy a batch with other targets.
-
-    Args:
-        batch: of a loader, or of an own loop.
-        make: makes targets of a part, and of the number of this process's samples before.
-    """
-    start = 0
-    replicas = []
-    for parts in batch.shares or [batch.parts]:
-        made = []
-        for part in parts:
-            targets = make(start, part) if part.size else None
-            made.append(dataclasses.replace(part, targets=targets))
-            start += part.size
-        replicas.append(made)
-    if batch.shares is None:
-        return dataclasses.replace(batch, parts=replicas[0])
-    return dataclasses.replace(batch, shares=replicas)
 
 
 def _places(ranks: Sequence[list[list[int]]], rank: int) -> tuple[Tensor, int]:

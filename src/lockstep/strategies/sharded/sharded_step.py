@@ -19,7 +19,6 @@ from lockstep.data import Batch, Part
 from lockstep.errors import InputError
 from lockstep.launch.observer import phase
 from lockstep.launch.world import World
-from lockstep.model.layer_error import explained_call
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.optimizers.gradients import gradient_values, scale_to_norm
 from lockstep.recipe import Recipe
@@ -145,9 +144,7 @@ class ShardedStep(RankStep):
         """
         part = self.placed(part)
         with standing_in(self.model):
-            with self._precision.autocast():
-                outputs = explained_call(self.model, part.inputs)
-                loss = self.loss(outputs, part.targets, part.size)
+            _, loss = self._outputs_and_loss(self.model, part, checks=False, number=self.number)
             self._add_gradient(loss.total, 0)
 
     @phase("computing", "clip")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,6 +121,9 @@ class Step:
 
     _waits_in_backward = False
     """Whether replicas exchange something in backward, so that each has to run backward."""
+
+    _stands_in: Callable[[Any, Part], Loss] | None = None
+    """Instead of the loss, where it is one over the whole batch."""
 
     _shares_parameters = False
     """Whether the replicas of this process have the same parameters."""
@@ -391,7 +395,7 @@ class Step:
             part.inputs, first.torch, self._precision.whole, channels_last=self._channels_last
         )
         targets = to_device(part.targets, last.torch, self._precision.whole)
-        return Part(inputs, targets, part.size, part.of, part.samples)
+        return replace(part, inputs=inputs, targets=targets)
 
     @phase("computing", "forward and loss")
     def _forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
@@ -404,13 +408,14 @@ class Step:
         """
         checks = self.loss_check.is_used and self.loss_check.wants(self._updates)
         outputs, loss = self._outputs_and_loss(model, part, checks=checks, number=self.world.step)
+        if not torch.is_grad_enabled():
+            return loss
         for observer in self.observers:
             observer.forwarded(where, part, outputs)
         if self._waits:
             is_first = self._updates == self.skips.in_a_row + 1
             self.checks.refuse_nonfinite(loss, model, part, outputs, where, first=is_first)
-        learns = bool(self.trained.values) and torch.is_grad_enabled()
-        if learns and not loss.total.requires_grad:
+        if self.trained.values and not loss.total.requires_grad:
             refuse_counted(loss)
             if self._waits_in_backward:
                 loss = with_graph(loss, outputs)
@@ -429,13 +434,15 @@ class Step:
             checks: whether to check the loss.
             number: of the update, for messages; 0 in an evaluation.
         """
-        targets = part.targets
         with self._precision.autocast():
             outputs = explained_call(model, part.inputs)
             if checks:
-                given = copied_nest((outputs, targets))  # the loss may change lists
+                given = copied_nest((outputs, part.targets))  # the loss may change lists
                 before = versions(given)
-            loss = self.loss(outputs, targets, part.size)
+            if self._stands_in is None:
+                loss = self.loss(outputs, part.targets, part.size)
+            else:
+                loss = self._stands_in(outputs, part)
             if checks and versions(given) == before:
                 wrong = self.loss_check(*given, loss, part.size, step=number, waits=self._waits)
                 if wrong is not None:
