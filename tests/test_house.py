@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 269_000
+TOTAL = 268_953
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,14 +210,14 @@ TOKENS = {
     "export": 5_635,
     "launch": 21_509,
     "map": 5_348,
-    "model": 19_623,
+    "model": 19_630,
     "parallel": 14_092,
     "pipelining": 24_211,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_693,
+    "strategies": 54_639,
     "tensors": 8_653,
     "threads": 7_182,
     "top": 8_044,

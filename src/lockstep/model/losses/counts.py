@@ -11,6 +11,7 @@ A loss of several means has several counts, so it isn't one (total, count).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from lockstep.errors import JobError
 from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import tensors, to_device
 
+Shapes = dict[str, tuple[int, ...]]
+"""The shapes of numbers, by name; most are scalars, ()."""
+
 NUM_ITEMS = "num_items_in_batch"
 """The number that a model of transformers divides the loss by, if it is given this argument."""
 
@@ -32,12 +36,12 @@ class Counts:
     """The numbers of a batch, or of a part of it.
 
     Attributes:
-        shapes: of the numbers, by name; most are scalars.
+        shapes: of the numbers.
         sums: float64: how many samples there are, and then the elements of all numbers.
         work: sums them over the ranks, where there are several.
     """
 
-    shapes: Mapping[str, torch.Size]
+    shapes: Shapes
     sums: Tensor
     work: dist.Work | None = None
 
@@ -65,7 +69,7 @@ class Counts:
             raise JobError(
                 f"counts: a dict of numbers by name is expected, not a {type(numbers).__name__}"
             )
-        shapes = {}
+        shapes: Shapes = {}
         flat = [_scalar(samples, home).flatten()]
         for name in sorted(numbers):
             value = numbers[name]
@@ -76,7 +80,7 @@ class Counts:
                 )
             if not isinstance(value, Tensor):
                 value = _scalar(value, home)
-            shapes[name] = value.shape
+            shapes[name] = tuple(value.shape)
             flat.append(to_device(value.detach(), home, torch.float64).double().flatten())
         return cls(shapes, torch.cat(flat))
 
@@ -97,8 +101,7 @@ class Counts:
         is_double = any(tensor.dtype == torch.float64 for tensor in tensors(nest))
         dtype = torch.float64 if is_double else torch.float32
         sums = to_device(self.sums, place_of(nest), dtype)
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        samples, *numbers = sums.split([1, *sizes])
+        samples, *numbers = sums.split([1, *map(math.prod, self.shapes.values())])
         found = {}
         for (name, shape), number in zip(self.shapes.items(), numbers, strict=True):
             found[name] = number.view(shape)

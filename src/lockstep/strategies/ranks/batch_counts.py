@@ -9,6 +9,7 @@ batch has the total share * n, and its samples as the count: the weighting is th
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from lockstep.data import Batch
 from lockstep.errors import JobError, StrategyError
-from lockstep.model.losses.counts import Counts
+from lockstep.model.losses.counts import Counts, Shapes
 from lockstep.model.losses.model_loss import model_loss
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class BatchCounts:
         self._home = step.world.device.torch
         if self._home.type == "mps":  # which has no float64
             self._home = torch.device("cpu")
-        self._shapes: dict[str, torch.Size] | None = None
+        self._shapes: Shapes | None = None
 
     def begin(self, batch: Batch) -> None:
         """Count in a batch, and begin to sum over the ranks; every rank calls this.
@@ -61,11 +62,11 @@ class BatchCounts:
         Raises:
             JobError: some samples have other numbers than others.
         """
-        parts = list(itertools.chain(*(batch.shares or [batch.parts])))
-        parts = [part for part in parts if part.size]
+        shares = batch.shares or [batch.parts]
+        parts = [part for share in shares for part in share if part.size]
         found = [self._counts(part.targets, part.size) for part in parts]
         shapes = self._agreed([one.shapes for one in found])
-        elements = sum(shape.numel() for shape in shapes.values())
+        elements = sum(map(math.prod, shapes.values()))
         sums = torch.zeros(1 + elements, dtype=torch.float64, device=self._home)
         for one in found:
             sums += one.sums
@@ -95,7 +96,7 @@ class BatchCounts:
     def _counts(self, targets: Any, samples: int) -> Counts:
         return Counts.of(self._function, targets, samples, self._home)
 
-    def _agreed(self, found: list[Any]) -> dict[str, torch.Size]:
+    def _agreed(self, found: list[Shapes]) -> Shapes:
         """Give the names and shapes of the first samples of any rank, which all samples have."""
         if self._shapes is None:
             every = itertools.chain(*self._step.world.gather_objects(found))
@@ -104,12 +105,8 @@ class BatchCounts:
         for shapes in found:
             if shapes != agreed:
                 raise JobError(
-                    f"counts: some samples have {_described(shapes)}, and others "
-                    f"{_described(agreed)}: return all numbers for any samples, of one shape, and "
-                    "0 where there is nothing to count"
+                    f"counts: some samples have numbers of shapes {shapes}, and others {agreed}: "
+                    "return all numbers for any samples, always of one shape, and 0 where there is "
+                    "nothing to count"
                 )
         return agreed
-
-
-def _described(shapes: dict[str, torch.Size]) -> str:
-    return ", ".join(f'"{name}" {tuple(shape)}' for name, shape in shapes.items()) or "none"
