@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 268_953
+TOTAL = 269_075
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -220,8 +220,8 @@ TOKENS = {
     "strategies": 54_639,
     "tensors": 8_653,
     "threads": 7_182,
-    "top": 8_044,
-    "training": 28_999,
+    "top": 8_067,
+    "training": 29_098,
     "verify": 13_712,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -250,7 +250,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_499
+    assert bars.lines_of_the_reading_path() <= 2_506
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

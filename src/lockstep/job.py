@@ -113,6 +113,9 @@ class Job(Recipe):
         eval_every: evaluate every N steps (``100``) or epochs (``"2 epochs"``, ``"0.25 epochs"``),
             or after a time (``"10 min"``) (None: at the end of each epoch). The last step is
             evaluated anyway.
+        eval_at_start: also evaluate before the first update.
+        eval_batches: the number of batches of each evaluation set that a training evaluates, its
+            first ones (None: all). ``lockstep evaluate`` has all, unless it is given there.
         save_every: save a checkpoint every N steps or epochs, or after a time, as in ``eval_every``
             (None: at the end of each epoch). With steps or a time, the end of each epoch is saved,
             too.
@@ -154,6 +157,8 @@ class Job(Recipe):
     eval_batch_size: int | None = None
     log_every: int | str | None = None
     eval_every: int | str | None = None
+    eval_at_start: bool = False
+    eval_batches: int | None = None
     save_every: int | str | None = None
     best: str | None = None
     keep: int = 2

@@ -18,7 +18,16 @@ from typing import Any, Literal
 
 from lockstep.errors import JobError
 
-_POSITIVE = {"batch_size", "epochs", "steps", "accumulate", "clip_norm", "eval_batch_size", "keep"}
+_POSITIVE = {
+    "batch_size",
+    "epochs",
+    "steps",
+    "accumulate",
+    "clip_norm",
+    "eval_batch_size",
+    "eval_batches",
+    "keep",
+}
 """Settings that are above zero; other numbers may be zero."""
 
 

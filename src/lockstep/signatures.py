@@ -62,6 +62,8 @@ class JobFields(UpdateFields, total=False):
     eval_batch_size: int | None
     log_every: int | str | None
     eval_every: int | str | None
+    eval_at_start: bool
+    eval_batches: int | None
     save_every: int | str | None
     best: str | None
     keep: int

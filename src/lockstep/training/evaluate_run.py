@@ -90,7 +90,7 @@ def evaluate(
             parameters = {**evaluated.parameters, **job_parameters}
             evaluated = dataclasses.replace(evaluated, parameters=parameters)
 
-    evaluated = with_settings(evaluated, settings, evaluate)
+    evaluated = with_settings(evaluated, {"eval_batches": None, **settings}, evaluate)
     chosen = _devices.parse(devices_for(strategy, devices))
     check_backend(backend, chosen)
     plan = _Evaluation(evaluated, choose(strategy, chosen), file)
@@ -115,7 +115,7 @@ def evaluate_on(world: World, plan: _Evaluation) -> dict[str, float]:
     say_what_collates(job, step)
     if not any(map(is_stream, sets.values())):
         try_out(step, loaders, job)
-    values = evaluate_sets(step, loaders, job, checks=True)
+    values = evaluate_sets(step, loaders, job, checks=True, most=job.eval_batches)
     for loader in loaders.values():
         loader.close()
     return values

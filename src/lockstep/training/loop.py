@@ -92,7 +92,7 @@ class _Training:
         self.setup = Setup(world, plan, job, folder)
         self.step = self.setup.step
         self.loader = self.setup.loader
-        self.progress = TrainingProgress(self.setup.epochs, job.steps)
+        self.progress = TrainingProgress(self.setup.epochs, job.steps, owed=job.eval_at_start)
         self.records = UpdateRecords(self.setup, self.progress)
 
         self.has_evaluated = False
@@ -363,7 +363,9 @@ class _Training:
         """Evaluate this step, with the weights that callbacks put in place."""
         loaders = self.setup.eval_loaders
         evaluate = functools.partial(evaluate_sets, self.step, loaders, self.job, prefix="eval_")
-        values = self.callbacks.values_of(lambda: evaluate(checks=not self.has_evaluated))
+        checks = not self.has_evaluated
+        most = self.job.eval_batches
+        values = self.callbacks.values_of(lambda: evaluate(checks=checks, most=most))
         self.has_evaluated = True
         self.progress.end_evaluation(values)
         self.triggers.done(EVALUATE)

@@ -161,4 +161,5 @@ class TrainingProgress:
     def end_evaluation(self, values: Mapping[str, float]) -> None:
         """Note that this step was evaluated."""
         self.owed = False
-        self.judged = values.get("eval_loss")
+        if self.step:  # a scheduler goes by what was trained
+            self.judged = values.get("eval_loss")

@@ -273,7 +273,7 @@ def write_summary(
         if loader.samples is None or eval_samples is None:
             eval_samples = None
         else:
-            eval_samples += loader.samples
+            eval_samples += _evaluated(loader.samples, job)
 
     summary = {
         "strategy": setup.plan.strategy.name,
@@ -307,3 +307,10 @@ def write_summary(
         world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words)}"))
 
     return summary
+
+
+def _evaluated(samples: int, job: Job) -> int:
+    """Return how many of the samples of an evaluation set are evaluated."""
+    if job.eval_batches is None:
+        return samples
+    return min(samples, job.eval_batches * (job.eval_batch_size or job.batch_size))

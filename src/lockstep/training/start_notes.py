@@ -242,6 +242,8 @@ _MAY_CHANGE = (
     "steps",
     "log_every",
     "eval_every",
+    "eval_at_start",
+    "eval_batches",
     "save_every",
     "keep",
     "loader_workers",

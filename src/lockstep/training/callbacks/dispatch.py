@@ -386,11 +386,11 @@ def _refuse_evaluations(job: Job) -> None:
             f'best: "{metric}" comes from evaluations, and the job has no eval_data: give '
             'eval_data, or take "train_loss:min"'
         )
-    if job.eval_every is not None:
-        raise JobError(
-            "eval_every: the job has no eval_data to evaluate: give eval_data, or leave eval_every "
-            "out"
-        )
+    for name in ("eval_every", "eval_at_start", "eval_batches"):
+        if getattr(job, name):
+            raise JobError(
+                f"{name}: the job has no eval_data to evaluate: give eval_data, or leave {name} out"
+            )
 
 
 def _refuse_same_output(callbacks: Iterable[Callback]) -> None:
