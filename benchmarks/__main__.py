@@ -25,6 +25,7 @@ from benchmarks.pipelining import PIPELINING
 from benchmarks.sharding import SHARDING
 from benchmarks.sparse import sparse
 from benchmarks.timing import HERE, Benchmark, Ratio, by_python, by_torchrun, rate, run, torchrun
+from benchmarks.uneven_devices import UNEVEN
 from lockstep.launch.devices import Device, slots, usable_cores
 from lockstep.tensors.allocator import prepare
 
@@ -174,6 +175,7 @@ BENCHMARKS = {
     ),
     **PIPELINING,
     **SHARDING,
+    **UNEVEN,
 }
 
 

@@ -9,6 +9,7 @@ training aren't touched.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import statistics
 import time
@@ -57,6 +58,7 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
 
     samples = max(1, job.batch_size // job.accumulate // world.size)
     seconds = _seconds_here(strategy, job.replace(batch_size=samples), world)
+    gc.collect()  # a step refers to itself: its memory would be kept for a while
     nanoseconds = [max(1, round(1e9 * each)) for each in seconds]
     every: list[int] = []
     for of_rank in over_ranks(world, *nanoseconds):
@@ -94,7 +96,7 @@ def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
 
 def _compute(step: Step, batch: Batch, clock: _Clock) -> None:
     """Run forward, loss and backward of a batch once, timed."""
-    if clock in step.observers:
+    if step.observers:
         step.gradients(batch)
         return
     with clock.replica(0):
@@ -110,8 +112,9 @@ class _Clock(Observer):
 
     def __init__(self, world: World) -> None:
         self._devices = world.devices
+        self._has_threads = world.data.local_batches > 1
         self.seconds: dict[int, list[float]] = defaultdict(list)
-        if world.data.local_batches > 1:  # a thread for each, which observers are told of
+        if self._has_threads:  # of which observers are told
             world.observers.append(self)
 
     @contextmanager
@@ -119,10 +122,8 @@ class _Clock(Observer):
         """Time the work of a replica."""
         began = time.perf_counter()
         yield
-        self._wait()
-        self.seconds[number].append(time.perf_counter() - began)
-
-    def _wait(self) -> None:
-        for device in self._devices:
+        devices = self._devices[number : number + 1] if self._has_threads else self._devices
+        for device in devices:
             if not device.is_slot:
                 torch.accelerator.synchronize(device.index)
+        self.seconds[number].append(time.perf_counter() - began)
