@@ -200,7 +200,7 @@ class Uneven(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         here = world.current()
         slower = here is not None and here.devices[0].index == 1
-        time.sleep(len(x) * (1.5e-3 if slower else 0.5e-3))
+        time.sleep(len(x) * (6e-3 if slower else 1e-3))
         self.calls += 1
         return self.layer(self.dropout(x))
 
@@ -229,7 +229,7 @@ def test_auto_gives_a_slower_rank_less_and_the_run_keeps_it(tmp_path: Path, caps
     way: Any = {"strategy": DDP(shares="auto"), "devices": "2xcpu"}
     run = train(job, **way, folder=tmp_path)
     faster, slower = shares_of(run)
-    assert 1.5 < faster / slower < 6, "three times, but for a busy machine"
+    assert faster > 1.5 * slower, "six times, but for a busy machine"
     assert run.summary["shares"] == weighted_sizes(16, [faster, slower])
     text = capsys.readouterr().out
     assert f"shares {faster},{slower}: forward and backward of 8 samples take" in text
