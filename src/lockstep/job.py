@@ -6,7 +6,7 @@ The command line has the same names and wins; there is no third place where a se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,6 +73,12 @@ class Job(Recipe):
         order: ``order(epoch)`` gives the indices to go through, instead of a permutation: weighted,
             grouped by length, ... It draws from the global generators, which are seeded by ``(seed,
             epoch)``.
+        batches: ``batches(epoch)`` gives the global batches of an epoch, each a list of indices of
+            any length; it draws as ``order`` does. A list or a sampler is taken whole; of a
+            generator the number of batches isn't known. ``shuffle`` isn't used, and ``batch_size``
+            is the size of evaluation batches then (docs/jobs.md).
+        cut_by: the cost of each sample, or a function of its index. Local batches and micro-batches
+            of training have like costs then, not like numbers of samples.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
         accumulate: the number of micro-batches that each global batch is cut into.
         clip_norm: the largest norm of all gradients together (None: no clipping).
@@ -153,6 +159,8 @@ class Job(Recipe):
     metrics: Mapping[str, Any] = field(default_factory=dict)
     shuffle: bool = True
     order: Callable[[int], Sequence[int] | torch.Tensor] | None = None
+    batches: Callable[[int], Iterable[Sequence[int] | torch.Tensor]] | None = None
+    cut_by: Callable[[int], float] | Sequence[float] | torch.Tensor | None = None
     collate: Callable[[list[Any]], tuple[Any, Any]] | None = None
     eval_batch_size: int | None = None
     log_every: int | str | None = None
@@ -174,7 +182,9 @@ class Job(Recipe):
         for name in ("log_every", "eval_every", "save_every"):
             Every.read(getattr(self, name), name)
         super().__post_init__()
-        refuse_uncallable(self, "lr_scheduler", "order", "collate")
+        refuse_uncallable(self, "lr_scheduler", "order", "batches", "collate")
+        if self.order is not None and self.batches is not None:
+            raise JobError("order: batches gives the order of samples, too: leave order out")
         if self.train_data is None:
             raise JobError(
                 "train_data: there is none; give a dataset of (inputs, targets), or a callable "
@@ -191,23 +201,12 @@ class Job(Recipe):
                 "save_frozen: with false, frozen weights come from model only: load them there, "
                 "not by init"
             )
-        self._check_scheduler()
+        refuse_other_kind(self, "lr_scheduler")
         if self.eval_data is not None and self.loss is None:
             raise JobError(
                 "eval_data: with step=, give a loss(outputs, targets) to evaluate too, and a "
                 "model with a forward"
             )
-
-    def _check_scheduler(self) -> None:
-        refuse_other_kind(self, "lr_scheduler")
-        if not isinstance(self.lr_scheduler, Mapping) or not isinstance(self.optimizer, Mapping):
-            return
-        for name in sorted(self.lr_scheduler):
-            if name not in self.optimizer:
-                raise JobError(
-                    f"lr_scheduler: there is no optimizer {name!r}, only "
-                    f"{', '.join(self.optimizer)}"
-                )
 
     @property
     def settings(self) -> dict[str, Any]:

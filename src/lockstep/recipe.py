@@ -185,7 +185,7 @@ def refuse_uncallable(recipe: Recipe, *names: str) -> None:
 
 
 def refuse_other_kind(recipe: Recipe, name: str) -> None:
-    """Refuse a dict without ``step``, and a function with it.
+    """Refuse a dict without ``step``, a function with it, and what is for no optimizer of a dict.
 
     Raises:
         JobError: with which of the two fits.
@@ -197,3 +197,9 @@ def refuse_other_kind(recipe: Recipe, name: str) -> None:
             'function without it: optimizer={"generator": ..., "discriminator": ...}, '
             "step=function"
         )
+    if isinstance(value, Mapping) and isinstance(recipe.optimizer, Mapping):
+        for key in sorted(value):
+            if key not in recipe.optimizer:
+                raise JobError(
+                    f"{name}: there is no optimizer {key!r}, only {', '.join(recipe.optimizer)}"
+                )

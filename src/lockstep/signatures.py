@@ -9,7 +9,7 @@ takes from the class itself.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 if TYPE_CHECKING:
@@ -58,6 +58,8 @@ class JobFields(UpdateFields, total=False):
     metrics: Mapping[str, Any]
     shuffle: bool
     order: Callable[[int], Any] | None
+    batches: Callable[[int], Iterable[Any]] | None
+    cut_by: Any
     collate: Callable[[list[Any]], Any] | None
     eval_batch_size: int | None
     log_every: int | str | None
@@ -84,6 +86,8 @@ class LoaderFields(TypedDict, total=False):
     seed: int
     shuffle: bool
     order: Callable[[int], Any] | None
+    batches: Callable[[int], Iterable[Any]] | None
+    cut_by: Any
     collate: Callable[[list[Any]], Any] | None
     workers: int | None
     device: torch.device | Sequence[torch.device] | None

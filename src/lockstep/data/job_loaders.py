@@ -6,6 +6,7 @@ import warnings
 from typing import Any, Unpack
 
 from lockstep.data.fingerprint import same_on_every_rank
+from lockstep.data.listed_batches import ListLoader
 from lockstep.data.loader import AnyLoader, Loader
 from lockstep.data.source import is_stream, resolve
 from lockstep.data.stream import StreamLoader
@@ -52,8 +53,15 @@ def batches(dataset: Any, batch_size: int, **settings: Unpack[LoaderFields]) -> 
             warnings.warn(f"collate gets each device's local batch, {OF_COLLATE}", stacklevel=2)
 
     dataset = resolve(dataset, world or World(), settings.get("name") or "train_data")
-    kind = StreamLoader if is_stream(dataset) else Loader
-    return kind(dataset, batch_size=batch_size, **settings)
+    return _loader(dataset, batch_size=batch_size, **settings)
+
+
+def _loader(dataset: Any, **settings: Any) -> AnyLoader:
+    """Return the loader of a dataset, with settings of ``AnyLoader``."""
+    if is_stream(dataset):
+        return StreamLoader(dataset, **settings)
+    kind = Loader if settings.get("batches") is None else ListLoader
+    return kind(dataset, **settings)
 
 
 def eval_loaders(job: Job, world: World, sets: dict[str, Any]) -> dict[str, AnyLoader]:
@@ -82,14 +90,13 @@ def job_loader(
         JobError: the ranks have other data, or a setting is wrong.
     """
     same_on_every_rank(dataset, world, name)
-    kind = StreamLoader if is_stream(dataset) else Loader
     data = world.data
     several = data.local_batches > 1
     batch_size = job.batch_size
     if evaluation and job.eval_batch_size:
         batch_size = job.eval_batch_size
 
-    return kind(
+    return _loader(
         dataset,
         rank=None if several else data.rank,
         world_size=data.local_batches if several else data.size,
@@ -99,6 +106,8 @@ def job_loader(
         seed=job.seed,
         shuffle=job.shuffle and not evaluation,
         order=None if evaluation else job.order,
+        batches=None if evaluation else job.batches,
+        cut_by=None if evaluation else job.cut_by,
         collate=job.collate,
         workers=job.loader_workers,
         device=[device.torch for device in world.devices],

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lockstep.data.copy_ahead import copied_ahead
+from lockstep.data.costs import costs_of
 from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher, Pair, number_of
 from lockstep.data.loader_workers import Workers, workers_here
 from lockstep.data.order import Ascending, Placed, by_person, permutation
-from lockstep.data.shares import Batch, Cutting, Order, over_ranks
+from lockstep.data.shares import Batch, Cutting, Order, Row, over_ranks
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.world import World
@@ -25,6 +26,9 @@ _KEPT = 4
 """States that are kept: of the batch in use, of one that is copied ahead, and of one that shows
 whether more come.
 """
+
+_COMPARED = 64
+"""Samples whose costs are compared between ranks."""
 
 
 class AnyLoader(ABC):
@@ -47,6 +51,10 @@ class AnyLoader(ABC):
             shuffled.
         order: ``order(epoch)`` gives the indices of an epoch instead. It is called under a seed
             made of (seed, epoch), so that every process gets the same. A stream has none.
+        batches: ``batches(epoch)`` gives the global batches of an epoch, each a list of indices;
+            ``batch_size`` isn't used then. A stream has none.
+        cut_by: the cost of each sample, or a function of its index: local batches and micro-batches
+            have like costs, not like numbers of samples. A stream has none.
         collate: makes (inputs, targets) of a list of samples; None is PyTorch's default.
         workers: loader workers for each rank or device; None chooses by the cores and the dataset.
             A stream has at most one: a second one would read the whole stream too.
@@ -77,6 +85,8 @@ class AnyLoader(ABC):
         seed: int = 0,
         shuffle: bool = True,
         order: Callable[[int], Any] | None = None,
+        batches: Callable[[int], Iterable[Any]] | None = None,
+        cut_by: Any = None,
         collate: Collate | None = None,
         workers: int | None = None,
         device: torch.device | Sequence[torch.device] | None = None,
@@ -84,10 +94,12 @@ class AnyLoader(ABC):
         name: str | None = None,
     ) -> None:
         self._cutting = Cutting(batch_size, accumulate, rank, world_size, shares)
-        if order is not None and not callable(order):
-            raise JobError(
-                f"order: a function of the epoch is expected, not a {type(order).__name__}"
-            )
+        for setting, function in (("order", order), ("batches", batches)):
+            if function is not None and not callable(function):
+                kind = type(function).__name__
+                raise JobError(f"{setting}: a function of the epoch is expected, not a {kind}")
+        if order is not None and batches is not None:
+            raise JobError("order: batches gives the order of samples, too: leave order out")
 
         if workers is not None and workers < 0:
             raise JobError(f"loader_workers: {workers}, a whole number from 0 is expected")
@@ -97,6 +109,8 @@ class AnyLoader(ABC):
         self._seed = seed
         self._shuffle = shuffle
         self._by_person = order
+        self._lists_by_person = batches
+        self._cut_by = cut_by
         self._evaluation = evaluation
         self._making = {
             "seed": seed,
@@ -233,10 +247,16 @@ class Loader(AnyLoader):
         self._length = len(self._dataset)
         if not self._length:
             raise JobError(f"{self._name}: it is empty")
+        if self._cut_by is not None:
+            self._cutting.costs = costs_of(self._cut_by, self._length)
 
-        self._held: tuple[int, Order] | None = None  # the last epoch asked for
-        self.samples: int = len(self.orders(0))
+        self._count_samples()
         return Fetcher(self._dataset, **self._making)
+
+    def _count_samples(self) -> None:
+        """Find out how many samples the first epoch has."""
+        self._held: tuple[int, Order] | None = None  # the last epoch asked for
+        self.samples = len(self.orders(0))
 
     @property
     def _held_on(self) -> torch.device | None:
@@ -244,9 +264,10 @@ class Loader(AnyLoader):
 
     def __len__(self) -> int:
         """Return the number of global batches of an epoch (the first)."""
+        assert self.samples is not None
         return -(-self.samples // self._cutting.batch_size)
 
-    def batches_of(self, epoch: int) -> int:
+    def batches_of(self, epoch: int) -> int | None:
         """Return the number of global batches of this epoch: the person's order may give epochs
         of different lengths.
         """
@@ -260,10 +281,13 @@ class Loader(AnyLoader):
             set_epoch(epoch)
             self.renew_workers()
 
-        order = self.orders(epoch)
-        self._compare(epoch, order)
+        if self._cutting.costs is not None:
+            some = torch.arange(0, self._length, -(-self._length // _COMPARED))
+            self._compare("cut_by: the costs", self._cutting.costs(some), "sample")
+
+        rows = self._rows(epoch, start)
         collate = functools.partial(self._fetching.with_parts, epoch)
-        for index, (row, pairs) in enumerate(self._fetched(epoch, start, order), start):
+        for index, (row, pairs) in enumerate(self._fetched(epoch, start, rows), start):
             if self._states is not None:
                 state = state_of(self._dataset)
                 self._keep(epoch, index + 1, state)
@@ -274,32 +298,49 @@ class Loader(AnyLoader):
             batch.collate = collate
             yield batch
 
-    def _fetched(self, epoch: int, start: int, order: Order) -> Iterator[tuple[Any, list[Pair]]]:
+    def _rows(self, epoch: int, start: int) -> Iterator[Row]:
+        """Return the row of each global batch from number ``start`` on."""
+        order = self.orders(epoch)
+        if self._by_person is not None:
+            self._compare(f"order: for epoch {epoch} the indices", order, "epoch")
+        return self._cutting.rows(order, start)
+
+    def _agreed(self, epoch: int, rows: Iterator[Row]) -> Iterator[Row]:
+        """Yield rows that are the same on all ranks."""
+        return rows
+
+    def _fetched(
+        self, epoch: int, start: int, rows: Iterator[Row]
+    ) -> Iterator[tuple[Row, list[Pair]]]:
         """Yield each row, with inputs and targets of its shares that aren't empty."""
-        rows = self._cutting.rows(order, start)
         if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
+            rows = self._agreed(epoch, rows)
             held = self._held_on
-            if held is None:
+            if held is None or self._cuts_each:
                 for row in rows:
                     yield row, self._indexed(row)
                 return
 
-            placed = self._cutting.rows(Placed(order, held), start)
+            placed = self._cutting.rows(Placed(self.orders(epoch), held), start)
             for row, at in zip(rows, placed, strict=True):
                 yield row, self._indexed(at)
             return
 
-        # Loader workers are asked ahead of what is used, so each side has rows of its own.
+        rows, asked = itertools.tee(rows)  # loader workers are asked ahead of what is used
         requests = (
-            (epoch, [share.tolist() for share in shares if len(share)])
-            for _, *shares in self._cutting.rows(order, start)
+            (epoch, [share.tolist() for share in shares if len(share)]) for _, _, *shares in asked
         )
-        yield from zip(rows, self._answers(requests), strict=True)
+        yield from zip(self._agreed(epoch, rows), self._answers(requests), strict=True)
 
-    def _indexed(self, row: tuple[Tensor, ...]) -> list[Pair]:
+    @property
+    def _cuts_each(self) -> bool:
+        """Whether each batch is cut by itself, where its indices are."""
+        return self._cutting.costs is not None
+
+    def _indexed(self, row: Row) -> list[Pair]:
         """Return the rows of a tensor dataset that are the shares of a row."""
         found = []
-        for share in row[1:]:
+        for share in row[2:]:
             if len(share):
                 found.append(self._fetching.indexed(share, self._pin))
         return found
@@ -322,18 +363,24 @@ class Loader(AnyLoader):
             return permutation(self._length, self._seed, epoch)
         return Ascending(self._length)
 
-    def _compare(self, epoch: int, order: Order) -> None:
-        """Raise on every rank where the person's order isn't the same on all of them."""
+    def _compare(self, what: str, by_person: Any, of: str) -> None:
+        """Raise on every rank where the person doesn't give the same on all of them.
+
+        Args:
+            what: begins a message.
+            by_person: what the person's function gives.
+            of: what it may depend on.
+        """
         world = self._world_to_compare()
-        if self._by_person is None or world is None:
+        if world is None:
             return
 
-        numbers = over_ranks(world, number_of(order) >> 1)
+        numbers = over_ranks(world, number_of(by_person) >> 1)
         for rank, number in enumerate(numbers):
             if number != numbers[0]:
                 raise JobError(
-                    f"order: for epoch {epoch} the indices on rank {rank} differ from those on "
-                    "rank 0: they must depend on the epoch only",
+                    f"{what} on rank {rank} differ from those on rank 0: they must depend on the "
+                    f"{of} only",
                     kind="sampler",
                     fix="draw from torch's, random's or numpy's global generator, which are seeded",
                 )

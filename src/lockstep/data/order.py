@@ -144,29 +144,43 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
     Raises:
         JobError: it raised, or gave something else than indices that exist.
     """
+    where = f"order: for epoch {epoch} it"
     with kept_states():
         seed_all(mixed(seed, ORDER, epoch))
         try:
             order = torch.as_tensor(function(epoch))
         except Exception as error:
-            raise JobError(f"order: for epoch {epoch} it raised {told(error)}") from error
+            raise JobError(f"{where} raised {told(error)}") from error
 
-    if order.dim() != 1 or not len(order):
-        raise JobError(
-            f"order: for epoch {epoch} it gave {tuple(order.shape)}, a list of indices is expected"
-        )
+    return indices_of(order, n, where)
 
-    if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-        raise JobError(
-            f"order: for epoch {epoch} it gave {order.dtype}, whole numbers are expected"
-        )
 
-    order = order.to("cpu", torch.int64, copy=True)  # the person may change theirs
-    low, high = order.aminmax()
+def indices_of(given: Any, n: int, where: str) -> Tensor:
+    """Return a copy of the indices that a person gave.
+
+    Args:
+        given: the indices.
+        n: samples of the dataset.
+        where: begins a message.
+
+    Raises:
+        JobError: they are something else than indices that exist.
+    """
+    try:
+        indices = torch.as_tensor(given)
+    except Exception as error:
+        kind = type(given).__name__
+        raise JobError(f"{where} gave a {kind}, a list of indices is expected") from error
+
+    if indices.dim() != 1 or not len(indices):
+        raise JobError(f"{where} gave {tuple(indices.shape)}, a list of indices is expected")
+    if indices.is_floating_point() or indices.is_complex() or indices.dtype == torch.bool:
+        raise JobError(f"{where} gave {indices.dtype}, whole numbers are expected")
+
+    indices = indices.to("cpu", torch.int64, copy=True)  # the person may change theirs
+    low, high = indices.aminmax()
     if low < 0 or high >= n:
         wrong = int(low if low < 0 else high)
-        raise JobError(
-            f"order: for epoch {epoch} it gave index {wrong}, the dataset has 0 to {n - 1}"
-        )
+        raise JobError(f"{where} gave index {wrong}, the dataset has 0 to {n - 1}")
 
-    return order
+    return indices

@@ -9,7 +9,8 @@ micro-batches, three ranks::
     rank 1    |     0 7   |     8 3   |
     rank 2    |         2 |         6 |
 
-Devices of different speeds may be given shares of other sizes (``weighted_sizes``).
+Devices of different speeds may be given shares of other sizes (``weighted_sizes``). With costs of the
+samples (``cut_by``) the pieces are of like cost, in the same order.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from lockstep.errors import JobError
 from lockstep.launch.world import World
-from lockstep.tensors.rows import share_sizes, weighted_sizes
+from lockstep.tensors.rows import sizes_by_cost, weighted_sizes
 
 _MASK = (1 << 64) - 1
 
@@ -65,6 +66,10 @@ def absorbed(state: int, *numbers: int) -> int:
 def mixed(*numbers: int) -> int:
     """Return a seed made of several numbers, in 63 bits, which every generator takes."""
     return absorbed(0, *numbers) >> 1
+
+
+Row = tuple[Any, ...]
+"""Of a global batch: its indices, the wanted spans of these, and the indices of each span."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +146,7 @@ class Cutting:
 
     Attributes:
         ranks: whose shares are wanted.
+        costs: gives the costs of samples, by which batches are cut; None cuts by their number.
 
     Raises:
         JobError: a setting is wrong.
@@ -170,6 +176,7 @@ class Cutting:
         self.world_size = world_size
         self.rank = rank
         self.ranks = range(world_size) if rank is None else (rank,)
+        self.costs: Callable[[Tensor], list[float]] | None = None
         self._accumulate = accumulate
         self._weights = shares or [1] * world_size
         self._of_full = self._spans(batch_size)
@@ -183,56 +190,66 @@ class Cutting:
         """
         return self._of_full if size == self.batch_size else self._spans(size)
 
-    def _spans(self, size: int) -> list[tuple[int, int, int]]:
-        found = []
-        for rank in self.ranks:
-            start = 0
-            for micro_batch in share_sizes(size, self._accumulate):
-                sizes = weighted_sizes(micro_batch, self._weights)
+    def _spans(self, size: int, costs: list[float] | None = None) -> list[tuple[int, int, int]]:
+        found: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in self.ranks}
+        start = 0
+        for micro_batch in _sizes(size, [1] * self._accumulate, costs):
+            if not micro_batch:
+                continue
+            end = start + micro_batch
+            of_these = None if costs is None else costs[start:end]
+            sizes = _sizes(micro_batch, self._weights, of_these)
+            for rank in self.ranks:
                 first = start + sum(sizes[:rank])
-                if micro_batch:
-                    found.append((first, first + sizes[rank], micro_batch))
-                start += micro_batch
+                found[rank].append((first, first + sizes[rank], micro_batch))
+            start = end
 
-        return found
+        return [span for spans in found.values() for span in spans]
 
-    def row(self, samples: Tensor) -> tuple[Tensor, ...]:
-        """Return the indices of a global batch, then those of each wanted share."""
-        shares = [samples[start:end] for start, end, _ in self.spans(len(samples))]
-        return samples, *shares
+    def row(self, samples: Tensor) -> Row:
+        """Return the row of a global batch."""
+        spans = self.spans(len(samples))
+        if self.costs is not None:
+            spans = self._spans(len(samples), self.costs(samples))
+        shares = [samples[start:end] for start, end, _ in spans]
+        return samples, spans, *shares
 
-    def rows(self, order: Order, start: int = 0) -> Iterator[tuple[Tensor, ...]]:
+    def rows(self, order: Order, start: int = 0) -> Iterator[Row]:
         """Yield the row of each global batch from number ``start`` on.
 
         The order is asked for in blocks of some batches.
         """
         size = self.batch_size
+        if self.costs is not None:
+            for first in range(start * size, len(order), size):
+                yield self.row(order[first : first + size])
+            return
+
         full = len(order) // size
         at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // size))
         for first in range(start, full, at_once):
             end = min(first + at_once, full)
             block = order[first * size : end * size].view(-1, size)  # (batches, samples)
             shares = [block[:, a:b].unbind() for a, b, _ in self._of_full]
-            yield from zip(block.unbind(), *shares, strict=True)
+            spans = [self._of_full] * len(block)
+            yield from zip(block.unbind(), spans, *shares, strict=True)
 
         last = order[full * size :]
         if len(last) and start <= full:
             yield self.row(last)
 
-    def batch(
-        self, row: tuple[Tensor, ...], pairs: Iterable[tuple[Any, Any]], index: int, epoch: int
-    ) -> Batch:
+    def batch(self, row: Row, pairs: Iterable[tuple[Any, Any]], index: int, epoch: int) -> Batch:
         """Return the batch of a row.
 
         Args:
-            row: of ``rows``.
+            row: of the batch.
             pairs: inputs and targets of each share that isn't empty.
             index, epoch: where the batch is.
         """
-        samples = row[0]
+        samples, spans, *shares = row
         made = iter(pairs)
         parts = []
-        for share, (start, end, of) in zip(row[1:], self.spans(len(samples)), strict=True):
+        for share, (start, end, of) in zip(shares, spans, strict=True):
             inputs, targets = next(made) if end > start else (None, None)
             parts.append(Part(inputs, targets, end - start, of, share))
 
@@ -243,6 +260,13 @@ class Cutting:
             batch.parts = [Part(None, None, part.of, part.of) for part in batch.shares[0]]
 
         return batch
+
+
+def _sizes(total: int, weights: Sequence[int], costs: list[float] | None) -> list[int]:
+    """Return the sizes of parts of some samples, by their costs where there are costs."""
+    if costs is None:
+        return weighted_sizes(total, weights)
+    return sizes_by_cost(costs, weights)
 
 
 def over_ranks(world: World, *numbers: int) -> list[list[int]]:

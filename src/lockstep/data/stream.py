@@ -78,11 +78,17 @@ class StreamLoader(AnyLoader):
         self._begins = epoch, position, state
 
     def _fetcher(self) -> Reader:
-        if self._by_person is not None:
-            raise JobError(
-                f"order: {self._name} is a stream, which comes in its own order: give a map-style "
-                "dataset"
-            )
+        refused = {
+            "order": self._by_person,
+            "batches": self._lists_by_person,
+            "cut_by": self._cut_by,
+        }
+        for setting, value in refused.items():
+            if value is not None:
+                raise JobError(
+                    f"{setting}: {self._name} is a stream, which comes in its own order: give a "
+                    "map-style dataset"
+                )
 
         self.samples: int | None = None
         return Reader(self._dataset, self._cutting, **self._making)

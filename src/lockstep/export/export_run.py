@@ -405,6 +405,8 @@ class _Export:
             accumulate=1,
             shuffle=True,
             order=None,
+            batches=None,
+            cut_by=None,
             loader_workers=0,
         )
         loader = job_loader(job, self.world, data)

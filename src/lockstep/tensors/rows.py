@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import operator
@@ -67,6 +68,36 @@ def weighted_sizes(total: int, weights: Sequence[int]) -> list[int]:
         sizes[sizes.index(max(sizes))] -= 1
         sizes[sizes.index(0)] += 1
     return sizes
+
+
+def sizes_by_cost(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
+    """Return the sizes of parts of a row of items, such that the costs of parts are as the weights.
+
+    Each part ends where the costs so far are nearest to what they should be, but has an item at
+    least; where there are fewer items than parts, the first parts have one each.
+
+    ::
+
+        sizes_by_cost([1, 1, 1, 1, 2, 2, 2, 2], [1, 1, 1]) == [4, 2, 2]
+
+    Args:
+        costs: of the items.
+        weights: of the parts.
+    """
+    items = len(costs)
+    so_far = [0.0, *itertools.accumulate(costs)]
+    shares = list(itertools.accumulate(weights))
+    ends = [0]
+    for part, share in enumerate(shares[:-1], start=1):
+        wanted = so_far[-1] * share / shares[-1]
+        end = bisect.bisect_left(so_far, wanted)
+        if end and wanted - so_far[end - 1] < so_far[end] - wanted:
+            end -= 1
+        latest = items - (len(shares) - part)
+        ends.append(min(max(min(end, latest), ends[-1] + 1), items))
+
+    ends.append(items)
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def coprime_sizes(samples: int) -> tuple[int, int]:

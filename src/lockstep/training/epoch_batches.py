@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from lockstep.data import Batch, is_stream
+from lockstep.data import Batch
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.setup import Setup
 
@@ -35,9 +35,10 @@ class EpochBatches:
     def __iter__(self) -> Iterator[Batch]:
         progress = self._progress
         step = self._setup.step
-        # Ranks that read a stream wait for one another at each batch, so none may leave before the
+        # Ranks that compare what they read wait for one another, so none may leave before the
         # others.
-        may_stop = step.together or not is_stream(self._setup.train_data)
+        length = self._setup.loader.batches_of(progress.epoch)
+        may_stop = step.together or length is not None
 
         while not progress.is_at_last_step:
             batch = next(self._batches, None)
@@ -74,6 +75,6 @@ class EpochBatches:
             return True
 
         length = self._setup.loader.batches_of(progress.epoch)
-        if length is None:  # of a stream only another batch would show that
+        if length is None:  # only another batch would show that
             return next(self._batches, None) is None
         return progress.position >= length

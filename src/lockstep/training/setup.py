@@ -16,7 +16,7 @@ import torch
 
 from lockstep import __version__
 from lockstep.data import AnyLoader, eval_loaders, resolve, resolve_sets
-from lockstep.errors import counted
+from lockstep.errors import JobError, counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings, written
 from lockstep.launch.memory import peak_memory
@@ -68,9 +68,14 @@ def for_devices(plan: Plan, world: World) -> Plan:
     if plan.batch_size_per_device is None:
         return plan
 
+    job_before = the_job(plan.job)
+    if job_before.batches is not None:
+        raise JobError(
+            "batch_size_per_device: the job's batches gives the size of each batch: leave it out"
+        )
     devices = world.size * len(world.devices)
     replicas = plan.strategy.layout(devices).local_batches
-    accumulate = the_job(plan.job).accumulate
+    accumulate = job_before.accumulate
     batch_size = plan.batch_size_per_device * replicas * accumulate
     job = with_settings(plan.job, {"batch_size": batch_size})
     return dataclasses.replace(plan, job=job)
@@ -188,6 +193,12 @@ class Setup:
             return steps
         return min(self.job.steps, steps)
 
+    def shares_of(self, size: int) -> list[int]:
+        """Return the samples of each local batch; none where they differ from batch to batch."""
+        if self.job.batches is not None or self.job.cut_by is not None:
+            return []
+        return self.world.layout.sizes(size)
+
     @property
     def loaders(self) -> list[AnyLoader]:
         """Return the loaders of the training data and of all evaluation sets."""
@@ -283,7 +294,7 @@ def write_summary(
         "steps": world.step,
         "skipped_updates": skipped,
         "batch_size": job.batch_size,
-        "shares": world.layout.sizes(job.batch_size),
+        "shares": setup.shares_of(job.batch_size),
         "shapes": shapes,
         "train_samples": setup.loader.samples,
         "eval_samples": eval_samples,

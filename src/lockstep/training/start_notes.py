@@ -93,20 +93,21 @@ def _batches(setup: Setup) -> str:
     """Return ``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16
     steps an epoch, 200 for evaluation``.
     """
+    job = setup.job
     size = _batch_size(setup)
-    shares = _shares(setup)
     line = f"batches of {size:,}"
-    if len(shares) > 1:
-        sizes = _shown([str(share) for share in shares])
-        line += f" = {' + '.join(sizes)} over the {_over(setup)}s"
     microbatches = min(setup.microbatches, size)  # none is empty
+    if job.batches is not None:
+        line = "batches as the job lists them"
+        microbatches = setup.microbatches
+    line += _cut(setup)
     if microbatches > 1:
         line += f", in {microbatches} micro-batches"
 
     steps = setup.loader.batches_of(0)
     if steps:
         line += f"; {setup.loader.samples:,} samples, {counted(steps, 'step')} an epoch"
-    else:
+    elif is_stream(setup.train_data):
         line += "; a stream"
 
     sets = []
@@ -126,17 +127,28 @@ def _batches(setup: Setup) -> str:
 def _batch_size(setup: Setup) -> int:
     """Return the samples of the first batch: all of the data, where they are fewer than asked for."""
     size = setup.job.batch_size
+    if setup.job.batches is not None:
+        return size
     return min(size, setup.loader.samples or size)
 
 
-def _shares(setup: Setup) -> list[int]:
-    """Return the samples of each local batch."""
-    return setup.world.layout.sizes(_batch_size(setup))
+def _cut(setup: Setup) -> str:
+    """Return how a batch is divided: `` = 32 + 32 over the devices``; nothing for one device."""
+    number = setup.world.layout.local_batches
+    if number == 1:
+        return ""
+    shares = setup.shares_of(_batch_size(setup))
+    if shares:
+        sizes = _shown([str(share) for share in shares])
+        return f" = {' + '.join(sizes)} over the {_over(setup)}s"
+    by = "" if setup.job.cut_by is None else ", by cost"
+    return f" over {counted(number, _over(setup))}{by}"
 
 
 def _over(setup: Setup) -> str:
     """Return what a batch is divided over: devices, or replicas that have several each."""
-    return "replica" if len(setup.devices) > len(_shares(setup)) else "device"
+    is_replica = len(setup.devices) > setup.world.layout.local_batches
+    return "replica" if is_replica else "device"
 
 
 def _notes(setup: Setup) -> Iterator[str | None]:
@@ -153,7 +165,7 @@ def _notes(setup: Setup) -> Iterator[str | None]:
     yield note_on_precision(job.precision, world.device.type)
 
     size = _batch_size(setup)
-    shares = _shares(setup)
+    shares = setup.shares_of(size)
     empty = shares.count(0)
     if size < job.batch_size:
         all_of_them = counted(size, "sample")

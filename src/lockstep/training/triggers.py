@@ -27,11 +27,11 @@ class Triggers:
     Args:
         job: has the settings.
         world: this rank's.
-        batches_of: the number of batches of an epoch (from 0); None for a stream.
+        batches_of: the number of batches of an epoch (from 0); None where only its end tells.
         together: whether the ranks meet in each update.
 
     Raises:
-        JobError: a part of an epoch is asked for, and the data are a stream.
+        JobError: a part of an epoch is asked for, whose length isn't known.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Triggers:
         if self._epochs and batches_of(0) is None:
             name = f"{next(iter(self._epochs))}_every"
             raise JobError(
-                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no "
-                "length that is known: give steps (100) or a time (10min)"
+                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream, or batches "
+                "of a generator, have no length that is known: give steps (100) or a time (10min)"
             )
 
         # Rank 0 logs by itself, unless functions see the log that may stop the training.

@@ -18,11 +18,12 @@ import itertools
 from collections.abc import Iterator
 
 from lockstep.data import AnyLoader, Batch
+from lockstep.job import Job
 
 EPOCHS = 2
 
 
-def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
+def places_of(loader: AnyLoader, job: Job, epoch: int) -> list[int]:
     """Return the numbers of the batches of an epoch that both sides train on."""
     batches = loader.batches_of(epoch)
     if batches is None:
@@ -30,7 +31,8 @@ def places_of(loader: AnyLoader, batch_size: int, epoch: int) -> list[int]:
 
     assert loader.samples is not None
     wanted = {0, 1}
-    if epoch == 0 and loader.samples % batch_size:
+    has_other_sizes = job.batches is not None or loader.samples % job.batch_size
+    if epoch == 0 and has_other_sizes:
         wanted.add(batches - 1)
     return sorted(place for place in wanted if place < batches)
 

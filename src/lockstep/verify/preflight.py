@@ -49,6 +49,8 @@ def preflight(
     if job.callbacks:
         notes.append("without callbacks: two trainings show whether they are the same under both")
 
+    whole = whole or job.batches is not None
+
     # Two samples for each local micro-batch.
     shared = 2 * strategy.layout(len(devices)).local_batches * strategy.num_microbatches(job)
     size = min(job.batch_size, max(shared + 1, _FEWEST))

@@ -106,7 +106,7 @@ class Side(Observer):
     def batches(self) -> Iterator[tuple[Batch, bool]]:
         """Give the batches to train on, and whether each is the last one of its epoch here."""
         for epoch in range(EPOCHS):
-            places = places_of(self.loader, self.job.batch_size, epoch)
+            places = places_of(self.loader, self.job, epoch)
             for batch in Excerpt(self.loader, places).epoch(epoch):
                 yield batch, batch.index == places[-1]
 

@@ -146,7 +146,7 @@ class ModelBenchmark:
 def _first_part(job: Job, world: World) -> Part:
     """Load the first micro-batch of the training data."""
     data = resolve(job.train_data, world, "train_data")
-    loader = job_loader(job, world, data)
+    loader = job_loader(job.replace(batches=None, cut_by=None), world, data)
     try:
         batches = iter(loader.epoch(0))
         return next(batches).parts[0]

@@ -183,7 +183,7 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
         return None
     if job.sync_batchnorm:
         exchange = RankExchange(world)
-        for size in _sizes_of_microbatches(job):
+        for size in _sizes_of_microbatches(job, world.size):
             exchange.make_group(size)
         synchronise(model, exchange)
         return exchange
@@ -198,10 +198,15 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
     return None
 
 
-def _sizes_of_microbatches(job: Recipe) -> list[int]:
-    """Find the sizes of the micro-batches of a training, as far as its data are known."""
+def _sizes_of_microbatches(job: Recipe, ranks: int) -> Iterable[int]:
+    """Find the sizes of the micro-batches of a training, as far as its data are known.
+
+    Where these may be any, those in which some of the ranks have no sample.
+    """
     if not isinstance(job, Job):
         return []
+    if job.batches is not None or job.cut_by is not None:
+        return range(1, ranks)
     of_batches = [job.batch_size]
     if hasattr(job.train_data, "__len__"):
         last = len(job.train_data) % job.batch_size

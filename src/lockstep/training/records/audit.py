@@ -122,11 +122,12 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
         is_whole = epoch < max(max(epochs), ended)
         line = f"epoch {epoch + 1}: {counted(sum(map(len, uses.values())), 'sample')}"
         line += "" if is_whole else " so far"
-        if head["order"]:
-            lines.append(f"{line}, in the job's own order")
-            continue
         wrong = _wrong(uses, head["samples"] if is_whole else None)
-        if wrong:
+        if head["order"]:
+            line += ", in the job's own order"
+        if wrong and head["order"]:
+            lines.append(line)
+        elif wrong:
             is_right = False
             lines.append(f"{line}: {'; '.join(wrong)}")
         else:

@@ -57,7 +57,7 @@ class UpdateRecords:
 
         had_audit = plan.resume and world.broadcast_object(setup.folder.audit.is_dir())
         if plan.audit or had_audit:  # an audit with a gap would say nothing
-            has_order = setup.job.order is not None
+            has_order = setup.job.order is not None or setup.job.batches is not None
             self._audit = Audit(world, setup.folder, setup.train_data, order=has_order)
             stack.callback(self._audit.close)
 
