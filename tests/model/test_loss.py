@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -320,6 +321,48 @@ def test_nested_outputs_are_told_by_their_shapes() -> None:
         Totalled(nn.MSELoss())({"a": logits(2, 3), "b": (logits(4), None)}, classes(2), 2)
 
 
+@pytest.mark.parametrize(
+    ("loss", "outputs", "targets", "says"),
+    [
+        (nn.CrossEntropyLoss(), logits(4, 3), torch.ones(4), r"float32: give targets\.long\(\)"),
+        (F.cross_entropy, logits(4, 3), torch.ones(4), r"float32: give targets\.long\(\)"),
+        (nn.CrossEntropyLoss(), logits(4, 3), classes(4)[:, None], r"targets\.squeeze\(1\) takes"),
+        (nn.CrossEntropyLoss(), logits(4, 3), classes(4, 3), r"int64: give targets\.float\(\)"),
+        (nn.BCEWithLogitsLoss(), logits(4), classes(4), r"int64: give targets\.float\(\)"),
+        (
+            nn.CrossEntropyLoss(),
+            logits(4, 3),
+            classes(4) + 12,
+            r"target \d+ is not one of .* ignore_index",
+        ),
+        (nn.CrossEntropyLoss(), None, classes(4), "forward returned None: let it return"),
+        (lambda o, t: (o - t).sum(), None, logits(4), "forward returned None: let it return"),
+        (
+            nn.CrossEntropyLoss(),
+            {"a": 1, "logits": 2},
+            classes(4),
+            r'return outputs\["logits"\] from',
+        ),
+        (nn.MSELoss(), (logits(4), None), logits(4), r"loss\(outputs\[0\], targets\)$"),
+        (
+            lambda o, t: F.cross_entropy(o, t),
+            SimpleNamespace(mean=1),
+            logits(4),
+            r"return outputs\.mean",
+        ),
+    ],
+)
+def test_what_a_loss_cant_take_is_answered_with_what_to_write_in_later_calls_too(
+    loss: Any, outputs: Any, targets: Any, says: str
+) -> None:
+    summed = Totalled(loss)
+    for called in (False, True):
+        summed._called = called
+        with pytest.raises(LossError, match=f"can't take outputs .*: .*{says}") as error:
+            summed(outputs, targets, 4)
+        assert "\n" not in str(error.value) and error.value.__cause__ is not None
+
+
 # ---- a person's own losses -----------------------------------------------------------------------
 
 
@@ -463,7 +506,8 @@ def test_total_and_count_are_taken_as_they_are() -> None:
             r"shape \(4,\), not a scalar: reduction='none'\? return the sum and the count",
         ),
         (torch.ones(1), r"shape \(1,\), not a scalar"),
-        (1.5, "returned a float, a scalar tensor or"),
+        (1.5, r"returned a float, a scalar tensor or .*: leave out \.item\(\)"),
+        ((1.5, 2), r"returned tuple\[a float, a int\], where total .*: leave out \.item\(\)"),
         (None, "returned None, a scalar tensor or"),
         ((torch.ones(()), {"log": 1}), "count is expected to be a number"),
         ((torch.ones(2), 2), "total is expected to be a scalar tensor"),

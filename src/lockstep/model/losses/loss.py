@@ -42,12 +42,15 @@ from lockstep.launch.processes.pickling import cells_of
 from lockstep.model.attributes import is_plain
 from lockstep.model.losses.counts import Counts
 from lockstep.model.losses.loss_copy import FollowedCopy
+from lockstep.model.losses.loss_errors import cause_of
 from lockstep.model.losses.model_loss import ModelLoss, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
 from lockstep.tensors.pytree import clones, tensors, versions
 
 Number = float | Tensor
 """A total, or a count."""
+
+_TENSOR = "leave out .item(), float() and numpy(), since backward needs the tensor"
 
 
 class Loss(tuple[Any, Any]):
@@ -257,20 +260,18 @@ class Totalled:
         samples: int,
     ) -> LossError | None:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or isinstance(error, LockstepError):
             return None
-        fix = ""
-        if samples == 1 and _is_squeezed(outputs, targets):
-            why = " of a local batch of one sample: the outputs have no row for it"
-            fix = "where forward calls squeeze(), name the dimension, as in squeeze(-1)"
-        elif isinstance(error, Misshapen):
-            why = f": {error}"
-        elif self._called or isinstance(error, LockstepError):
-            return None
-        else:
-            why = f": {first_line(error)}"
         what = f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
-        return LossError(what + why, kind="shape", fix=fix)
+        if samples == 1 and _is_squeezed(outputs, targets):
+            what += " of a local batch of one sample: the outputs have no row for it"
+            fix = "where forward calls squeeze(), name the dimension, as in squeeze(-1)"
+            return LossError(what, kind="shape", fix=fix)
+        takes_tensors = isinstance(self._mean, SummedMean)
+        why = cause_of(error, outputs, targets, takes_tensors=takes_tensors)
+        if not why and (isinstance(error, Misshapen) or not self._called):
+            why = first_line(error)
+        return LossError(f"{what}: {why}", kind="shape") if why else None
 
     # ---- any other loss --------------------------------------------------------------------------
 
@@ -378,10 +379,12 @@ class Totalled:
         """Refuse what is no pair of a total and a count."""
         what = f"{self.name} returned {_told(value)}"
         if not isinstance(value, tuple) or len(value) != 2:
-            raise LossError(f"{what}, a scalar tensor or (total, count) is expected")
+            fix = _TENSOR if isinstance(value, float) else ""
+            raise LossError(f"{what}, a scalar tensor or (total, count) is expected", fix=fix)
         total, count = value
         if not isinstance(total, Tensor) or total.dim():
-            raise LossError(f"{what}, where total is expected to be a scalar tensor")
+            fix = _TENSOR if isinstance(total, float) else ""
+            raise LossError(f"{what}, where total is expected to be a scalar tensor", fix=fix)
         if not _is_number(count):
             raise LossError(f"{what}, where count is expected to be a number or a scalar tensor")
         self.gives_pairs = True

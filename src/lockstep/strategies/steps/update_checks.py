@@ -254,8 +254,8 @@ def refuse_counted(loss: Loss, where: str = "") -> None:
     """
     if loss.count != 0:
         raise LossError(
-            f"{where}the loss depends on no parameter: is the model's output detached, or this "
-            "inside of no_grad?"
+            f"{where}the loss depends on no parameter: leave out what comes between the model and "
+            "the loss without a gradient, as detach(), .item(), argmax() and no_grad"
         )
 
 
