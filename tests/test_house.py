@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 271_307
+TOTAL = 271_629
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,7 +210,7 @@ TOKENS = {
     "export": 5_643,
     "launch": 21_509,
     "map": 5_348,
-    "model": 19_630,
+    "model": 19_952,
     "parallel": 14_092,
     "pipelining": 24_222,
     "prediction": 4_309,
