@@ -114,6 +114,8 @@ class Piece:
         """All that the page shows as printed."""
         if self.output is not None:
             return self.output.text.splitlines()
+        if self.block.language == "python":
+            return []
         return [line for _, lines in self.block.commands for line in lines]
 
 

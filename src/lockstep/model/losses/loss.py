@@ -58,7 +58,7 @@ class Loss(tuple[Any, Any]):
 
         return lockstep.Loss(total, count, parts={"kl": (kl.sum(), len(kl))})
 
-    Args:
+    Attributes:
         total: the sum of the loss over items, a scalar tensor.
         count: the number of items.
         parts: by name, a total and a count each. Batches that lack a part may leave it out.
