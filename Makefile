@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types tour pictures bench check-gpu bench-gpu clean
+.PHONY: demo test test-all lint types docs tour pictures bench check-gpu bench-gpu clean
 
 demo: $(RUNS)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -28,6 +28,10 @@ lint: $(READY)
 
 types: $(READY)
 	$(BIN)/mypy
+
+# The site of docs/ and the README, in site/: open site/index.html. Its links are checked, and it fetches nothing.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # What the blocks of docs/tour.md print, written into it anew: some minutes.
 tour: $(READY)
@@ -57,6 +61,10 @@ $(READY): $(VENV)/constraints.txt pyproject.toml
 	$(INSTALL) '.[dev]'
 	@touch $(RUNS) $@
 
+$(VENV)/.docs: $(VENV)/constraints.txt pyproject.toml
+	$(INSTALL) '.[docs]'
+	@touch $@
+
 $(VENV)/constraints.txt: constraints.txt
 	@if $(PYTHON) -c 'import torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)' 2>/dev/null; then \
 	  echo "keeping the torch that $(PYTHON) has"; \
@@ -67,4 +75,4 @@ $(VENV)/constraints.txt: constraints.txt
 	fi
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache

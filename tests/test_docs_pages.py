@@ -13,6 +13,7 @@ import pytest
 from docs_pages import ROOT, Piece, blocks, difference, pieces, printed
 
 TOUR = ROOT / "docs" / "tour.md"
+STRATEGIES = sorted((ROOT / "docs" / "strategies").glob("*.md"))
 
 
 def each(*of: Piece) -> list[Any]:
@@ -43,6 +44,9 @@ def test_the_readme_prints_what_it_shows(
         *pieces(ROOT / "docs" / "resume.md"),
         *(piece for piece in pieces(ROOT / "docs" / "jobs.md") if piece.output is not None),
         *pieces(ROOT / "docs" / "export.md"),
+        *pieces(ROOT / "docs" / "install.md"),
+        *pieces(ROOT / "docs" / "five-minutes.md"),
+        *(piece for page in STRATEGIES for piece in pieces(page)),
     ),
 )
 def test_the_pages_print_what_they_show(
