@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 271_629
+TOTAL = 271_713
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -212,12 +212,12 @@ TOKENS = {
     "map": 5_348,
     "model": 19_952,
     "parallel": 14_092,
-    "pipelining": 24_222,
+    "pipelining": 24_292,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_686,
+    "strategies": 54_700,
     "tensors": 8_841,
     "threads": 7_182,
     "top": 8_155,

@@ -83,6 +83,7 @@ class MicroBatch:
         self._occupy = occupy
         self._turns = turns
         self._since = 0.0
+        self._last = 0  # where forward ended
         self._next = 0  # the next visit of the route
         self._starts: list[int] = []  # the number of the first node of each visit of the forward
         self._stages: list[int] = []  # and its stage
@@ -105,17 +106,20 @@ class MicroBatch:
         self._leave()
         self._skip_to(len(self.route))
 
-    def turn_back(self) -> None:
-        """End forward and loss: backward is to begin where they ended.
-
-        A loss that waits for other micro-batches has done so itself.
-        """
-        if self.kind == "B":
-            return
-        last = self.stage or 0
+    def end_forward(self) -> None:
+        """Give up the last turn of forward: a loss waits for other micro-batches without one."""
+        self._last = self.stage or 0
         self._leave()
         self.kind = "B"
-        self.enter(last)
+        forwards = sum(visit.kind == "F" for visit in self.route)
+        self._skip_to(forwards)
+        self._next = forwards
+
+    def turn_back(self) -> None:
+        """End forward and loss: backward is to begin where they ended."""
+        if self.kind == "F":
+            self.end_forward()
+        self.enter(self._last)
 
     def enter(self, stage: int) -> None:
         """Compute on this stage from now on; waits for its turn."""

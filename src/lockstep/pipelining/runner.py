@@ -76,6 +76,7 @@ class Runner:
         streamed: whether they are, and each needs a random stream of its own.
         schedule: as given.
         threads: compute on the devices of the stages.
+        on_abort: called where a micro-batch has failed, to free others that wait.
         timelines: when each stage computed in each update, where that is noted (a list is there),
             not on accelerators.
     """
@@ -90,6 +91,7 @@ class Runner:
         self.schedule = schedule
         self.overlaps = False
         self.streamed = False
+        self.on_abort: list[Callable[[], None]] = []
         self.timelines: list[Timeline] | None = None
         self._world = world
         self._places = tuple(places)
@@ -178,7 +180,7 @@ class Runner:
         if not self._is_on_slots:
             self._give_queues(microbatches)
         self._overlap.begin()
-        results = self.threads.run(functions, [turns.abort])
+        results = self.threads.run(functions, [turns.abort, *self.on_abort])
         self._overlap.end(microbatches)
         self._note_timeline(microbatches)
         return results

@@ -94,6 +94,7 @@ class StagedStep(Step):
         self.runner = runner
         if self.whole_batch is not None:
             self.whole_batch.runner = runner
+            runner.on_abort.append(self.whole_batch.abort)
         self._is_small = False
         # On accelerators a device's time is not its thread's, which only queues work.
         self.timed = "rank"

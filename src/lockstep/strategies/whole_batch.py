@@ -113,8 +113,8 @@ class WholeBatch:
         return self._found
 
     def abort(self) -> None:
-        """Free the replicas that wait, since another one failed."""
-        error = StrategyError("stopped, because another replica failed")
+        """Free the threads that wait, since another one failed."""
+        error = StrategyError("stopped, because another local batch failed")
         for future in (self._are_here, self._gradients):
             if not future.done():
                 future.set_exception(error)
@@ -167,15 +167,13 @@ class WholeBatch:
                 self._are_here.set_result(None)
         microbatch = current()
         if microbatch is not None:
-            microbatch.turn_back()  # after the last forward
-            if not self._are_here.done():
-                raise StrategyError(
-                    'loss_over="batch": micro-batches pass through the stages in different '
-                    "orders: take mp"
-                )
+            microbatch.end_forward()
         if part.start == 0:
             self._are_here.result()
             self._differentiate()
+        self._gradients.result()
+        if microbatch is not None:
+            microbatch.turn_back()
         return self._product(outputs, part)
 
     def _differentiate(self) -> None:
