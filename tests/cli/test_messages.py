@@ -366,7 +366,11 @@ def raising(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
         ),
         (
             {"eval_data": TensorDataset(drawn(8, 6), labels(8, 3) + 9)},
-            r"Target \d+ is out of bounds",
+            r"^eval_data: loss CrossEntropyLoss can't take .*: target \d+ is not one of the classes",
+        ),
+        (
+            {"eval_data": {"clean": TensorDataset(drawn(8, 5), labels(8, 3))}},
+            r'^eval_data\["clean"\]: model: layer "0" \(Linear\), given \(\d, 5\)',
         ),
     ],
 )

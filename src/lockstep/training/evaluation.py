@@ -4,11 +4,12 @@ of devices.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 
 from lockstep.data import AnyLoader, Batch
-from lockstep.errors import JobError
+from lockstep.errors import JobError, LockstepError
 from lockstep.job import Job
 from lockstep.model.losses.loss import Loss
 from lockstep.model.snapshot import Snapshot
@@ -98,7 +99,8 @@ def evaluate_sets(
     found: dict[str, float] = {}
     for name, loader in loaders.items():
         metrics = JobMetrics(job.metrics, world.device.torch)
-        loss = _summed(step, loader, metrics, job.seed, checks=checks, most=most)
+        with _named(f'eval_data["{name}"]' if name else "eval_data"):
+            loss = _summed(step, loader, metrics, job.seed, checks=checks, most=most)
         for part in loss.parts:
             if part in job.metrics:
                 raise JobError(
@@ -114,6 +116,24 @@ def evaluate_sets(
     if not found:
         return {}
     return {f"{prefix}loss": next(iter(found.values())), **found}
+
+
+@contextlib.contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Name the evaluation set in an error of its evaluation.
+
+    Args:
+        field: of the job; the messages of the set's loader begin with it, too.
+    """
+    try:
+        yield
+    except LockstepError as error:
+        if not str(error).startswith((field, "metrics")):
+            error.args = (f"{field}: {error}",)
+        raise
+    except Exception as error:
+        error.add_note(f"raised in an evaluation of {field}")
+        raise
 
 
 def _summed(
