@@ -38,9 +38,8 @@ class Job(Recipe):
             samples, which is checked in every update where batches are cut (or, if a check takes
             long, in every n-th). Not needed where ``step`` is given.
         loss_over: ``"samples"`` for a loss that is a sum or a mean over samples; ``"batch"`` for a
-            loss of all samples of the global batch together, as contrastive losses are. With
-            ``accumulate`` forward runs twice, and ``pp`` keeps the activations of all
-            micro-batches.
+            loss of all samples of the global batch together, as contrastive losses are.
+            ``accumulate`` computes forward twice then, and ``pp`` keeps all activations.
         counts: ``counts(targets)`` gives numbers by name, ``{"tokens": ..., "sentences": ...}``. They
             are summed over the global batch, and ``loss(outputs, targets, counts)`` returns its
             share of the loss (docs/jobs.md): several means in one loss, or class frequencies.
@@ -74,9 +73,8 @@ class Job(Recipe):
             grouped by length, ... It draws from the global generators, which are seeded by ``(seed,
             epoch)``.
         batches: ``batches(epoch)`` gives the global batches of an epoch, each a list of indices of
-            any length; it draws as ``order`` does. A list or a sampler is taken whole; of a
-            generator the number of batches isn't known. ``shuffle`` isn't used, and ``batch_size``
-            is the size of evaluation batches then (docs/jobs.md).
+            any length; it draws as ``order`` does. ``shuffle`` isn't used then, and ``batch_size``
+            is the size of evaluation batches (docs/jobs.md).
         cut_by: the cost of each sample, or a function of its index. Local batches and micro-batches
             of training have like costs then, not like numbers of samples.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.

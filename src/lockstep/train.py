@@ -149,11 +149,9 @@ def train(
         return Run(run.path, summary, job)
 
 
-def _check_batch_size_per_device(
-    size: int, job: Job | JobFile, settings: Mapping[str, Any]
-) -> None:
+def _check_batch_size_per_device(size: int, job: Job | JobFile, given: Mapping[str, Any]) -> None:
     """Refuse a ``batch_size_per_device`` beside a ``batch_size``, or below 1."""
-    given = dict(settings)
+    given = dict(given)
     if isinstance(job, JobFile):
         given |= job.settings
     if size < 1 or "batch_size" in given:

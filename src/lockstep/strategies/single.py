@@ -1,7 +1,4 @@
-"""``single``: one device, the reference that all other strategies are compared with.
-
-It is so small that it is plainly right.
-"""
+"""``single``: one device, the reference that all other strategies are compared with."""
 
 from __future__ import annotations
 
