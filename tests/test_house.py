@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 271_789
+TOTAL = 271_812
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_700,
+    "strategies": 54_723,
     "tensors": 8_841,
     "threads": 7_182,
     "top": 8_155,
@@ -250,7 +250,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_498
+    assert bars.lines_of_the_reading_path() <= 2_491
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -279,6 +279,36 @@ def test_an_error_ends_the_waiting_of_the_others(strategy: str) -> None:
     assert step(views, kinds).count == 8
 
 
+class GoesBack(nn.Module):
+    """Goes back to its first layer where a sample is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, views: Tensor) -> Tensor:
+        hidden = self.second(self.first(views[..., :6]).tanh()).tanh()
+        return self.first(hidden).tanh() if views.max() > 50 else hidden
+
+
+@pytest.mark.filterwarnings("ignore:micro-batches pass")
+@pytest.mark.parametrize("large", [0, 7])
+def test_a_micro_batch_that_takes_another_way_is_waited_for(large: int) -> None:
+    views, kinds = (tensor.double() for tensor in two_views()[:8])
+    others = views.clone()
+    others[large] = 100
+    weights = []
+    for strategy, devices, accumulate in (("single", "1xcpu", 4), ("pp", "2xcpu", 1)):
+        torch.manual_seed(0)
+        settings = {"strategy": strategy, "devices": devices, "accumulate": accumulate}
+        step = step_of(GoesBack().double(), **settings)
+        for batch in (views, others, views):
+            step(batch, kinds)
+        weights.append(step.state_dict()["model"])
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=BOUND, atol=BOUND)
+
+
 @pytest.mark.parametrize(
     ("strategy", "devices", "accumulate"), [("dp", "2xcpu", 1), ("single", "1xcpu", 2)]
 )

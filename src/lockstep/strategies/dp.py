@@ -103,15 +103,11 @@ class DPStep(Step):
         exchange: ThreadExchange | None,
     ) -> None:
         super().__init__(model, optimizer, job, world)
-        self.copies = Replicas(model, world.devices)
+        self.copies = Replicas(model, world.devices, [exchange, self.whole_batch])
         self._shares_parameters = self.copies.share_storage
         self.home = None if self._shares_parameters else world.device.torch
         self._exchange = exchange
         self._waits_in_backward = exchange is not None
-        if exchange is not None:
-            self.copies.pool.on_abort.append(exchange.abort)
-        if self.whole_batch is not None:
-            self.copies.pool.on_abort.append(self.whole_batch.abort)
         self._begin_streams(job.seed, world.step)
         if len(world.devices) > 1:
             self.loss.call_one_at_a_time()

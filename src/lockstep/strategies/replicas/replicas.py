@@ -16,9 +16,11 @@ from lockstep.launch.devices import Device
 from lockstep.model.hooks import structure_of
 from lockstep.strategies.replicas.copied_model import copied_model
 from lockstep.strategies.replicas.replica import Replica
+from lockstep.strategies.whole_batch import WholeBatch
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
+from lockstep.threads.replica_collectives import ThreadExchange
 from lockstep.threads.thread_pool import ThreadPool
 
 T = TypeVar("T")
@@ -34,6 +36,7 @@ class Replicas:
     Args:
         model: the model, which is on the first device.
         devices: where the replicas are.
+        waiting: in what the replicas wait for one another; None is left out.
 
     Attributes:
         all: the replicas.
@@ -41,7 +44,12 @@ class Replicas:
         pool: has a thread for each.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[Device]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Sequence[Device],
+        waiting: Sequence[ThreadExchange | WholeBatch | None] = (),
+    ) -> None:
         shares = all(device.is_slot for device in devices)
         self.share_storage = shares
         self.all = [Replica(model, devices[0], shares_storage=shares)]
@@ -50,6 +58,7 @@ class Replicas:
             replica = Replica(copied, device, shares_storage=shares)
             self.all.append(replica)
         self.pool = ThreadPool(devices)
+        self.pool.on_abort += [one.abort for one in waiting if one is not None]
         self._home = devices[0].torch
         self._first, *self._others = self.all
         self._spans = _even_spans(self._first.parameters, len(devices))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -122,9 +121,6 @@ class Step:
     _waits_in_backward = False
     """Whether replicas exchange something in backward, so that each has to run backward."""
 
-    _stands_in: Callable[[Any, Part], Loss] | None = None
-    """Instead of the loss, where it is one over the whole batch."""
-
     _shares_parameters = False
     """Whether the replicas of this process have the same parameters."""
 
@@ -172,6 +168,7 @@ class Step:
 
         # Each global batch is cut, among replicas or in micro-batches.
         self._cuts_each_batch = self.replicas * self._accumulate > 1
+        self._stands_in: Callable[[Any, Part], Loss] | None = None  # for the loss
         self.whole_batch = WholeBatch(self) if job.loss_over == "batch" else None
         self.counts = None if job.counts is None else BatchCounts(self, job.counts)
         self._by_count = not self.cuts_batch and self.scaler is None
@@ -395,7 +392,7 @@ class Step:
             part.inputs, first.torch, self._precision.whole, channels_last=self._channels_last
         )
         targets = to_device(part.targets, last.torch, self._precision.whole)
-        return replace(part, inputs=inputs, targets=targets)
+        return Part(inputs, targets, part.size, part.of, part.samples, part.start)
 
     @phase("computing", "forward and loss")
     def _forward_loss(self, model: nn.Module, part: Part, where: str = "") -> Loss:
