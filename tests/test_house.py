@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 271_812
+TOTAL = 272_097
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,18 +210,18 @@ TOKENS = {
     "export": 5_643,
     "launch": 21_509,
     "map": 5_348,
-    "model": 19_952,
+    "model": 20_045,
     "parallel": 14_092,
     "pipelining": 24_292,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_723,
+    "strategies": 54_745,
     "tensors": 8_841,
     "threads": 7_182,
-    "top": 8_155,
-    "training": 29_327,
+    "top": 8_167,
+    "training": 29_485,
     "verify": 13_738,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -250,7 +250,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_491
+    assert bars.lines_of_the_reading_path() <= 2_490
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

@@ -11,20 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import JobError
-from lockstep.recipe import (
-    MakesOptimizer,
-    Recipe,
-    refuse_other_kind,
-    refuse_uncallable,
-    with_messages,
-)
+from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable, with_hints
 from lockstep.settings import Every, checked, plain_fields, read_best
 
 if TYPE_CHECKING:
     import torch
 
 
-@with_messages
+@with_hints
 @dataclass(frozen=True, kw_only=True)
 class Job(Recipe):
     """What to train.
@@ -79,7 +73,8 @@ class Job(Recipe):
             of training have like costs then, not like numbers of samples.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
         accumulate: the number of micro-batches that each global batch is cut into.
-        clip_norm: the largest norm of all gradients together (None: no clipping).
+        clip_norm: the largest norm of all gradients together (None: no clipping; ``inf``: only
+            computed, in every update).
         nonfinite: ``"raise"`` ends the training if the loss is NaN or infinite; ``"skip"`` skips
             each update whose loss or gradients aren't finite, on all ranks alike. What forward
             wrote into buffers stays. The host then waits for an accelerator in each update. An

@@ -35,7 +35,7 @@ _EXAMPLES = {
 }
 
 
-def with_messages(kind: type[R]) -> type[R]:
+def with_hints(kind: type[R]) -> type[R]:
     """Decorate a dataclass of settings so that wrong arguments are refused with what to give.
 
     The signature stays that of the dataclass.
@@ -73,7 +73,7 @@ def _refuse_arguments(kind: type[Recipe], values: Sequence[Any], given: Mapping[
             )
 
 
-@with_messages
+@with_hints
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The model, the loss, the optimizer, and the settings of an update.

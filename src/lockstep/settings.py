@@ -67,7 +67,8 @@ def checked(name: str, value: Any, hint: Any) -> Any:
     value = convert(value, hint, name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
-    if not math.isfinite(value):
+    is_unlimited = name == "clip_norm" and value == math.inf
+    if not (math.isfinite(value) or is_unlimited):
         raise JobError(f"{name}: {value} is not a finite number")
     if name in _POSITIVE and value <= 0:
         raise JobError(f"{name}: {value} is too small, it must be above 0")

@@ -137,7 +137,7 @@ class _Training:
         Only here, when a resumed run can no longer be refused, does its folder change.
         """
         batches_of = self.loader.batches_of
-        self.triggers = Triggers(self.job, self.world, batches_of, together=self.step.together)
+        self.triggers = Triggers(self.job, self.step, batches_of)
         self.setup.notes += map(Line.note, self.saves.notes)
         self.setup.notes += map(Line.note, self.triggers.notes())
 
@@ -288,6 +288,7 @@ class _Training:
             progress.data = fingerprint(batch, length, self.job.collate)
 
         self.step.seed(self.job.seed)
+        self.step.measures_norm = self.triggers.wants_norm(progress.epoch, progress.position)
         result = self.step.update(batch)
         sums.add(result)
         progress.end_batch(self.world.step)

@@ -11,6 +11,7 @@ from lockstep.errors import JobError
 from lockstep.job import Job
 from lockstep.launch.world import World
 from lockstep.settings import Every
+from lockstep.strategies.steps.step import Step
 
 LOG = "log"
 EVALUATE = "eval"
@@ -26,9 +27,8 @@ class Triggers:
 
     Args:
         job: has the settings.
-        world: this rank's.
+        step: of this rank.
         batches_of: the number of batches of an epoch (from 0); None where only its end tells.
-        together: whether the ranks meet in each update.
 
     Raises:
         JobError: a part of an epoch is asked for, whose length isn't known.
@@ -37,14 +37,15 @@ class Triggers:
     def __init__(
         self,
         job: Job,
-        world: World,
+        step: Step,
         batches_of: Callable[[int], int | None],
-        *,
-        together: bool,
     ) -> None:
+        world = step.world
+        together = step.together
         self._world = world
         self._batches_of = batches_of
         self._together = together
+        self._clips = job.clip_norm is not None
         self._every = {
             LOG: Every.read(job.log_every, "log_every"),
             EVALUATE: Every.read(job.eval_every, "eval_every"),
@@ -72,9 +73,11 @@ class Triggers:
                 "of a generator, have no length that is known: give steps (100) or a time (10min)"
             )
 
-        # Rank 0 logs by itself, unless functions see the log that may stop the training.
+        # Rank 0 logs by itself, unless functions see the log that may stop the training, or the
+        # norm of gradients is a sum over ranks.
+        are_needed = job.on_event or job.callbacks or step.layout.keeps_shards
         of_log: dict[str, float] = {}
-        if LOG in seconds and not (together and (job.on_event or job.callbacks)):
+        if LOG in seconds and not (together and are_needed):
             of_log[LOG] = seconds.pop(LOG)
         self._clocks = [
             SharedClock(world, seconds, together=True),
@@ -117,6 +120,23 @@ class Triggers:
         for clock in self._clocks:
             due |= clock.over()
         return due
+
+    def wants_norm(self, epoch: int, position: int) -> bool:
+        """Return whether the next step computes the norm of the gradients.
+
+        With ``clip_norm`` each step does, otherwise one that may be logged within an epoch.
+
+        Args:
+            epoch: completed epochs.
+            position: completed batches of the next one.
+        """
+        if self._clips:
+            return True
+        if LOG in self._steps:
+            return (self._world.step + 1) % self._steps[LOG] == 0
+        if LOG in self._epochs:
+            return LOG in self._parts_of_epochs(epoch, position + 1)
+        return any(clock.looks_next(LOG) for clock in self._clocks)
 
     def _parts_of_epochs(self, epoch: int, position: int) -> set[str]:
         """Return what is due since this step has completed a part of an epoch."""
@@ -185,6 +205,10 @@ class SharedClock:
     def left(self, name: str) -> float:
         """Return the seconds that are left of a time, by this process's clock."""
         return self._seconds[name] - (time.monotonic() - self._last[name])
+
+    def looks_next(self, name: str) -> bool:
+        """Return whether this time may be found to be over after the next step."""
+        return name in self._seconds and self._world.step + 1 >= self._next_look
 
     def over(self) -> frozenset[str]:
         """Return the times that are found to be over after this step."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -11,18 +12,30 @@ from torch import nn
 def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tensor:
     """Scale gradients so that their norm together is at most ``largest``; return what it was.
 
-    Unlike PyTorch's function it takes sparse gradients too.
+    Unlike PyTorch's function it takes sparse gradients too. If ``largest`` is infinite, gradients
+    stay as they are.
 
     Args:
         parameters: have the gradients, which are scaled in place.
         largest: the norm that all gradients together may have.
     """
+    if math.isinf(largest):
+        return _norm(parameters)
     if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, largest)
     grads = gradient_values(parameters)
     norm = nn.utils.get_total_norm(grads)
     scale_to_norm(grads, norm, largest)
     return norm
+
+
+def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Compute the norm of all gradients together, without writing to them."""
+    values = []
+    for p in parameters:
+        if p.grad is not None:
+            values.append(p.grad.coalesce().values() if p.grad.is_sparse else p.grad)
+    return nn.utils.get_total_norm(values)
 
 
 def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
@@ -47,6 +60,8 @@ def scale_to_norm(grads: Iterable[torch.Tensor], norm: torch.Tensor, largest: fl
         norm: their norm together, before.
         largest: the norm that they may have.
     """
+    if math.isinf(largest):
+        return
     factor = (largest / (norm + 1e-6)).clamp(max=1.0)  # as PyTorch's clip_grad_norm_ has it
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:

@@ -90,8 +90,9 @@ class Step:
         last_step: the last update of the training, where that is known.
         is_checked: whether what may change is compared in this update: in updates 1, 2, 4, 8, ...,
             in the last, and where parameters were frozen or thawed.
-        grad_norm: the norm of all gradients in the last update, before clipping, where it is
-            computed; on an accelerator a tensor.
+        measures_norm: whether updates compute the norm of the gradients: with ``clip_norm`` each,
+            else those whose norm a training logs.
+        grad_norm: that norm in the last update, before clipping; on an accelerator a tensor.
         caveats: gives where results differ from those of one device, by the model and the job.
         caveats_in_parts: gives where they differ if a batch is given in parts, or is cut in
             micro-batches.
@@ -142,7 +143,8 @@ class Step:
 
         self._seed = job.seed
         self._accumulate = job.accumulate
-        self._clip_norm = job.clip_norm
+        self._clip_norm = math.inf if job.clip_norm is None else job.clip_norm
+        self.measures_norm = job.clip_norm is not None
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
         self._synchronises = job.sync_batchnorm
@@ -280,6 +282,7 @@ class Step:
         """Count the update, and check that its batch is the sum of its parts, where that is due."""
         self.world.step += 1
         self._updates += 1
+        self.grad_norm = None
         self.is_checked = (
             is_power_of_two(self._updates)
             or self._updates == self._followed
@@ -334,7 +337,7 @@ class Step:
             self._weight(size, count)
         for observer in self.observers:
             observer.gradients_ready()
-        if self._clip_norm is not None:
+        if self.measures_norm:
             self._clip(self._clip_norm)
         self._optimize()
 
