@@ -140,7 +140,7 @@ class _Search:
             devices=len(self.devices),
             precision="float64" if is_exact else "float32",
             bound=noise.least,
-            batch_size=experiment.loaded.batch_size,
+            batch_size=None if self.job.batches else experiment.loaded.batch_size,
             notes=tuple(notes),
         )
 

@@ -35,7 +35,7 @@ class Verification:
         devices: how many.
         precision: ``"float64"`` or ``"float32"``.
         bound: up to where a difference is rounding.
-        batch_size: of the global batches that were used.
+        batch_size: of the global batches that were used; None where the job lists them.
         noise: the largest difference of two runs of one device, where that was measured.
         comparison: every difference of every update; None where the strategy refused.
         whole: ``single`` in the strategy's micro-batches against ``single`` on whole batches, where
@@ -57,7 +57,7 @@ class Verification:
     devices: int
     precision: str
     bound: float
-    batch_size: int
+    batch_size: int | None
     noise: float | None = None
     comparison: Comparison | None = None
     whole: Comparison | None = None
@@ -92,7 +92,7 @@ class Verification:
         devices = "device" if self.devices == 1 else "devices"
         texts = [
             f"{self.job}: {self.strategy} on {self.devices} {devices} against single, "
-            f"in {self.precision}, batches of {self.batch_size}"
+            f"in {self.precision}, batches of {self.batch_size or 'the job'}"
         ]
         texts += [f"note: {note}" for note in self.notes]
         if self.comparison is not None:
