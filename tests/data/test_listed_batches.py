@@ -120,6 +120,36 @@ def test_micro_batches_of_pp_are_parts_of_batches_of_ones_own(settings: dict[str
     assert found.within(BOUND), str(found)
 
 
+def spread(outputs: Tensor, targets: Tensor) -> Tensor:
+    outputs = outputs.tanh()
+    return (outputs.T @ outputs / len(outputs)).square().mean() - outputs.std(
+        0, correction=0
+    ).mean()
+
+
+def weighted(outputs: Tensor, kinds: Tensor, counts: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs, kinds, reduction="sum") / counts["kinds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss": spread, "loss_over": "batch"},
+        {"loss": weighted, "counts": lambda kinds: {"kinds": (kinds + 1).sum()}},
+    ],
+)
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", "3xcpu"), ("dp", "2xcpu")])
+def test_losses_over_the_batch_and_counts_are_right_with_batches_of_ones_own(
+    strategy: str, devices: str, settings: dict[str, Any]
+) -> None:
+    data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
+    fields: dict[str, Any] = {"train_data": data, "eval_data": data, "collate": None, **BY_COST}
+    job = job_of().replace(model=lambda: nn.Linear(4, 3), **fields, **settings)
+    found = parity(job, strategy, devices)
+    assert found.within(BOUND), str(found)
+
+
 @pytest.mark.filterwarnings("ignore:BatchNorm")
 def test_batch_norm_is_synchronized_over_the_ranks_that_have_samples() -> None:
     data = TensorDataset(torch.randn(SAMPLES, 4), torch.arange(SAMPLES) % 3)
@@ -309,7 +339,7 @@ def test_costs_that_cant_be_are_refused(cut_by: Any, said: str) -> None:
 # ---- a run ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", ["generator", pytest.param("list", marks=pytest.mark.slow)])
 def test_a_run_is_resumed_within_an_epoch_of_its_own_batches(
     function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
