@@ -224,17 +224,24 @@ def told(error: BaseException) -> str:
     """Describe an error in one line, with the line of the person's own code that raised it:
     ``TypeError: what (file.py, line 12)``.
     """
-    import traceback
-    from pathlib import Path
-
     line = type(error).__name__
     if str(error).strip():
         line += f": {first_line(error)}"
+    return line + own_line(error) + _hint(error)
+
+
+def own_line(error: BaseException) -> str:
+    """Return the last line of the person's own code in a traceback: `` (file.py, line 12)``; ""
+    where there is none.
+    """
+    import traceback
+    from pathlib import Path
+
     where = ""
     for file, number, _, _ in traceback.extract_tb(error.__traceback__):
         if is_own_code(file) and not file.startswith("<"):
             where = f" ({Path(file).name}, line {number})"
-    return line + where + _hint(error)
+    return where
 
 
 def _hint(error: BaseException) -> str:

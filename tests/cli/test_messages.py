@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep import Job
 from lockstep.cli.command import main
-from lockstep.errors import InputError, JobError, NonFiniteLoss, StrategyError, near_names
+from lockstep.errors import InputError, JobError, NonFiniteLoss, RunError, StrategyError, near_names
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
 MLP = ZOO["mlp"]
@@ -343,6 +343,72 @@ def test_frozen_parameters_do_not_hinder_an_optimizer_over_all() -> None:
         model, nn.CrossEntropyLoss(), plain_sgd(model.parameters()), devices="1xcpu"
     )
     assert step(drawn(8, 6), labels(8, 3)).loss > 0
+
+
+# ---- errors of autograd --------------------------------------------------------------------------
+
+
+class Writing(nn.Linear):
+    """Writes, keeps or raises what ``how`` says."""
+
+    kept: torch.Tensor | None = None
+
+    def __init__(self, how: str) -> None:
+        super().__init__(6, 3)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x).sigmoid()
+        if self.how == "writes":
+            y += 1
+        if self.how == "keeps":
+            y = y if self.kept is None else y + self.kept.sum()
+            self.kept = y
+        if self.how == "asserts":
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return y
+
+
+def wrong_loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    values = outputs.exp()
+    mean = values.log().mean()
+    values.mul_(2)
+    return mean
+
+
+WRONG_UPDATES = {
+    "own code": (
+        lambda: nn.Sequential(Writing("writes")),
+        r'^model: layer "0" \(Writing\) writes in place to a tensor of shape \(\d, 3\) that '
+        r"backward needs \(test_messages\.py, line \d+\): write y = y \+ 1",
+    ),
+    "inplace=True": (
+        lambda: nn.Sequential(nn.Linear(6, 3), nn.Sigmoid(), nn.ReLU(inplace=True)),
+        r'^model: layer "2" \(ReLU\) writes in place .* backward needs: write .* inplace=False$',
+    ),
+    "loss": (mlp, r"^the loss writes in place .* \(test_messages\.py, line \d+\)"),
+    "state": (lambda: Writing("keeps"), r"^step 2: what the model .*: keep state\.detach\(\)$"),
+    "assert": (lambda: Writing("asserts"), r"^step 1: an index is out of range .* a target that"),
+    "indices": (
+        lambda: nn.Sequential(nn.Identity(), nn.Embedding(2, 3)),
+        r'layer "1" \(Embedding\), given .*; numbers below num_embeddings=2 are expected$',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_UPDATES)
+def test_what_autograd_or_a_kernel_refuses_is_said_in_terms_of_the_model(
+    kind: str, tmp_path: Path
+) -> None:
+    model, says = WRONG_UPDATES[kind]
+    inputs = labels(24, 6) if kind == "indices" else drawn(24, 6)
+    job = failing(model, inputs, loss=wrong_loss if kind == "loss" else None)
+    ways = ["single"] if kind in ("state", "assert", "indices") else ["single", "dp"]
+    for way in ways:
+        devices = "1xcpu" if way == "single" else "2xcpu"
+        with pytest.raises((JobError, RunError), match=says) as caught:
+            lockstep.train(job, strategy=way, devices=devices, folder=tmp_path, quiet=True)
+        line(caught)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

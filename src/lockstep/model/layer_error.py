@@ -40,7 +40,7 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
         model: gives the layer its name.
         error: with its traceback.
     """
-    calls, in_own_code = _calls_in(error)
+    calls, in_own_code = calls_in(error)
     if not calls:
         return None
     layer, given = calls[-1]
@@ -51,18 +51,28 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
             "BatchNorm without running statistics was given one sample only: choose a batch size "
             "(eval_batch_size in a job) that leaves no local batch of one sample"
         )
-    if in_own_code or is_out_of_memory(error):
+    is_of_index = type(layer) is nn.Embedding and isinstance(error, IndexError)
+    if (in_own_code and not is_of_index) or is_out_of_memory(error):
         return None
-    names = {module: name for name, module in model.named_modules()}
-    name = f'layer "{names[layer]}" ' if names.get(layer) else ""
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors(given))
-    advice = _advice({p.dtype for p in layer.parameters()}, _dtypes(given), _dtypes(calls[0][1]))
+    if is_of_index:
+        advice = f"; numbers below num_embeddings={layer.num_embeddings} are expected"
+    else:
+        dtypes = {p.dtype for p in layer.parameters()}
+        advice = _advice(dtypes, _dtypes(given), _dtypes(calls[0][1]))
     return JobError(
-        f"model: {name}({type(layer).__name__}), given {shapes}: {first_line(error)}{advice}"
+        f"model: {layer_name(model, layer)}, given {shapes}: {first_line(error)}{advice}"
     )
 
 
-def _calls_in(error: Exception) -> tuple[list[tuple[nn.Module, Any]], bool]:
+def layer_name(model: nn.Module, layer: nn.Module) -> str:
+    """Name a layer in messages: ``layer "2" (Linear)``."""
+    names = {module: name for name, module in model.named_modules()}
+    name = f'layer "{names[layer]}" ' if names.get(layer) else ""
+    return f"{name}({type(layer).__name__})"
+
+
+def calls_in(error: Exception) -> tuple[list[tuple[nn.Module, Any]], bool]:
     """Find the calls of modules in a traceback, each with its arguments, and whether a line of the
     person's own code comes after the first.
     """

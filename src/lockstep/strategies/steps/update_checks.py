@@ -18,6 +18,7 @@ from lockstep.errors import LockstepError, LossError, NonFiniteLoss, OutOfMemory
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.activation_checkpointing import not_checkpointable
 from lockstep.model.compile import not_compilable
+from lockstep.model.inplace_error import inplace_error
 from lockstep.model.layer_error import is_of_one_sample
 from lockstep.model.losses.loss import Loss, Number
 from lockstep.model.nonfinite import why_not_finite
@@ -30,6 +31,20 @@ if TYPE_CHECKING:
 
 EXPLAINED = (MemoryError, RuntimeError, ValueError)
 """Errors in an update that may be explained (``torch.OutOfMemoryError`` is a RuntimeError)."""
+
+_CAUSES = {
+    "device-side assert triggered": (
+        "an index is out of range on the accelerator: a target that is not one of the classes, or "
+        'a number beyond the rows of an Embedding; devices="1xcpu" names the layer or the loss'
+    ),
+    "Found dtype Long but expected": (
+        "backward of the loss takes no targets of integers: give targets.float()"
+    ),
+    "backward through the graph a second time": (
+        "what the model or the loss keeps of an earlier batch has a graph: keep state.detach()"
+    ),
+}
+"""By PyTorch's text, what is wrong."""
 
 _NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
 
@@ -143,7 +158,7 @@ class UpdateChecks:
                 f"samples: use a smaller batch_size, or accumulate={2 * step._accumulate}"
             )
         if not is_of_one_sample(error):
-            return None
+            return self._known(error, batch)
         sizes = [part.of for part in batch.parts]
         # One is of this rank alone under hogwild, the other where a rank of an own loop has none.
         whole = max(batch.size, sum(sizes))
@@ -156,6 +171,23 @@ class UpdateChecks:
             )
         fewer = "fewer micro-batches, or " if len(sizes) > 1 else ""
         return RunError(f"{what}: choose {fewer}a batch_size that leaves no batch of one sample")
+
+    def _known(self, error: Exception, batch: Batch) -> LockstepError | None:
+        """Explain an error of autograd or of a kernel by its text; None for any other."""
+        step = self._step
+        for text, cause in _CAUSES.items():
+            if text in str(error):
+                return RunError(f"step {step.world.step}: {cause}")
+        if step._synchronises or step.layout.keeps_shards or step._compile:
+            return None  # forward meets other ranks, or has no operators of PyTorch's own
+
+        model = step.models()[0]
+
+        def forward() -> None:
+            part = step.placed(step.sums.largest_part(batch))
+            step._outputs_and_loss(model, part, checks=False, number=0)
+
+        return inplace_error(error, model, forward)
 
     # ---- what accelerators find, which the host reads later --------------------------------------
 

@@ -193,7 +193,7 @@ class BatchSums:
         """
         if batch.collate is not None:
             return 0 if batch.samples is None else batch.size
-        samples = self._largest_part(batch).size
+        samples = self.largest_part(batch).size
         (fewest,) = min(over_ranks(self._step.world, samples))
         return samples if fewest >= 2 else 0
 
@@ -233,7 +233,7 @@ class BatchSums:
                 of_spans.append(indices[start : start + size])
             pairs = batch.collate(of_spans)
         else:
-            part = self._largest_part(batch)
+            part = self.largest_part(batch)
             nest = part.inputs, part.targets
             pairs = [cut(nest, start, size, part.size) for start, size in spans]
         if self._step.counts is not None:
@@ -244,7 +244,8 @@ class BatchSums:
             pieces.append(Piece(placed.inputs, placed.targets, size, start))
         return pieces
 
-    def _largest_part(self, batch: Batch) -> Part:
+    def largest_part(self, batch: Batch) -> Part:
+        """Return the largest local batch, or micro-batch, that this process has."""
         given = batch.parts
         if batch.shares is not None:
             given = []
