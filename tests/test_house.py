@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 272_107
+TOTAL = 272_623
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,17 +210,17 @@ TOKENS = {
     "export": 5_643,
     "launch": 21_509,
     "map": 5_348,
-    "model": 20_045,
+    "model": 20_387,
     "parallel": 14_092,
     "pipelining": 24_292,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_745,
+    "strategies": 54_904,
     "tensors": 8_841,
     "threads": 7_182,
-    "top": 8_167,
+    "top": 8_182,
     "training": 29_485,
     "verify": 13_748,
 }
