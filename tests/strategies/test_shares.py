@@ -116,11 +116,32 @@ def correlations(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return (centred.T @ centred / len(outputs) - torch.eye(outputs.shape[1])).square().sum()
 
 
+def by_number(outputs: torch.Tensor, targets: torch.Tensor, counts: Any) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, targets, reduction="sum") / counts["samples"]
+
+
+def of_uneven_sizes(epoch: int) -> Any:
+    return torch.arange(29).split([9, 4, 13, 3])
+
+
+JOBS: dict[str, dict[str, Any]] = {
+    "a loss over the batch": {"loss": correlations, "loss_over": "batch"},
+    "counts": {"loss": by_number, "counts": lambda targets: {"samples": len(targets)}},
+    "batches cut by cost": {"batches": of_uneven_sizes, "cut_by": range(1, 30), "accumulate": 2},
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [DP(shares="3,1"), DDP(shares="1,2,3")])
-def test_a_loss_over_the_batch_may_have_shares(strategy: Any) -> None:
-    job = ZOO["mlp"].replace(loss=correlations, loss_over="batch")
-    found = parity(job, strategy, f"{strategy.devices_needed}xcpu")
+@pytest.mark.parametrize("fields", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize("shares", ["3,1", "1,2,3", "auto"])
+@pytest.mark.parametrize("strategy", ["dp", "ddp"])
+def test_other_jobs_may_have_shares(strategy: str, shares: str, fields: dict[str, Any]) -> None:
+    job = ZOO["mlp"].replace(**fields)
+    way = named(strategy, shares=shares)
+    against: Any = {}
+    if "cut_by" in fields:
+        against["cut_by"] = None
+    found = parity(job, way, f"{way.devices_needed or 2}xcpu", against_settings=against)
     assert found.within(BOUND), str(found)
 
 

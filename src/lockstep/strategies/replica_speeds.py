@@ -75,7 +75,8 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
 
 def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
     """Return the median seconds of each replica of this process."""
-    job = job.replace(accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
+    first = {"shuffle": False, "order": None, "batches": None, "cut_by": None}
+    job = job.replace(**first, accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
     with alone(world.devices) as own:
         step = strategy.prepare(job, own)
         loader = strategy.training_loader(job, own, job.train_data)
@@ -96,6 +97,8 @@ def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
 
 def _compute(step: Step, batch: Batch, clock: _Clock) -> None:
     """Run forward, loss and backward of a batch once, timed."""
+    if step.counts is not None:
+        step.counts.begin(batch)
     if step.observers:
         step.gradients(batch)
         return
