@@ -29,7 +29,7 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-# The site of docs/ and the README, in site/: open site/index.html. Its links are checked, and it fetches nothing.
+# The site of docs/ and the README, in site/ (python -m http.server -d site). Links are checked; a reader fetches nothing else.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
