@@ -372,7 +372,7 @@ class Step:
             self.loss_check.end_update(self._updates, len(self.models()), logs=self.world.is_first)
             self.tell_of_loss()
         if self.is_checked and self.world.is_first:
-            self.tell_once(self.caveats())
+            self.tell_once([*self.sums.notes, *self.caveats()])
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         if self._on_accelerator:

@@ -40,6 +40,8 @@ class BatchSums:
         draws: whether the model, or the loss, was found to draw random numbers.
         draws_elsewhere: whether it draws some from Python's or numpy's generators.
         written: names of parameters that forward writes.
+        notes: of the last check, which the end of the update logs: if the update raises, its error
+            is all that is logged.
     """
 
     def __init__(self, step: Step, job: Recipe) -> None:
@@ -53,6 +55,7 @@ class BatchSums:
         self.draws = False
         self.draws_elsewhere = False
         self.written: set[str] = set()
+        self.notes: list[Caveat] = []
 
     def is_due(self, update: int) -> bool:
         """Return whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
@@ -99,7 +102,9 @@ class BatchSums:
         if verdict.communicates:
             self._every = 0
         if step.world.is_first:
-            step.tell_once(self._notes(verdict, in_turn=self._is_in_turn(batch)))
+            self.notes = list(self._notes(verdict, in_turn=self._is_in_turn(batch)))
+            if not step.is_checked:
+                step.tell_once(self.notes)
 
     def check_evaluation(self, batch: Batch, metrics: Metrics, holds: Sequence[Any]) -> None:
         """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
