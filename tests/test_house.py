@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 272_698
+TOTAL = 272_933
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -208,18 +208,18 @@ TOKENS = {
     "compare": 14_931,
     "data": 14_130,
     "export": 5_643,
-    "launch": 21_509,
+    "launch": 21_584,
     "map": 5_348,
     "model": 20_387,
     "parallel": 14_092,
-    "pipelining": 24_292,
+    "pipelining": 24_314,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
     "strategies": 54_979,
     "tensors": 8_841,
-    "threads": 7_182,
+    "threads": 7_320,
     "top": 8_182,
     "training": 29_485,
     "verify": 13_748,

@@ -298,6 +298,12 @@ class Product(torch.autograd.Function):
 
 
 product = Product.apply
+"""Kept under another name, which asks nobody since torch 2.14 (docs/limits.md)."""
+
+if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
+
+    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[no-redef]
+        return Product.apply(x, y)
 
 
 class Scaling(torch.autograd.Function):

@@ -246,10 +246,12 @@ def install() -> None:
     """Have autograd functions ask the mode of their thread, if there is one; once for this process.
 
     It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so
-    that an ``apply`` which somebody has kept under a name of his own comes here too. (torch 2.11 to
-    2.13.)
+    that an ``apply`` which somebody has kept under a name of his own comes here too (torch 2.11 to
+    2.13). Since torch 2.14 that method is C++, and a kept ``apply`` moves nothing.
     """
     base: Any = _function._SingleLevelFunction
+    if not isinstance(vars(_function.Function)["apply"], classmethod):
+        base = _function.Function
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         mode = current()

@@ -8,13 +8,14 @@ mask the second time, silently, and gradients would be wrong.
 
 ``install`` wraps the two functions of PyTorch through which its checkpoints go. Outside of a stream
 they do what they did, unless somebody else has to see to what a recomputation runs in, as stages on
-several accelerators do. (torch 2.11 to 2.13; to be deleted when a checkpoint can be told of a
+several accelerators do. (torch 2.11 to 2.14; to be deleted when a checkpoint can be told of a
 generator.)
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,22 +44,47 @@ def install(later: Later | None = None) -> None:
     if _installed:
         return
     _installed = True
-    without_reentrance = _checkpoint._checkpoint_without_reentrant_generator
     apply = _checkpoint.CheckpointFunction.apply
-
-    def replaying_generator(
-        function: Callable[..., Any], preserves: bool, *args: Any, **kwargs: Any
-    ) -> Any:
-        # Here the first run of the function is not by this name: every call is a recomputation.
-        preserves = preserves and not _is_replayed(args)
-        return without_reentrance(_replaying(function, is_first=False), preserves, *args, **kwargs)
 
     def replaying_apply(function: Callable[..., Any], preserves: bool, *args: Any) -> Any:
         preserves = preserves and not _is_replayed(args)
         return apply(_replaying(function, is_first=True), preserves, *args)  # type: ignore[no-untyped-call]
 
-    _checkpoint._checkpoint_without_reentrant_generator = replaying_generator  # type: ignore[assignment]
     _checkpoint.CheckpointFunction.apply = replaying_apply  # type: ignore[method-assign]
+    name = "_checkpoint_without_reentrant_generator"
+    replaying: Callable[..., Any] = _replaying_generator
+    if hasattr(_checkpoint, f"{name}_impl"):  # since torch 2.14
+        name += "_impl"
+        replaying = _replaying_with_lists
+    setattr(_checkpoint, name, functools.partial(replaying, getattr(_checkpoint, name)))
+
+
+def _replaying_generator(
+    generator: Callable[..., Any],
+    function: Callable[..., Any],
+    preserves: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Begin a checkpoint that isn't reentrant; its later runs draw what the first one draws."""
+    # Here the first run of the function is not by this name: every call is a recomputation.
+    preserves = preserves and not _is_replayed(args)
+    return generator(_replaying(function, is_first=False), preserves, *args, **kwargs)
+
+
+def _replaying_with_lists(
+    generator: Callable[..., Any],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    preserve_rng_state: bool,
+    **settings: Any,
+) -> Any:
+    """Begin a checkpoint, as ``_replaying_generator``, whose arguments are a tuple and a dict."""
+    preserves = preserve_rng_state and not _is_replayed(args)
+    function = _replaying(function, is_first=False)
+    return generator(function, args, kwargs, preserve_rng_state=preserves, **settings)
 
 
 def checkpoints() -> int:

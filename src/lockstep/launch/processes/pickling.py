@@ -127,6 +127,16 @@ def _cached(function: Callable[..., Any], settings: dict[str, Any]) -> Any:
     return functools.lru_cache(**settings)(function)
 
 
+def _reduced_code(code: types.CodeType) -> Any:
+    """Reduce code with the name of its file, for tracebacks; cloudpickle 3.1.3 sends another."""
+    make, arguments = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+    kept = []
+    for argument in arguments:
+        is_name_of_file = isinstance(argument, str) and argument == "<dynamic-code>"
+        kept.append(code.co_filename if is_name_of_file else argument)
+    return make, tuple(kept)
+
+
 def _reduced_property(kept: functools.cached_property[Any]) -> Any:
     """Reduce a cached property without the lock that it has in Python 3.11."""
     return _cached_property, (kept.func, kept.attrname)
@@ -194,6 +204,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         {
             functools._lru_cache_wrapper: _reduced_cache,
             functools.cached_property: _reduced_property,
+            types.CodeType: _reduced_code,
         },
         cloudpickle.Pickler.dispatch_table,
     )
