@@ -112,7 +112,7 @@ class Job(Recipe):
         eval_every: evaluate every N steps (``100``) or epochs (``"2 epochs"``, ``"0.25 epochs"``),
             or after a time (``"10 min"``) (None: at the end of each epoch). The last step is
             evaluated anyway.
-        eval_at_start: also evaluate before the first update.
+        eval_at_start: evaluate before the first update, too, as step 0.
         eval_batches: the number of batches of each evaluation set that a training evaluates, its
             first ones (None: all). ``lockstep evaluate`` has all, unless it is given there.
         save_every: save a checkpoint every N steps or epochs, or after a time, as in ``eval_every``
