@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 272_933
+TOTAL = 273_174
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 54_979,
+    "strategies": 55_220,
     "tensors": 8_841,
     "threads": 7_320,
     "top": 8_182,

@@ -82,6 +82,12 @@ def share(
     return total / counts["items"] + 0.01 * outputs.square().sum() / counts["samples"]
 
 
+def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    features = F.normalize(outputs, dim=1)
+    others = torch.arange(len(outputs), device=outputs.device).roll(1)
+    return F.cross_entropy(features @ features.T, others)
+
+
 def data(samples: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     targets = torch.randint(4, (samples,), generator=generator)
@@ -97,6 +103,7 @@ LOSSES: dict[str, Any] = {
     "a loss with parts": with_parts,
 }
 OF_COUNTS = "a share by counts"
+OVER_BATCH = "over the batch"
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped and accumulated": {"clip_norm": 0.5, "accumulate": 2},
@@ -110,8 +117,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CASES = [("cross-entropy", "plain"), *((name, "bf16") for name in LOSSES)]
 CASES += [("a pair with a mask", name) for name in SETTINGS if name != "bf16"]
 CASES += [("a loss with parts", "clipped and accumulated"), (OF_COUNTS, OF_COUNTS)]
-LOSSES[OF_COUNTS] = share
-SETTINGS[OF_COUNTS] = {"counts": unmasked}
+CASES += [(OVER_BATCH, OVER_BATCH)]
+LOSSES |= {OF_COUNTS: share, OVER_BATCH: contrast}
+SETTINGS |= {OF_COUNTS: {"counts": unmasked}, OVER_BATCH: {"loss_over": "batch"}}
 
 
 def waited(world: World, way: str, loss: str, settings: str, source: str) -> dict[str, int]:

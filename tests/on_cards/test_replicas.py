@@ -9,6 +9,7 @@ import torch
 from test_data_parallel import Applied, Net, gradients, pair, same
 from torch import nn
 
+import lockstep
 from lockstep.parallel import DataParallel
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -37,3 +38,39 @@ def test_replicas_on_one_accelerator_follow_one_another_with_the_same_numbers() 
     with pytest.raises(KeyError) as caught:
         failing(x)
     assert caught.value.__notes__ == ["raised by replica 0 on card:0"]
+
+
+class Normed(nn.Sequential):
+    """The same weights each time."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    features = nn.functional.normalize(outputs, dim=1)
+    others = torch.arange(len(outputs), device=outputs.device).roll(1)
+    return nn.functional.cross_entropy(features @ features.T, others)
+
+
+@pytest.mark.timeout(120)
+def test_a_loss_over_the_batch_beside_batch_norms_that_wait_for_one_another() -> None:
+    """Each card has a thread of autograd: a replica's backward must not need that of another's."""
+    weights = []
+    for strategy, devices in (("single", "1xcpu"), ("dp", "card:0,1")):
+        step = lockstep.parallelize(
+            Normed(),
+            contrast,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            strategy=strategy,
+            devices=devices,
+            loss_over="batch",
+            sync_batchnorm=True,
+        )
+        draws = torch.Generator().manual_seed(0)
+        for size in (8, 6):
+            step(torch.randn(size, 6, generator=draws), torch.zeros(size))
+        weights.append({name: w.cpu() for name, w in step.state_dict()["model"].items()})
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, rtol=1e-10, atol=1e-10)

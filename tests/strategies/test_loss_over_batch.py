@@ -279,6 +279,34 @@ def test_an_error_ends_the_waiting_of_the_others(strategy: str) -> None:
     assert step(views, kinds).count == 8
 
 
+@pytest.mark.parametrize("strategy", ["dp", "pp"])
+def test_fp16_scales_what_is_differentiated(strategy: str) -> None:
+    """Gradients of a small loss would be 0 in fp16 otherwise, or have few digits."""
+
+    def small(outputs: Tensor, kinds: Tensor) -> Tensor:
+        return simclr(outputs.float(), kinds) * 1e-6
+
+    moved = []
+    for how, precision in (("single", "fp32"), (strategy, "fp16")):
+        torch.manual_seed(0)
+        model = Encoder()
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        step = lockstep.parallelize(
+            model,
+            small,
+            lambda parameters: torch.optim.SGD(parameters, lr=1e4),
+            strategy=how,
+            devices="1xcpu" if how == "single" else "2xcpu",
+            loss_over="batch",
+            precision=precision,
+        )
+        step(*two_views()[:7])
+        after = nn.utils.parameters_to_vector(model.parameters()).detach()
+        moved.append(after - before)
+    exact, found = moved
+    assert (found - exact).norm() < 0.01 * exact.norm()
+
+
 class GoesBack(nn.Module):
     """Goes back to its first layer where a sample is large."""
 

@@ -4,15 +4,15 @@ come one micro-batch after the other (``loss_over="batch"``).
 Where all local batches of a process are computed before the first backward, forward runs once. The
 first one computes the loss of all outputs, the others wait::
 
-    replica 0 of dp   forward     | loss of all, G | backward from sum(outputs * G)
-    replica 1 of dp   forward | waits              | backward from sum(outputs * G)
+    replica 0 of dp   forward     | loss of all, G | backward from the outputs, with G
+    replica 1 of dp   forward | waits              | backward from the outputs, with G
 
 G is the gradient of the loss with respect to the outputs. Ranks also gather the outputs of all
 ranks, and each computes the loss. Otherwise (``accumulate``) forward runs twice::
 
     1. outputs of each local batch and micro-batch, without a graph
     2. outputs and targets of the global batch, in its order, on every rank; their loss, and G
-    3. each local batch and micro-batch again, and backward from sum(outputs * G)
+    3. each local batch and micro-batch again, and backward from the outputs, with G
 
 The gradients add up to those of the loss. Step 3 draws the random numbers of step 1, and finds the
 buffers as they were.
@@ -42,6 +42,8 @@ from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.runner import Runner
 from lockstep.strategies.steps.update_checks import refuse_counted
 from lockstep.strategies.steps.update_result import NOTHING
+from lockstep.strategies.steps.weighting import backward_factor
+from lockstep.tensors.placing import place_of
 from lockstep.tensors.pytree import described, each, tensors, to_device
 from lockstep.tensors.rows import has_rows
 
@@ -109,7 +111,7 @@ class WholeBatch:
         for snapshot in kept:
             snapshot.put_back()
         self._differentiate()
-        self._with_loss(self._product, step.gradients, batch)
+        self._with_loss(self._given, step.gradients, batch)
         return self._found
 
     def abort(self) -> None:
@@ -156,7 +158,7 @@ class WholeBatch:
         """Keep the outputs of a local batch of this process, instead of a loss."""
         if part.start >= 0:
             self._kept[part.start] = part.size, outputs
-        return Loss(torch.zeros(()), 0)
+        return Loss(torch.zeros((), device=place_of(outputs)), 0)
 
     def _awaited(self, outputs: Any, part: Part) -> Loss:
         """Stand for the loss of a local batch, once all of this process are computed."""
@@ -174,7 +176,7 @@ class WholeBatch:
         self._gradients.result()
         if microbatch is not None:
             microbatch.turn_back()
-        return self._product(outputs, part)
+        return self._given(outputs, part)
 
     def _differentiate(self) -> None:
         """Compute the loss of the whole batch, and its gradients with respect to own outputs."""
@@ -190,22 +192,44 @@ class WholeBatch:
             loss = self._loss(leaves, targets, total)
         self._found = loss.detached()
         if loss.total.requires_grad:
-            found = torch.autograd.grad(
-                loss.total, learned, allow_unused=True, materialize_grads=True
-            )
+            found = self._differentiated(loss.total, learned, total)
         else:
             refuse_counted(loss)
             found = tuple(map(torch.zeros_like, learned))
+        places = to_device(places, self._home)
         self._gradients.set_result([gradient[places] for gradient in found])
 
-    def _product(self, outputs: Any, part: Part) -> Loss:
-        """Stand for the loss of a local batch: backward from it gives outputs their gradients."""
-        total = torch.zeros((), device=self._home)
+    def _differentiated(
+        self, loss_total: Tensor, learned: list[Tensor], samples: int
+    ) -> tuple[Tensor, ...]:
+        """Differentiate total / samples, scaled where the step scales, as without a cut.
+
+        Args:
+            loss_total: of the whole batch.
+            learned: the outputs.
+            samples: of the whole batch.
+        """
+        factor = backward_factor(loss_total, samples, waits=False)
+        if self._step.scaler is not None:
+            loss_total = self._step.scaler.scale(loss_total)
+        return torch.autograd.grad(
+            loss_total, learned, factor, allow_unused=True, materialize_grads=True
+        )
+
+    def _given(self, outputs: Any, part: Part) -> Loss:
+        """Stand for the loss of a local batch: backward from it gives outputs their gradients.
+
+        It is on the device of the outputs. From another replica's device, whose thread of autograd
+        may wait for this replica's batch norms, backward would never come here.
+        """
+        total = torch.zeros((), device=place_of(outputs))
         for output, gradient in zip(_learned(outputs), self._gradients.result(), strict=True):
-            mine = torch.zeros_like(output)
             if part.start >= 0:
-                mine = gradient[part.start : part.start + part.size]
-            total = total + (output * mine.to(output.device)).sum().to(self._home)
+                mine = gradient[part.start : part.start + part.size].to(output.device)
+            else:
+                mine = torch.zeros_like(output)
+            zero: Tensor = _GivenGradient.apply(output, mine)  # type: ignore[no-untyped-call]
+            total = total + zero.to(total.device)
         return Loss(total, part.size, dict.fromkeys(self._found.parts, NOTHING))
 
     def results(self, found: Sequence[tuple[Part, Any]]) -> list[tuple[Any, Any, Loss]]:
@@ -272,7 +296,7 @@ class WholeBatch:
         """
         world = self._step.world
         is_empty = not any(map(sum, sizes))
-        like = None if is_empty else each(lambda rows: rows[:0].cpu(), nests)
+        like = None if is_empty else each(_empty, nests)
         ranks = world.gather_objects((sizes, like))
         likes = [one for _, one in ranks if one is not None]
         if len(set(map(described, likes))) > 1:
@@ -288,7 +312,7 @@ class WholeBatch:
             if rows.dtype == torch.bool:
                 return of_all(rows.byte()).bool()
             made = rows.new_zeros(total, *rows.shape[1:])
-            made[places] = rows.detach()
+            made[to_device(places, rows.device)] = rows.detach()
             return world.all_reduce(made)
 
         return each(of_all, nests), places, total
@@ -318,6 +342,28 @@ def _places(ranks: Sequence[list[list[int]]], rank: int) -> tuple[Tensor, int]:
                     mine[i, number] = torch.arange(start, start + size)
                 start += size
     return torch.cat([mine[key] for key in sorted(mine)]), start
+
+
+class _GivenGradient(torch.autograd.Function):
+    """Zero, whose backward gives outputs a gradient as it is: scaled, and in the outputs' format."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        """Keep the gradient."""
+        ctx.save_for_backward(gradient)
+        dtype = torch.promote_types(output.dtype, torch.float32)
+        return output.new_zeros((), dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *of_total: Tensor) -> tuple[Tensor, None]:
+        """Give the gradient, in which the factor of the update is."""
+        (gradient,) = ctx.saved_tensors
+        return gradient, None
+
+
+def _empty(rows: Tensor) -> Tensor:
+    """Give no rows like these, on the CPU."""
+    return torch.empty(0, *rows.shape[1:], dtype=rows.dtype)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
