@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_174
+TOTAL = 273_177
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -216,12 +216,12 @@ TOKENS = {
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 3_947,
+    "run": 3_948,
     "strategies": 55_220,
     "tensors": 8_841,
     "threads": 7_320,
     "top": 8_182,
-    "training": 29_485,
+    "training": 29_487,
     "verify": 13_748,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
