@@ -58,6 +58,29 @@ KINDS = [
 ]
 
 
+def contrast(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    features = nn.functional.normalize(outputs, dim=1)
+    others = torch.arange(len(outputs), device=outputs.device).roll(1)
+    return nn.functional.cross_entropy(features @ features.T, others)
+
+
+def items(targets: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"items": (targets > 0).sum()}
+
+
+def share(
+    outputs: torch.Tensor, targets: torch.Tensor, counts: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    of_each = nn.functional.cross_entropy(outputs, targets, reduction="none")
+    return (of_each * (targets > 0)).sum() / counts["items"]
+
+
+OF_WHOLE_BATCH: dict[str, dict[str, Any]] = {
+    "over the batch": {"loss": contrast, "loss_over": "batch"},
+    "counts": {"loss": share, "counts": items},
+}
+
+
 @pytest.mark.parametrize("strategy", ["single", "ddp"])
 @pytest.mark.parametrize("kind", [*KINDS, "convolutions with sync_batchnorm"])
 def test_one_gpu_ends_where_one_slot_does(kind: str, strategy: str, tmp_path) -> None:
@@ -72,6 +95,15 @@ def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None
     job = ZOO[kind].replace(precision="fp64")
     here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
     there = train(job, strategy="dp", devices=[Device(TYPE, 0)] * 2, folder=tmp_path, quiet=True)
+    assert differences(job, there, here).worst < 1e-10
+
+
+@pytest.mark.parametrize("way", ["dp", "pp"])
+@pytest.mark.parametrize("kind", OF_WHOLE_BATCH)
+def test_losses_of_the_whole_batch_on_one_gpu(kind: str, way: str, tmp_path) -> None:
+    job = ZOO["mlp"].replace(precision="fp64", **OF_WHOLE_BATCH[kind])
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    there = train(job, strategy=way, devices=[Device(TYPE, 0)] * 2, folder=tmp_path, quiet=True)
     assert differences(job, there, here).worst < 1e-10
 
 
@@ -226,7 +258,14 @@ def test_verify_switches_off_dropout_whose_masks_come_from_the_gpu() -> None:
 @only_cuda
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize(
-    "settings", [{}, {"precision": "bf16"}, {"accumulate": 2, "clip_norm": 0.5}], ids=str
+    "settings",
+    [
+        {},
+        {"precision": "bf16"},
+        {"accumulate": 2, "clip_norm": 0.5},
+        *OF_WHOLE_BATCH.values(),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize(
     "way", [Single(), MP({"0": 0, "": 1}), PP({"0": 0, "": 1}, microbatches=2)], ids=type
@@ -412,6 +451,30 @@ def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> No
     found = differences(job, there, here)
     assert found.worst < 1e-9
     assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+@two_devices
+@pytest.mark.parametrize("way", ["dp", "ddp", "fsdp", "pp"])
+@pytest.mark.parametrize("kind", OF_WHOLE_BATCH)
+def test_losses_of_the_whole_batch_on_two_gpus(kind: str, way: str, tmp_path) -> None:
+    settings = OF_WHOLE_BATCH[kind] | SHARDED["momentum"]
+    job = ZOO["mlp"].replace(precision="fp64", model=Layers, **settings)
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
+    found = differences(job, there, here)
+    assert found.worst < 1e-9
+    assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
+@two_devices
+@pytest.mark.timeout(120)
+def test_batch_norms_wait_for_one_another_beside_a_loss_over_the_batch(tmp_path) -> None:
+    settings = OF_WHOLE_BATCH["over the batch"]
+    job = ZOO["convolutions with sync_batchnorm"].replace(precision="fp64", **settings)
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
+    for way in ("dp", "ddp"):
+        there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
+        assert differences(job, there, here).worst < 1e-9
 
 
 class Layers(nn.Module):

@@ -10,6 +10,7 @@ from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import StrategyError
 from lockstep.launch.device_table import machine, table
+from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck
@@ -17,6 +18,7 @@ from lockstep.parallel import largest_batch
 from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import to_device
+from lockstep.threads.thread_pool import ThreadPool
 from simulated_card import counts
 
 
@@ -99,3 +101,19 @@ def test_a_count_of_targets_on_another_card_is_checked_without_the_host_waiting(
     wrong = check(outputs, targets, whole, 8, step=2, waits=False)
     assert counts("blocking_copies") == before
     assert wrong is not None and not bool(wrong)
+
+
+def test_threads_compute_in_the_callers_stream_of_every_card() -> None:
+    """A copy from another card waits for the stream of that card that is current in its thread."""
+    cards = Device("card", 0), Device("card", 1)
+
+    def streams() -> tuple[int, list[int]]:
+        ids = [torch.accelerator.current_stream(card.torch).stream_id for card in cards]
+        return torch.accelerator.current_device_index(), ids
+
+    pool = ThreadPool(cards)
+    first, second = (torch.Stream(card.torch) for card in cards)
+    with second, first:
+        ids = [first.stream_id, second.stream_id]
+        assert pool.run([streams, streams]) == [(0, ids), (1, ids)]
+    assert pool.run([streams, streams]) == [(0, [0, 0]), (1, [0, 0])]

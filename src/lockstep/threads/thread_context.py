@@ -98,12 +98,19 @@ class Caller:
                 stack.enter_context(torch.inference_mode())
             if self.default.type == device.type and not device.is_slot:
                 stack.enter_context(device.torch)  # "the accelerator" means each thread's own
+            # A copy from another device is behind what the caller has given to its stream there.
+            for other, one in self.streams.items():
+                if other != device and one.stream_id:
+                    stack.enter_context(_same(one))
             if device in self.streams:
-                one = self.streams[device]  # an object that only one thread can enter
-                own = torch.Stream(
-                    stream_id=one.stream_id,
-                    device_index=one.device_index,
-                    device_type=one.device_type,
-                )
-                stack.enter_context(own)
+                stack.enter_context(_same(self.streams[device]))
             return context.run(function)
+
+
+def _same(one: torch.Stream) -> torch.Stream:
+    """Give the stream as an object of this thread's own: only one thread can enter an object."""
+    return torch.Stream(
+        stream_id=one.stream_id,
+        device_index=one.device_index,
+        device_type=one.device_type,
+    )
