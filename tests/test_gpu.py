@@ -107,6 +107,27 @@ def test_losses_of_the_whole_batch_on_one_gpu(kind: str, way: str, tmp_path) -> 
     assert differences(job, there, here).worst < 1e-10
 
 
+@pytest.mark.parametrize("way", ["dp", "pp"])
+def test_fp16_scales_a_small_loss_over_the_batch(way: str, tmp_path) -> None:
+    job = ZOO["mlp"].replace(
+        loss=lambda outputs, targets: contrast(outputs.float(), targets) * 1e-6,
+        loss_over="batch",
+        optimizer=lambda named: torch.optim.SGD(named, lr=1e5),
+        steps=3,
+    )
+    here, there = (
+        train(
+            job.replace(precision=precision),
+            strategy=strategy,
+            devices=[Device(TYPE, 0)] * devices,
+            folder=tmp_path,
+            quiet=True,
+        )
+        for precision, strategy, devices in (("fp32", "single", 1), ("fp16", way, 2))
+    )
+    assert differences(job, there, here).worst < 0.05
+
+
 @pytest.mark.parametrize("way", ["mp", "pp"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_stages_on_one_gpu_end_where_one_does(kind: str, way: str, tmp_path) -> None:

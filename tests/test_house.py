@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_177
+TOTAL = 273_221
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -219,7 +219,7 @@ TOKENS = {
     "run": 3_948,
     "strategies": 55_220,
     "tensors": 8_841,
-    "threads": 7_320,
+    "threads": 7_364,
     "top": 8_182,
     "training": 29_487,
     "verify": 13_748,
