@@ -23,6 +23,7 @@ from lockstep.data import Batch, is_stream
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
 from lockstep.job import Job
+from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.observer import Observer
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
@@ -47,7 +48,7 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
         world: the ranks, all of which call this.
 
     Raises:
-        StrategyError: this job can't be measured before its training.
+        StrategyError: this job can't be measured before its training, or on one device.
     """
     if job.step is not None or is_stream(job.train_data):
         what = "a step function" if job.step is not None else "a stream, which is read only once"
@@ -57,7 +58,15 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
         )
 
     samples = max(1, job.batch_size // job.accumulate // world.size)
-    seconds = _seconds_here(strategy, job.replace(batch_size=samples), world)
+    try:
+        seconds = _seconds_here(strategy, job.replace(batch_size=samples), world)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StrategyError(
+            f"shares auto: {world.device} is out of memory while forward and backward of the "
+            "whole model are measured there: give numbers, as --shares 2,1"
+        ) from error
     gc.collect()  # a step refers to itself: its memory would be kept for a while
     nanoseconds = [max(1, round(1e9 * each)) for each in seconds]
     every: list[int] = []
