@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_252
+TOTAL = 273_268
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -217,7 +217,7 @@ TOKENS = {
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_948,
-    "strategies": 55_251,
+    "strategies": 55_267,
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_182,

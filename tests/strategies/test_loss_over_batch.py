@@ -307,6 +307,31 @@ def test_fp16_scales_what_is_differentiated(strategy: str) -> None:
     assert (found - exact).norm() < 0.01 * exact.norm()
 
 
+def test_what_a_loss_computes_without_autocast_is_differentiated_without() -> None:
+    kept: list[Tensor] = []
+
+    def in_fp32(outputs: Tensor, kinds: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            outputs = outputs.float()
+            outputs.register_hook(kept.append)
+            return simclr(outputs, kinds)
+
+    for devices, strategy in (("1xcpu", "single"), ("2xcpu", "dp")):
+        torch.manual_seed(0)
+        step = lockstep.parallelize(
+            Encoder(),
+            in_fp32,
+            lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            strategy=strategy,
+            devices=devices,
+            loss_over="batch",
+            precision="bf16",
+        )
+        step(*two_views()[:8])
+    plain, over_replicas = kept
+    torch.testing.assert_close(over_replicas, plain, rtol=1e-5, atol=1e-7)
+
+
 class GoesBack(nn.Module):
     """Goes back to its first layer where a sample is large."""
 

@@ -212,9 +212,11 @@ class WholeBatch:
         factor = backward_factor(loss_total, samples, waits=False)
         if self._step.scaler is not None:
             loss_total = self._step.scaler.scale(loss_total)
-        return torch.autograd.grad(
-            loss_total, learned, factor, allow_unused=True, materialize_grads=True
-        )
+        # As any backward, without autocast, within whose context a replica may be.
+        with torch.autocast(self._home.type, enabled=False):
+            return torch.autograd.grad(
+                loss_total, learned, factor, allow_unused=True, materialize_grads=True
+            )
 
     def _given(self, outputs: Any, part: Part) -> Loss:
         """Stand for the loss of a local batch: backward from it gives outputs their gradients.
