@@ -14,9 +14,9 @@ from torch import nn
 from lockstep.errors import StrategyError
 from lockstep.launch.devices import Device
 from lockstep.model.hooks import structure_of
+from lockstep.strategies.batch_losses.whole_batch import WholeBatch
 from lockstep.strategies.replicas.copied_model import copied_model
 from lockstep.strategies.replicas.replica import Replica
-from lockstep.strategies.whole_batch import WholeBatch
 from lockstep.tensors.placing import moved_in_buckets
 from lockstep.threads import recompute
 from lockstep.threads.random_streams import stream
@@ -48,7 +48,7 @@ class Replicas:
         self,
         model: nn.Module,
         devices: Sequence[Device],
-        waiting: Sequence[ThreadExchange | WholeBatch | None] = (),
+        waiting: Sequence[ThreadExchange | WholeBatch | None],
     ) -> None:
         shares = all(device.is_slot for device in devices)
         self.share_storage = shares

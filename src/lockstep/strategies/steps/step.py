@@ -36,7 +36,8 @@ from lockstep.model.optimizers.kinds import may_draw
 from lockstep.model.precision import Precision
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat, Line
-from lockstep.strategies.ranks.batch_counts import BatchCounts
+from lockstep.strategies.batch_losses.batch_counts import BatchCounts
+from lockstep.strategies.batch_losses.whole_batch import WholeBatch
 from lockstep.strategies.steps.evaluator import Evaluator
 from lockstep.strategies.steps.manual_accumulation import ManualAccumulation
 from lockstep.strategies.steps.optimizer_modes import OptimizerModes
@@ -55,7 +56,6 @@ from lockstep.strategies.steps.update_result import NOTHING, PartNames, Result
 from lockstep.strategies.steps.update_seeds import Draws
 from lockstep.strategies.steps.weighting import backward_factor, weight
 from lockstep.strategies.sums.batch_sums import BatchSums
-from lockstep.strategies.whole_batch import WholeBatch
 from lockstep.tensors.pytree import copied_nest, to_device, versions
 
 
