@@ -278,6 +278,12 @@ def test_a_run_with_shares_resumes_with_them_or_refuses_another_number(tmp_path:
     train(job, resume=run.folder, strategy="single", devices="1xcpu", epochs=3, quiet=True)
 
 
+def test_auto_measures_the_same_number_of_samples_on_each_replica(tmp_path: Path, capsys) -> None:
+    job = ZOO["mlp"].replace(batch_size=8, accumulate=4, steps=1)
+    train(job, strategy=DP(shares="auto"), devices="3xcpu", folder=tmp_path)
+    assert "forward and backward of 1 sample take" in capsys.readouterr().out
+
+
 def test_auto_refuses_what_cannot_be_measured_before_a_training(tmp_path: Path) -> None:
     job = ZOO["a stream that draws"]
     with pytest.raises(StrategyError, match=r"the job has a stream, .*: give numbers"):

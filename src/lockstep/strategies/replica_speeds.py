@@ -1,9 +1,9 @@
 """How fast each replica computes: forward, loss and backward of the same number of samples, all
 replicas at the same time, as in a training.
 
-Every process builds a model of its own for it, without the others, and drops that afterwards. So
-nobody waits for anybody within what is timed, and weights, buffers and random numbers of the
-training aren't touched.
+For the measurement every process builds a model of its own, and drops the model afterwards. So no
+process waits for another while it is timed, and weights, buffers and random numbers of the training
+aren't touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from lockstep.data import Batch, is_stream
 from lockstep.data.shares import over_ranks
-from lockstep.errors import StrategyError
+from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.observer import Observer
@@ -36,7 +36,7 @@ _WARM_UP = 2
 _ROUNDS = 7
 
 _STEPS = 10
-"""Shares for each replica: of two, a share is a multiple of 1/20."""
+"""The mean of all shares, before they are divided by a common factor."""
 
 
 def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, str]:
@@ -57,9 +57,10 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
             f"{what}: give numbers, as --shares 2,1"
         )
 
-    samples = max(1, job.batch_size // job.accumulate // world.size)
+    here = strategy.layout(len(world.devices)).local_batches
+    samples = max(1, job.batch_size // job.accumulate // (here * world.size))
     try:
-        seconds = _seconds_here(strategy, job.replace(batch_size=samples), world)
+        seconds = _seconds_here(strategy, job.replace(batch_size=here * samples), world)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -78,14 +79,13 @@ def measured_shares(strategy: Strategy, job: Job, world: World) -> tuple[str, st
     divisor = math.gcd(*sizes)
     shares = ",".join(str(size // divisor) for size in sizes)
     times = ", ".join(f"{each / 1e6:.3g}" for each in every)
-    each = samples // len(seconds)
-    return shares, f"forward and backward of {each:,} samples take {times} ms"
+    return shares, f"forward and backward of {counted(samples, 'sample')} take {times} ms"
 
 
 def _seconds_here(strategy: Strategy, job: Job, world: World) -> list[float]:
     """Return the median seconds of each replica of this process."""
-    first = {"shuffle": False, "order": None, "batches": None, "cut_by": None}
-    job = job.replace(**first, accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
+    in_order = {"shuffle": False, "order": None, "batches": None, "cut_by": None}
+    job = job.replace(**in_order, accumulate=1, loader_workers=0, loss=copy.deepcopy(job.loss))
     with alone(world.devices) as own:
         step = strategy.prepare(job, own)
         loader = strategy.training_loader(job, own, job.train_data)
@@ -126,7 +126,7 @@ class _Clock(Observer):
         self._devices = world.devices
         self._has_threads = world.data.local_batches > 1
         self.seconds: dict[int, list[float]] = defaultdict(list)
-        if self._has_threads:  # of which observers are told
+        if self._has_threads:  # each of them calls ``replica`` of the observers
             world.observers.append(self)
 
     @contextmanager
