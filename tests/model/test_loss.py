@@ -363,6 +363,11 @@ def test_what_a_loss_cant_take_is_answered_with_what_to_write_in_later_calls_too
         assert "\n" not in str(error.value) and error.value.__cause__ is not None
 
 
+def test_a_loss_that_needs_no_outputs_keeps_its_own_error() -> None:
+    with pytest.raises(LossError, match=r"outputs None and targets .*: 'boxes'$"):
+        Totalled(lambda outputs, targets: {}["boxes"])(None, classes(4), 4)
+
+
 # ---- a person's own losses -----------------------------------------------------------------------
 
 

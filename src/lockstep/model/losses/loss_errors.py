@@ -43,7 +43,7 @@ def cause_of(error: Exception, outputs: Any, targets: Any, *, takes_tensors: boo
         takes_tensors: whether the loss is one of PyTorch's, which take tensors only.
     """
     text = str(error)
-    if outputs is None:
+    if outputs is None and (takes_tensors or "NoneType" in text):
         return "forward returned None: let it return the outputs"
     if not isinstance(outputs, Tensor) and (takes_tensors or "must be Tensor, not" in text):
         item = _item_of(outputs)
