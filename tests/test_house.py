@@ -199,25 +199,25 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_268
+TOTAL = 273_276
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_955,
     "compare": 14_931,
-    "data": 14_130,
+    "data": 14_127,
     "export": 5_643,
     "launch": 21_584,
     "map": 5_348,
-    "model": 20_387,
+    "model": 20_395,
     "parallel": 14_092,
-    "pipelining": 24_314,
+    "pipelining": 24_316,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_948,
-    "strategies": 55_267,
+    "strategies": 55_268,
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_182,

@@ -9,8 +9,8 @@ micro-batches, three ranks::
     rank 1    |     0 7   |     8 3   |
     rank 2    |         2 |         6 |
 
-Devices of different speeds may be given shares of other sizes (``weighted_sizes``). With costs of the
-samples (``cut_by``) the pieces are of like cost, in the same order.
+Devices of different speeds may be given shares of other sizes (``weighted_sizes``). With costs of
+the samples (``cut_by``) the pieces are of like cost, in the same order.
 """
 
 from __future__ import annotations
@@ -208,9 +208,8 @@ class Cutting:
 
     def row(self, samples: Tensor) -> Row:
         """Return the row of a global batch."""
-        spans = self.spans(len(samples))
-        if self.costs is not None:
-            spans = self._spans(len(samples), self.costs(samples))
+        size = len(samples)
+        spans = self.spans(size) if self.costs is None else self._spans(size, self.costs(samples))
         shares = [samples[start:end] for start, end, _ in spans]
         return samples, spans, *shares
 

@@ -111,7 +111,7 @@ class MicroBatch:
         self._last = self.stage or 0
         self._leave()
         self.kind = "B"
-        forwards = sum(visit.kind == "F" for visit in self.route)
+        forwards = [visit.kind for visit in self.route].count("F")
         self._skip_to(forwards)
         self._next = forwards
 

@@ -420,14 +420,14 @@ def _order_of(way: PP, devices: int, job: Recipe) -> Callable[[int], Schedule]:
     A loss over the whole batch needs all forwards first. With ``accumulate`` not all micro-batches
     may fit in memory, so forward runs twice.
     """
-    if job.loss_over == "batch" and job.accumulate == 1:
-        plain = _order_of(way, devices, job.replace(loss_over="samples"))
-        return lambda microbatches: forwards_first(plain(microbatches))
+    order: Callable[[int], Schedule] = partial(one_f_one_b, devices)
     if way.schedule == "interleaved":
-        return partial(interleaved, devices, chunks=way.chunks_on(devices))
-    if way.schedule == "gpipe":
-        return partial(gpipe, devices)
-    return partial(one_f_one_b, devices)
+        order = partial(interleaved, devices, chunks=way.chunks_on(devices))
+    elif way.schedule == "gpipe":
+        order = partial(gpipe, devices)
+    if job.loss_over == "batch" and job.accumulate == 1:
+        return lambda microbatches: forwards_first(order(microbatches))
+    return order
 
 
 def _log_unmeasured(error: Exception, world: World) -> None:

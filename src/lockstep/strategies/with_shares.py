@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Self
 
 from lockstep.errors import StrategyError
 from lockstep.job import Job
@@ -26,8 +26,6 @@ from lockstep.run.events import Line
 from lockstep.strategies.replica_speeds import measured_shares
 from lockstep.strategies.single import Single
 from lockstep.strategies.strategy import Strategy
-
-T = TypeVar("T", bound="WithShares")
 
 _FORM = re.compile(r"auto|(auto:)?[1-9]\d*(,[1-9]\d*)+")
 
@@ -81,7 +79,7 @@ class WithShares(Strategy):
             )
         return ()
 
-    def planned(self: T, job: Job, world: World, before: Mapping[str, Any] | None = None) -> T:
+    def planned(self, job: Job, world: World, before: Mapping[str, Any] | None = None) -> Self:
         """Measure the speed of each replica, where ``shares`` is ``auto``.
 
         A run that is resumed on as many devices has the shares that it had.

@@ -201,7 +201,7 @@ def synchronised(model: nn.Module, job: Recipe, world: World) -> RankExchange | 
 def _sizes_of_microbatches(job: Recipe, ranks: int) -> Iterable[int]:
     """Find the sizes of the micro-batches of a training, as far as its data are known.
 
-    Where these may be any, those in which some of the ranks have no sample.
+    Where batches may have any size, these are the sizes that leave a rank without a sample.
     """
     if not isinstance(job, Job):
         return []
