@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types docs tour pictures bench check-gpu bench-gpu clean
+.PHONY: demo test test-all lint types docs pages pictures bench check-gpu bench-gpu clean
 
 demo: $(RUNS)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -33,9 +33,9 @@ types: $(READY)
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# What the blocks of docs/tour.md print, written into it anew: some minutes.
-tour: $(READY)
-	$(BIN)/python tests/docs_pages.py docs/tour.md README.md
+# What the blocks of these pages print, written into them anew: some minutes.
+pages: $(READY)
+	$(BIN)/python tests/docs_pages.py README.md docs/five-minutes.md docs/parallel.md docs/strategies/*.md
 
 # The comparisons of docs/compare.md, measured anew, with their charts: about an hour; leave the machine alone.
 pictures: $(READY)

@@ -14,7 +14,7 @@ add: further words for the block's first command. file: the code is written to t
     exit: the code that
 the last command ends with. elsewhere: it needs what no test has (other machines).
 
-`make tour` writes anew what the blocks of the tour print. A block with `pictures NAME` is a
+`make pages` writes anew what the blocks of some pages print. A block with `pictures NAME` is a
 comparison that is to be measured on a machine that does nothing else: `make pictures` runs these,
 and keeps their charts in docs/pictures/.
 """
@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,9 +41,13 @@ from lockstep.strategies import STRATEGIES
 ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(
-    r"^(?:<!-- test: (?P<said>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    r"^(?P<margin> *)(?:<!-- test: (?P<said>[^\n]*?) -->\n *)?```(?P<language>\w*)\n"
+    r"(?P<text>.*?)^(?P=margin)```$",
     re.DOTALL | re.MULTILINE,
 )
+
+
+_WORDS = {"slow", "shape", "add", "file", "exit", "elsewhere", "pictures"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,11 @@ class Block:
     heading: str
     said: dict[str, str]
     span: tuple[int, int]
+
+    @property
+    def is_part(self) -> bool:
+        """Whether it is a part of a script: a test of its own gives it the names that it needs."""
+        return self.language == "python" and not self.text.startswith(("import ", "from "))
 
     @property
     def commands(self) -> list[tuple[str, list[str]]]:
@@ -84,11 +94,17 @@ def blocks(page: Path) -> list[Block]:
     for match in _BLOCK.finditer(text):
         words = [word.strip() for word in (match["said"] or "").split(";") if word.strip()]
         said = {word.partition(" ")[0]: word.partition(" ")[2] for word in words}
-        unknown = set(said) - {"slow", "shape", "add", "file", "exit", "elsewhere", "pictures"}
+        unknown = set(said) - _WORDS
         assert not unknown, f"{page.name}: a test can't {unknown}"
         heading = re.findall(r"^##+ (.*)$", text[: match.start()], re.MULTILINE)
         found.append(
-            Block(match["language"], match["text"], (heading or [""])[-1], said, match.span("text"))
+            Block(
+                match["language"],
+                textwrap.dedent(match["text"]),
+                (heading or [""])[-1],
+                said,
+                match.span("text"),
+            )
         )
     return found
 
@@ -123,7 +139,7 @@ def pieces(page: Path, languages: tuple[str, ...] = ("python", "console")) -> li
     """All that can be run of a page, but for what needs more than a test has."""
     every = blocks(page)
     found, files = [], dict[str, str]()
-    for block, after in zip(every, [*every[1:], None], strict=True):
+    for block, after in zip(every, [*every[1:], None], strict=False):
         if "file" in block.said:
             files[block.said["file"]] = block.text
         elif block.language in languages and "elsewhere" not in block.said:
@@ -200,6 +216,8 @@ _VARIES = (
     (re.compile(r"\bof [\d.]+ [MG]iB"), "of # B"),  # what a device has
 )
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
+_PROGRESS = re.compile(r"epoch\s+\d+(/\d+)?\s+step \d")
+"""A line that a slow machine prints after ten seconds."""
 _OPINIONS = ("Take ", "The turns of ")
 """How a comparison's paragraphs begin that follow from its numbers."""
 
@@ -251,7 +269,7 @@ def _prepared(lines: list[str], shape: bool) -> list[str]:
     found, skips = [], False
     for line in lines:
         skips = shape and bool(line.strip()) and (skips or line.startswith(_OPINIONS))
-        if skips or (shape and not line.strip()):
+        if skips or _PROGRESS.match(line) or (shape and not line.strip()):
             continue
         for varying, word in _VARIES:
             line = varying.sub(word, line)

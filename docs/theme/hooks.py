@@ -53,6 +53,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     return _LINK.sub(there, markdown)
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """In docstrings, ``::`` announces a block of code."""
+    return html.replace("::</p>", ":</p>") if page.url.startswith("reference/") else html
+
+
 def targets(path: Path) -> set[Path]:
     """Return the files and folders that a page links to; of a folder, its files."""
     if path.is_dir():

@@ -66,9 +66,11 @@ def test_a_migration_takes_ten_new_lines_at_most(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_page_shows_both_scripts_and_counts_their_lines(name: str) -> None:
+def test_the_page_shows_what_changes_and_counts_the_lines(name: str) -> None:
     page = (MIGRATION.parents[1] / "docs" / f"from-{name.replace('_', '-')}.md").read_text()
     texts = [(MIGRATION / f"{name}_{when}.py").read_text() for when in ("before", "after")]
-    assert all(f"```python\n{text}```" in page for text in texts)
-    before, after = (len(text.splitlines()) for text in texts)
+    lines = [text.splitlines(keepends=True) for text in texts]
+    changes = "".join([*difflib.unified_diff(*lines, n=1000)][3:])
+    assert f"```diff\n{changes}```" in page
+    before, after = map(len, lines)
     assert f"had {before} lines and has {after}, ten of them new" in " ".join(page.split())

@@ -1,6 +1,4 @@
-"""Extra state of modules that replicas have each their own of: the recurrent language model of
-docs/resume.md.
-"""
+"""Extra state of modules that replicas have each their own of: a recurrent language model."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from safetensors import safe_open
 from torch import nn
 
 import lockstep
-from docs_pages import ROOT, blocks
 from zoo import ZOO, drawn, labels, mlp, plain_sgd, slow
 
 WAYS = {"single": "1xcpu", "dp": "2xcpu", "ddp": "2xcpu", "fsdp": "2xcpu"}
@@ -24,8 +21,8 @@ BEGINS_ANEW = (
 
 @pytest.fixture
 def words(tmp_path: Path) -> str:
-    """The job file of the page."""
-    (code,) = (one.text for one in blocks(ROOT / "docs" / "resume.md") if "class Words" in one.text)
+    """A job file."""
+    code = Path(__file__).with_name("words_with_state.py").read_text()
     (tmp_path / "words.py").write_text(code)
     return str(tmp_path / "words.py")
 

@@ -170,7 +170,7 @@ def words_of(record: Mapping[str, float]) -> list[str]:
     """
     left_out = {"lr", "seconds", "samples_per_second"}
     if any(name.endswith("/loss") for name in record):
-        left_out |= {"eval_loss", "raw/eval_loss"}
+        left_out.add("eval_loss")
     words = []
     for name, value in record.items():
         if name not in left_out:

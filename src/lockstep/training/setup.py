@@ -284,7 +284,7 @@ def write_summary(
         if loader.samples is None or eval_samples is None:
             eval_samples = None
         else:
-            eval_samples += samples_evaluated(loader.samples, job)
+            eval_samples += _evaluated(loader.samples, job)
 
     summary = {
         "strategy": setup.plan.strategy.name,
@@ -320,7 +320,7 @@ def write_summary(
     return summary
 
 
-def samples_evaluated(samples: int, job: Job) -> int:
+def _evaluated(samples: int, job: Job) -> int:
     """Return how many of the samples of an evaluation set are evaluated."""
     if job.eval_batches is None:
         return samples

@@ -18,7 +18,7 @@ from lockstep.run.events import Line
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.resume import changed_parameters
 from lockstep.training.run import hash_of
-from lockstep.training.setup import Setup, samples_evaluated, write_config
+from lockstep.training.setup import Setup, write_config
 
 
 def open_run(setup: Setup, progress: TrainingProgress) -> None:
@@ -114,7 +114,7 @@ def _batches(setup: Setup) -> str:
     for name, loader in setup.eval_loaders.items():
         samples = "a stream"
         if loader.samples is not None:
-            samples = f"{samples_evaluated(loader.samples, setup.job):,}"
+            samples = f"{loader.samples:,}"
         if name:
             samples += f" ({name})"
         sets.append(samples)
