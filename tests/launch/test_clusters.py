@@ -246,4 +246,3 @@ def test_every_file_that_the_page_names_is_there() -> None:
     page = ROOT / "docs" / "clusters.md"
     for place in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert (page.parent / place).exists(), place
-    assert "(clusters.md)" in (page.parent / "runs.md").read_text()
