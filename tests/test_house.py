@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_276
+TOTAL = 273_273
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -216,7 +216,7 @@ TOKENS = {
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 3_948,
+    "run": 3_947,
     "strategies": 55_268,
     "tensors": 8_841,
     "threads": 7_364,
