@@ -192,7 +192,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it has no types
         if not isinstance(value, types.FunctionType):
             return super().reducer_override(value)
         module = sys.modules.get(value.__module__)
-        if value.__module__ != "__main__" and value.__globals__ is vars(module or object):
+        if value.__globals__ is vars(module or object):
             shared = _Globals(__name__=value.__module__)
             self.globals_ref.setdefault(id(value.__globals__), shared)
         reduced = super().reducer_override(value)

@@ -63,12 +63,19 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         )
     _, aligned = _aligned(outputs, labels)
     count = (aligned != _IGNORED).sum().to(loss.device)
-    # The mean over no label is NaN, with a gradient of 0: the model computes none for a label that
-    # is ignored.
-    mean = torch.where(count > 0, loss, torch.zeros_like(loss))
+    mean = _of_items(loss, count)
     if mean.dtype in HALF:
         mean = mean.float()
     return mean * count, count
+
+
+def _of_items(loss: Tensor, count: Tensor) -> Tensor:
+    """Give the model's loss, or 0 where no label counts.
+
+    The mean over no label is NaN, with a gradient of 0: the model computes none for a label that
+    is ignored.
+    """
+    return torch.where(count > 0, loss, torch.zeros_like(loss))
 
 
 def mean_of(outputs: Any) -> Tensor | None:
@@ -135,7 +142,7 @@ class ModelLoss:
                     f'model_loss: the counts have no "{NUM_ITEMS}", which the model divides by',
                     fix=f'return {{"{NUM_ITEMS}": (labels != -100).sum()}}, or leave counts= out',
                 )
-            given = _of(outputs, "loss")
+            given = _of_items(_of(outputs, "loss"), counts[NUM_ITEMS])
             total = given * counts[NUM_ITEMS]
         self._calls += 1
         is_early = counts is not None and self._calls <= _FIRST
