@@ -138,6 +138,8 @@ def as_job(job: AnyJob, parameters: Mapping[str, Any] | None = None) -> Job | Jo
         JobError: it is something else, or takes no such parameters.
     """
     parameters = parameters or {}
+    if not isinstance(parameters, Mapping):
+        raise JobError(f'set: a dict is expected, {{"lr": 0.05}}, not {parameters!r}')
     if isinstance(job, str | Path):
         return JobFile(str(job), parameters)
     if isinstance(job, JobFile):

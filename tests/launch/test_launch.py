@@ -224,6 +224,26 @@ def test_a_script_from_standard_input_runs() -> None:
     assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
 
 
+@pytest.mark.slow
+def test_a_model_of_the_script_is_compiled_in_ranks(tmp_path: Path) -> None:
+    """Found by trial: what torch.compile guards is a global variable of ``__main__``."""
+    body = """
+        import torch, lockstep
+        class Net(torch.nn.Linear):
+            def forward(self, x):
+                return torch.relu(super().forward(x))
+        data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.arange(8) % 3)
+        job = lockstep.Job(
+            model=lambda: Net(4, 3), loss=torch.nn.CrossEntropyLoss(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            train_data=data, batch_size=8, compile="eager",
+        )
+        lockstep.train(job, strategy="ddp", devices="2xcpu")
+    """
+    done = python(script(body, tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_see_the_surroundings_of_each_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

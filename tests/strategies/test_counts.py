@@ -215,6 +215,16 @@ def test_an_update_whose_count_is_zero_is_skipped_on_all_ranks() -> None:
     assert found.within(BOUND), str(found)
 
 
+def test_a_batch_whose_labels_are_all_ignored_is_skipped() -> None:
+    """The model gives 0 / 0."""
+    words, targets = data().tensors
+    targets[8:16, :LENGTH] = -100
+    data_set = TensorDataset(words, targets)
+    job = job_of("model_loss").replace(shuffle=False, train_data=data_set, eval_data=data_set)
+    found = parity(job, "dp", "2xcpu")
+    assert found.within(BOUND), str(found)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -419,6 +419,54 @@ def test_a_loop_of_ones_own_has_the_results_of_one_device(strategy: str) -> None
         torch.testing.assert_close(found[name], weight, rtol=BOUND, atol=BOUND)
 
 
+def order_in_the_loss(world: lockstep.World) -> list[float]:
+    seen: list[Any] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        seen.append(targets.tolist())
+        return outputs.sum()
+
+    step = lockstep.parallelize(
+        nn.Linear(1, 1),
+        loss,
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        strategy="ddp",
+        loss_over="batch",
+        accumulate=2,
+    )
+    rows = torch.arange(8.0).tensor_split(world.size)[world.rank]
+    step(rows[:, None], rows)
+    return seen[-1]
+
+
+def test_a_loss_gets_the_local_batches_of_a_loop_of_ones_own_one_after_the_other() -> None:
+    """Each rank cuts its own local batch in micro-batches."""
+    for found in lockstep.launch(order_in_the_loss, devices="2xcpu"):
+        assert found == list(range(8))
+
+
+class Spectrum(Encoder):
+    """Has complex outputs beside real ones."""
+
+    def forward(self, views: Tensor) -> Any:
+        found = super().forward(views)
+        return torch.fft.fft(found), found
+
+
+def spectral(outputs: Any, kinds: Tensor) -> Tensor:
+    spectrum, found = outputs
+    rows = spectrum.flatten(1)
+    likeness = (rows @ rows.conj().T).abs()
+    return likeness.logsumexp(1).mean() + found.square().mean()
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("dp", "2xcpu"), ("ddp", "2xcpu")])
+def test_complex_outputs_have_gradients(strategy: str, devices: str) -> None:
+    job = job_of("simclr").replace(model=Spectrum, loss=spectral)
+    found = parity(job, strategy, devices)
+    assert found.within(BOUND), str(found)
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

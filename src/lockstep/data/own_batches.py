@@ -67,7 +67,7 @@ def batch_of(
         # wherever it matters.
         part.of = number if number < world.size else sum(shares)
 
-    return Batch(parts, sum(sizes), 0, 0)
+    return Batch(parts, sum(sizes), 0, 0, is_own=True)
 
 
 def parts_of(part: Part, sizes: Sequence[int]) -> list[Part]:

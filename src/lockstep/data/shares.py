@@ -107,6 +107,8 @@ class Batch:
         index: its number in the epoch, from 0.
         epoch: the number of the epoch, from 0.
         samples: the indices in the dataset of the whole global batch, where they are known.
+        is_own: whether it is of a loop of one's own: the local batches of the ranks, one after the
+            other, are the global batch.
         shares: where one process drives several devices, for each its part of each micro-batch;
             ``parts`` are then sizes only.
         collate: gives inputs and targets of some samples, and of parts of them, by lists of their
@@ -118,6 +120,7 @@ class Batch:
     index: int
     epoch: int
     samples: Tensor | None = None
+    is_own: bool = False
     shares: list[list[Part]] | None = None
     collate: Callable[[Sequence[Sequence[int]]], list[Any]] | None = None
 

@@ -138,6 +138,8 @@ class WholeBatch:
                     pairs.append((part.size, part.targets))
             replicas.append(placed)
             self._sizes.append([part.size for part in parts])
+        if batch.is_own:
+            self._sizes = [[start]]
         self._targets = self._joined("targets", pairs)
         if batch.shares is None:
             return dataclasses.replace(batch, parts=replicas[0])
@@ -353,7 +355,7 @@ class _GivenGradient(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
         """Keep the gradient."""
         ctx.save_for_backward(gradient)
-        dtype = torch.promote_types(output.dtype, torch.float32)
+        dtype = torch.promote_types(output.dtype, torch.float32).to_real()
         return output.new_zeros((), dtype=dtype)
 
     @staticmethod
@@ -369,10 +371,14 @@ def _empty(rows: Tensor) -> Tensor:
 
 
 def _leaf(tensor: Tensor) -> Tensor:
-    """Give a leaf with the values of a tensor, which has a gradient if it is of floating point."""
-    return tensor.detach().requires_grad_(tensor.is_floating_point())
+    """Give a leaf with the values of a tensor, which has a gradient unless it has integers."""
+    return tensor.detach().requires_grad_(_may_learn(tensor))
 
 
 def _learned(outputs: Any) -> list[Tensor]:
-    """List the tensors of floating point among outputs."""
-    return [tensor for tensor in tensors(outputs) if tensor.is_floating_point()]
+    """List the tensors among outputs that a loss may have a gradient for."""
+    return [tensor for tensor in tensors(outputs) if _may_learn(tensor)]
+
+
+def _may_learn(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
