@@ -199,28 +199,28 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_273
+TOTAL = 273_357
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_955,
     "compare": 14_931,
-    "data": 14_127,
+    "data": 14_136,
     "export": 5_643,
-    "launch": 21_584,
+    "launch": 21_578,
     "map": 5_348,
-    "model": 20_395,
+    "model": 20_424,
     "parallel": 14_092,
     "pipelining": 24_316,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
     "run": 3_947,
-    "strategies": 55_268,
+    "strategies": 55_306,
     "tensors": 8_841,
     "threads": 7_364,
-    "top": 8_182,
+    "top": 8_196,
     "training": 29_485,
     "verify": 13_748,
 }
