@@ -286,7 +286,7 @@ def test_verify_switches_off_dropout_whose_masks_come_from_the_gpu() -> None:
         {"accumulate": 2, "clip_norm": 0.5},
         *OF_WHOLE_BATCH.values(),
     ],
-    ids=str,
+    ids=lambda settings: ", ".join(settings) or "plain",
 )
 @pytest.mark.parametrize(
     "way", [Single(), MP({"0": 0, "": 1}), PP({"0": 0, "": 1}, microbatches=2)], ids=type
