@@ -720,7 +720,7 @@ def test_what_a_device_raises_names_it() -> None:
     targets[3] = WORDS + 5
     loss_of = ParallelLoss(nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss(), "2xcpu", 2)
     loss_of(hidden, targets.clamp(max=1))
-    with pytest.raises(IndexError, match="out of bounds") as raised:
+    with pytest.raises(LossError, match=f"target {WORDS + 5} is not one of the classes") as raised:
         loss_of(hidden, targets)
     assert "raised by replica 1 on cpu:1" in raised.value.__notes__
 
