@@ -245,6 +245,7 @@ def shares_of(run: lockstep.Run) -> list[int]:
     return [int(word) for word in re.findall(r"\d+", kept)]
 
 
+@pytest.mark.slow
 def test_auto_gives_a_slower_rank_less_and_the_run_keeps_it(tmp_path: Path, capsys) -> None:
     job = slow_job()
     way: Any = {"strategy": DDP(shares="auto"), "devices": "2xcpu"}
