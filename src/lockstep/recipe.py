@@ -32,6 +32,9 @@ _REFUSED_WITH_STEP = {
 _EXAMPLES = {
     "optimizer": "lambda parameters: torch.optim.SGD(parameters, lr=0.1)",
     "lr_scheduler": "lambda optimizer: StepLR(optimizer, step_size=10)",
+    "batches": "lambda epoch: [[0, 1], [2, 3]]",
+    "order": "lambda epoch: [2, 0, 1, 3]",
+    "counts": 'lambda targets: {"items": len(targets)}',
 }
 
 
@@ -171,7 +174,7 @@ def refuse_uncallable(recipe: Recipe, *names: str) -> None:
         functions = getattr(recipe, name)
         if isinstance(functions, Mapping):
             functions = functions.values()
-        elif isinstance(functions, str) or not isinstance(functions, Sequence):
+        elif name != "on_event":
             functions = [functions]
         for function in functions:
             if function is None or callable(function):

@@ -432,11 +432,12 @@ def raising(outputs: torch.Tensor, targets: torch.Tensor) -> Any:
         ),
         (
             {"eval_data": TensorDataset(drawn(8, 6), labels(8, 3) + 9)},
-            r"^eval_data: loss CrossEntropyLoss can't take .*: target \d+ is not one of the classes",
+            r"^loss CrossEntropyLoss can't take .*: target \d+ is not one of the classes.*"
+            r"\(in an evaluation of eval_data, tried before the first update\)$",
         ),
         (
             {"eval_data": {"clean": TensorDataset(drawn(8, 5), labels(8, 3))}},
-            r'^eval_data\["clean"\]: model: layer "0" \(Linear\), given \(\d, 5\)',
+            r'^model: layer "0" \(Linear\), given \(\d, 5\).*in an evaluation of eval_data\["clean"\]',
         ),
     ],
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import subprocess
 import sys
+import textwrap
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -152,3 +155,31 @@ def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
 def test_a_note_that_several_ranks_tell_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
     notes = [Line.note("a"), Line.note("b"), Line.note("a"), Line("done"), Line("done")]
     assert shown(capsys, *((0.0, line) for line in notes)) == ["note: a", "note: b", "done", "done"]
+
+
+def test_a_training_goes_on_where_its_output_cannot_be_written(tmp_path: Path) -> None:
+    """Found by trial: a pipe to head, and a full disk, ended trainings."""
+    (tmp_path / "job.py").write_text(
+        textwrap.dedent("""
+            import lockstep, torch
+            data = torch.utils.data.TensorDataset(torch.randn(8, 2), torch.randn(8, 1))
+            job = lockstep.Job(
+                model=lambda: torch.nn.Linear(2, 1), loss=torch.nn.MSELoss(), train_data=data,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1), batch_size=4,
+            )
+        """)
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lockstep", "train", "job.py", "--devices", "1xcpu"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0
+    assert done.stderr == (
+        "lockstep: the output can't be written (No space left on device): the training goes on\n"
+    )
+    assert list(tmp_path.glob("runs/*/model.safetensors"))

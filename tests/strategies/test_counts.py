@@ -240,6 +240,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "PyTorch's": ({"loss": nn.CrossEntropyLoss()}, "takes outputs and targets only"),
     "two arguments": ({"loss": lambda outputs, targets: 0.0}, "takes 2 positional arguments"),
     "no dict": ({"counts": len}, "a dict of numbers by name is expected, not a int"),
+    "a mean of numbers": (
+        {"counts": lambda targets: {**masked_and_sentences(targets), "mean": targets[0, 0]}},
+        "return sums over samples",
+    ),
     "no number": ({"counts": lambda targets: {"words": "many"}}, '"words" is a str'),
     "another name": (
         {"counts": lambda targets: {**masked_and_sentences(targets), f"{targets[0, 0]}": 1}},

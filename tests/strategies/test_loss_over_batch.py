@@ -470,6 +470,20 @@ def test_complex_outputs_have_gradients(strategy: str, devices: str) -> None:
 # ---- what is refused -----------------------------------------------------------------------------
 
 
+def found_in_the_batch(outputs: dict[str, Tensor], targets: Tensor) -> tuple[Tensor, int]:
+    """Compare a sample with the others of its local batch."""
+    first, second = list(outputs.values())[:2]
+    right = (first @ second.T).argmax(dim=1) == torch.arange(len(first))
+    return right.sum(), len(first)
+
+
+def test_a_metric_that_compares_samples_is_refused_where_several_devices_evaluate() -> None:
+    job = job_of("clip").replace(metrics={"found": found_in_the_batch})
+    lockstep.train(job, strategy="single", devices="1xcpu", quiet=True)
+    with pytest.raises(LockstepError, match='metric "found"'):
+        lockstep.train(job, strategy="dp", devices="2xcpu", quiet=True)
+
+
 class Balanced(Encoder):
     def forward(self, views: Tensor) -> Any:
         outputs = super().forward(views)

@@ -75,9 +75,9 @@ class Finding:
 
     def lines(self) -> list[str]:
         """Return the lines of a terminal."""
-        lines = [f"{self.state:5}  {self.name:16}  {self.text}"]
+        lines = [f"{self.state:5}  {self.name:17}  {self.text}"]
         if self.advice:
-            lines.append(f"{'':25}{self.advice}")
+            lines.append(f"{'':26}{self.advice}")
         return lines
 
 

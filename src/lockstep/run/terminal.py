@@ -4,7 +4,9 @@ one now and then in a file.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -113,10 +115,21 @@ class Display:
         if self._quiet:
             return
         self._printed = time.monotonic()
-        if self._console is not None:
-            self._console.print(text, style="yellow" if note else None, markup=False)
-        else:
-            print(text, flush=True)
+        try:
+            if self._console is not None:
+                self._console.print(text, style="yellow" if note else None, markup=False)
+            else:
+                print(text, flush=True)
+        except OSError as error:  # a pipe that was closed, a disk that is full
+            self._print_no_more(error)
+
+    def _print_no_more(self, error: OSError) -> None:
+        """Log once that nothing can be printed; the training goes on."""
+        self._quiet = True
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            told = f"lockstep: the output can't be written ({error.strerror}): the training goes on"
+            print(told, file=sys.stderr)
 
     def output(self, text: str, stream: str) -> None:
         """Print what rank 0 printed, above the live line."""

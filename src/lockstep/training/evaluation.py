@@ -99,7 +99,8 @@ def evaluate_sets(
     found: dict[str, float] = {}
     for name, loader in loaders.items():
         metrics = JobMetrics(job.metrics, world.device.torch)
-        with _named(f'eval_data["{name}"]' if name else "eval_data"):
+        field = f'eval_data["{name}"]' if name else "eval_data"
+        with _named(field, is_trial=step.number == 0):
             loss = _summed(step, loader, metrics, job.seed, checks=checks, most=most)
         for part in loss.parts:
             if part in job.metrics:
@@ -119,17 +120,19 @@ def evaluate_sets(
 
 
 @contextlib.contextmanager
-def _named(field: str) -> Iterator[None]:
+def _named(field: str, *, is_trial: bool) -> Iterator[None]:
     """Name the evaluation set in an error of its evaluation.
 
     Args:
-        field: of the job; the messages of the set's loader begin with it, too.
+        field: of the job; the messages of the set's loader begin with it.
+        is_trial: whether nothing was trained yet, so that the model or the loss may be the cause.
     """
     try:
         yield
     except LockstepError as error:
         if not str(error).startswith((field, "metrics")):
-            error.args = (f"{field}: {error}",)
+            when = ", tried before the first update" if is_trial else ""
+            error.args = (f"{error} (in an evaluation of {field}{when})",)
         raise
     except Exception as error:
         error.add_note(f"raised in an evaluation of {field}")

@@ -172,7 +172,7 @@ def _notes(setup: Setup) -> Iterator[str | None]:
         yield f"batch_size: {job.batch_size:,} is more than the {all_of_them}: an epoch is one step"
     elif empty:
         over = counted(empty, _over(setup))
-        yield f"{over} of {len(shares)} get no sample: increase batch_size"
+        yield f"{over} of {len(shares)} without a sample: increase batch_size"
 
     if job.metrics and not setup.eval_data:
         yield "metrics are computed on eval_data, and the job has none"

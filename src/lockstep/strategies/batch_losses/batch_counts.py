@@ -87,11 +87,33 @@ class BatchCounts:
 
         Returns:
             The pairs, with what the model is given beside them.
+
+        Raises:
+            JobError: the numbers are no sums over samples, and differences aren't accepted.
         """
         counts = self._counts(pairs[0][1], samples)
+        parts = [self._counts(targets, 0) for _, targets in pairs[1:]]
         self._loss.counts = counts
+        if not self._step.accepts_differences:
+            self._refuse_means(counts, parts)
         model = self._step.model
         return [(counts.given_to(model, inputs), targets) for inputs, targets in pairs]
+
+    def _refuse_means(self, whole: Counts, parts: list[Counts]) -> None:
+        """Refuse numbers that aren't sums over samples.
+
+        Args:
+            whole: of some samples.
+            parts: of parts of them.
+        """
+        if any(part.shapes != whole.shapes for part in parts):
+            return  # which is refused with the batch
+        together = sum((part.sums[1:] for part in parts), torch.zeros_like(whole.sums[1:]))
+        if not torch.allclose(together, whole.sums[1:]):
+            raise JobError(
+                f"counts: for {whole.samples:.0f} samples it gives {whole.sums[1:].tolist()}, and "
+                f"for two parts of them {together.tolist()} together: return sums over samples"
+            )
 
     def _counts(self, targets: Any, samples: int) -> Counts:
         return Counts.of(self._function, targets, samples, self._home)

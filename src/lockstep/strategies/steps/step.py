@@ -148,7 +148,7 @@ class Step:
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
         self._synchronises = job.sync_batchnorm
-        self._accepts_differences = job.accept_differences
+        self.accepts_differences = job.accept_differences
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self.scaler = self._precision.scaler
@@ -512,7 +512,7 @@ class Step:
         return LossCheck(
             self.loss,
             cuts=self.cuts_batch and self.whole_batch is None,
-            accepts=self._accepts_differences,
+            accepts=self.accepts_differences,
             accelerators=self.draws.accelerators,
         )
 

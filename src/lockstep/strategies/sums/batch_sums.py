@@ -6,11 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.model.losses.check_interval import is_power_of_two
+from lockstep.model.losses.loss import Totalled
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
 from lockstep.run.events import Caveat
@@ -26,6 +30,11 @@ _FIRST = 16
 
 _LATER = 8
 """Samples of later checks: what cuts a batch wrongly nearly always shows in a few samples."""
+
+
+def _zero(outputs: Any, targets: Any) -> Tensor:
+    """Stands for a loss over the whole batch, which is no sum."""
+    return torch.zeros(())
 
 
 class BatchSums:
@@ -61,7 +70,9 @@ class BatchSums:
         """Return whether an update, from 1, is to be checked: 1, 2, 4, 8, ..., and every
         ``check_every``-th; the next one where a batch has too few samples.
         """
-        if not self._is_possible() or not self._step.cuts_batch or update > self.last:
+        step = self._step
+        has_parts = step.cuts_batch and step.whole_batch is None
+        if not self._is_possible() or not has_parts or update > self.last:
             return False
         if is_power_of_two(update) or self._is_owed:
             return True
@@ -72,7 +83,7 @@ class BatchSums:
         the weights that a check would put back.
         """
         step = self._step
-        return self._every != 0 and step.together and step.whole_batch is None
+        return self._every != 0 and step.together
 
     def check(self, batch: Batch, summed: Summed | None = None) -> None:
         """Compare a batch of an update with two parts of it; every rank calls this.
@@ -116,12 +127,12 @@ class BatchSums:
         number = batch.index + 1
         if not self._is_possible() or step.replicas == 1 or not is_power_of_two(number):
             return
-        summed = SummedLoss(
-            step.model,
-            step.loss,
-            metrics=metrics,
-            trains=False,
-        )
+        loss = step.loss
+        if step.whole_batch is not None:  # only metrics are sums
+            if not holds:
+                return
+            loss = Totalled(_zero)
+        summed = SummedLoss(step.model, loss, metrics=metrics, trains=False)
         summed.holds = [*summed.holds, *holds]
         verdict = self._verdict(
             batch,
