@@ -339,7 +339,7 @@ def test_tf32_is_off_again_after_a_run_that_fails_and_beside_flags_of_ones_own(t
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
         mine = modes.flags()
-        with pytest.raises(LossError, match=r"True$"):
+        with pytest.raises(LossError, match=": True"):
             job = dataclasses.replace(WATCHED, loss=broken, precision="tf32")
             train(job, strategy="single", devices="1xcpu", folder=tmp_path, quiet=True)
         assert modes.flags() == mine
