@@ -150,6 +150,7 @@ def job_of(case: str, **settings: Any) -> Job:
     return Job(**fields, optimizer=sgd, train_data=data(), eval_data=data(), batch_size=8, epochs=2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("strategy", "devices", "settings"), WAYS)
 def test_shares_of_a_loss_add_up_to_that_of_one_device(

@@ -145,6 +145,7 @@ def job_of(loss: str, **settings: Any) -> Job:
     )
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(("strategy", "devices", "settings"), WAYS)
 def test_a_loss_over_the_batch_has_the_gradients_of_one_device(
