@@ -183,3 +183,14 @@ def test_a_training_goes_on_where_its_output_cannot_be_written(tmp_path: Path) -
         "lockstep: the output can't be written (No space left on device): the training goes on\n"
     )
     assert list(tmp_path.glob("runs/*/model.safetensors"))
+
+
+def test_prints_of_ranks_that_cannot_be_written_end_no_training(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full, Display() as display:
+        monkeypatch.setattr(sys, "stdout", full)
+        display.output("printed by the model\n", "stdout")
+        display.output("printed by the model\n", "stdout")
+        display.line("epoch 1")
+    assert capsys.readouterr().err.count("the training goes on") == 1

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from lockstep.run.events import Event, Line, Memory, Profile, Progress
@@ -115,28 +115,34 @@ class Display:
         if self._quiet:
             return
         self._printed = time.monotonic()
-        try:
+        with self._going_on():
             if self._console is not None:
                 self._console.print(text, style="yellow" if note else None, markup=False)
             else:
                 print(text, flush=True)
-        except OSError as error:  # a pipe that was closed, a disk that is full
-            self._print_no_more(error)
-
-    def _print_no_more(self, error: OSError) -> None:
-        """Log once that nothing can be printed; the training goes on."""
-        self._quiet = True
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            told = f"lockstep: the output can't be written ({error.strerror}): the training goes on"
-            print(told, file=sys.stderr)
 
     def output(self, text: str, stream: str) -> None:
         """Print what rank 0 printed, above the live line."""
-        if self._console is not None:
-            print_above(self._console, text)
-        else:
-            to_own_streams(text, stream)
+        with self._going_on():
+            if self._console is not None:
+                print_above(self._console, text)
+            else:
+                to_own_streams(text, stream)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Log once that the output can't be written; the training goes on without printing."""
+        try:
+            yield
+        except OSError as error:  # a pipe that was closed, a disk that is full
+            if self._quiet:
+                return
+            self._quiet = True
+            with contextlib.suppress(OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                reason = error.strerror
+                told = f"lockstep: the output can't be written ({reason}): the training goes on"
+                print(told, file=sys.stderr)
 
 
 def _is_notebook_with_widgets() -> bool:
