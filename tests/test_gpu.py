@@ -90,6 +90,15 @@ def test_one_gpu_ends_where_one_slot_does(kind: str, strategy: str, tmp_path) ->
     assert differences(job, there, here).worst < 1e-9
 
 
+def check_two_devices(job: Job, way: Any, folder: Path) -> None:
+    """A training on two devices ends where one on one device does, and evaluates alike."""
+    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=folder, quiet=True)
+    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=folder, quiet=True)
+    found = differences(job, there, here)
+    assert found.worst < 1e-9
+    assert max(found.history.values()) < 1e-9, "evaluated, too"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_replicas_on_one_gpu_end_where_one_does(kind: str, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
@@ -467,11 +476,7 @@ def test_the_table_counts_within_the_devices_that_are_visible() -> None:
 @pytest.mark.parametrize("kind", KINDS[1:3])
 def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> None:
     job = ZOO[kind].replace(precision="fp64")
-    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
-    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
-    found = differences(job, there, here)
-    assert found.worst < 1e-9
-    assert max(found.history.values()) < 1e-9, "evaluated, too"
+    check_two_devices(job, way, tmp_path)
 
 
 @two_devices
@@ -480,11 +485,7 @@ def test_replicas_on_two_gpus_end_where_one_does(kind: str, way, tmp_path) -> No
 def test_losses_of_the_whole_batch_on_two_gpus(kind: str, way: str, tmp_path) -> None:
     settings = OF_WHOLE_BATCH[kind] | SHARDED["momentum"]
     job = ZOO["mlp"].replace(precision="fp64", model=Layers, **settings)
-    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
-    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
-    found = differences(job, there, here)
-    assert found.worst < 1e-9
-    assert max(found.history.values()) < 1e-9, "evaluated, too"
+    check_two_devices(job, way, tmp_path)
 
 
 @two_devices
@@ -546,11 +547,7 @@ def test_shards_on_two_gpus_end_where_one_does(way: str, kind: str, tmp_path) ->
         else dataclasses.replace(ZOO["mlp"], model=Layers, **SHARDED[kind])
     )
     job = job.replace(precision="fp64")
-    here = train(job, strategy="single", devices=f"{TYPE}:0", folder=tmp_path, quiet=True)
-    there = train(job, strategy=way, devices=f"{TYPE}:0,1", folder=tmp_path, quiet=True)
-    found = differences(job, there, here)
-    assert found.worst < 1e-9
-    assert max(found.history.values()) < 1e-9, "evaluated, too"
+    check_two_devices(job, way, tmp_path)
 
 
 @two_devices

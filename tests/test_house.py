@@ -199,14 +199,14 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_655
+TOTAL = 273_700
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_955,
     "compare": 14_931,
-    "data": 14_136,
+    "data": 14_154,
     "export": 5_643,
     "launch": 21_578,
     "map": 5_348,
@@ -216,8 +216,8 @@ TOKENS = {
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 4_027,
-    "strategies": 55_499,
+    "run": 4_052,
+    "strategies": 55_501,
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_197,

@@ -181,7 +181,7 @@ def refuse_uncallable(recipe: Recipe, *names: str) -> None:
                 continue
             if name in _EXAMPLES:
                 raise JobError(
-                    f"{name}: a function that makes it is expected, not {type(function).__name__}",
+                    f"{name}: a function is expected, not {type(function).__name__}",
                     fix=f"write {_EXAMPLES[name]}",
                 )
             raise JobError(f"{name}: {function!r} can't be called")

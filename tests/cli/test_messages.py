@@ -633,7 +633,7 @@ def test_an_object_in_the_place_of_a_function_is_answered_with_a_function(field:
     if field == "lr_scheduler":
         made = torch.optim.lr_scheduler.StepLR(made, 10)
     kind = type(made).__name__
-    says = f"^{field}: a function that makes it is expected, not {kind}: write lambda "
+    says = f"^{field}: a function is expected, not {kind}: write lambda "
     with pytest.raises(JobError, match=says) as caught:
         MLP.replace(**{field: made})
     line(caught)

@@ -247,7 +247,7 @@ def test_a_run_that_was_further_than_its_batches_is_refused() -> None:
 def test_what_does_not_go_with_batches_is_refused(tmp_path: Path) -> None:
     with pytest.raises(JobError, match="order: batches gives the order"):
         job_of(order=lambda epoch: [0])
-    with pytest.raises(JobError, match=r"batches: a function .* is expected, not list"):
+    with pytest.raises(JobError, match=r"batches: a function is expected, not list"):
         job_of([[0, 1]])
     settings: dict[str, Any] = {"folder": tmp_path, "quiet": True}
     for field, value in (("batches", listed), ("cut_by", LENGTHS)):

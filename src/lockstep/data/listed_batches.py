@@ -135,7 +135,7 @@ class ListLoader(Loader):
     def _rows(self, epoch: int, start: int) -> Iterator[Row]:
         listed = self._listed(epoch)
         if listed.whole is not None:
-            self._compare(f"batches: for epoch {epoch} the indices", listed.whole, "epoch")
+            self._compare_indices(epoch, listed.whole)
 
         batches = iter(listed)
         skipped = sum(1 for _ in itertools.islice(batches, start))
@@ -151,8 +151,12 @@ class ListLoader(Loader):
             yield from rows
             return
 
-        while block := list(itertools.islice(rows, _AHEAD)):
-            indices = [row[0] for row in block]
-            self._compare(f"batches: for epoch {epoch} the indices", indices, "epoch")
+        block = None
+        while block != []:
+            block = list(itertools.islice(rows, _AHEAD))
+            self._compare_indices(epoch, [row[0] for row in block])
             yield from block
-        self._compare(f"batches: for epoch {epoch} the indices", [], "epoch")
+
+    def _compare_indices(self, epoch: int, indices: list[Tensor]) -> None:
+        """Refuse batches that differ between the ranks."""
+        self._compare(f"batches: for epoch {epoch} the indices", indices, "epoch")

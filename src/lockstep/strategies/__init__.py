@@ -81,19 +81,18 @@ def devices_for(wanted: str | Strategy | None, devices: Devices) -> Devices:
         DeviceError: torchrun has started processes for another number of devices.
     """
     strategy = named(wanted) if isinstance(wanted, str) else wanted
-    is_number = str(devices).isdigit()
-    if started_as_rank():
+    is_rank = started_as_rank()
+    if is_rank:
         each = 1 if strategy is None else strategy.devices_per_rank
         started_ranks.refuse_other_number(devices, each)
     if strategy is None or strategy.devices_needed is None:
         return devices
 
-    count = strategy.devices_needed
-    if is_number:
-        count = int(str(devices))
-    elif started_as_rank() or devices not in (None, "auto"):
+    is_number = str(devices).isdigit()
+    if not is_number and (is_rank or devices not in (None, "auto")):
         return devices
-    if not started_as_rank():
+    count = int(str(devices)) if is_number else strategy.devices_needed
+    if not is_rank:
         strategy.layout(count)  # which refuses another number of devices
     return count if _devices.accelerators() else f"{count}xcpu"
 
