@@ -121,7 +121,9 @@ def a_job(**fields: Any) -> lockstep.Job:
 
 def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    whole, groups, named_parts, contrast, several, orders, padded = parts("docs/jobs.md")
+    whole, groups, named_parts, counted, contrast, several, orders, padded, bucketed = parts(
+        "docs/jobs.md"
+    )
     usual = a_job()
     names: dict[str, Any] = {"lockstep": lockstep, "torch": torch, "nn": nn, "F": functional}
     names |= {"CosineAnnealingLR": torch.optim.lr_scheduler.CosineAnnealingLR, "adam": adam}
@@ -140,6 +142,10 @@ def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.M
     run(named_parts, names)
     outputs = SimpleNamespace(drawn=few(4), mean=few(2), log_variance=few(2))
     assert set(names["loss"](outputs, few(4)).parts) == {"error", "kl"}
+
+    run(counted, names)
+    one, three = (several_means(names, devices) for devices in ("1xcpu", "3xcpu"))
+    assert one == pytest.approx(three, rel=1e-6)
 
     class Towers(nn.Linear):
         def forward(self, image: Any, text: Any) -> Any:
@@ -164,6 +170,21 @@ def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.M
     run(padded, names)
     total, count = names["loss"](few(5, 7), torch.arange(320).view(64, 5) % 7)
     assert total > 0 and count < 320
+
+    names["lengths"] = torch.arange(1, 65)
+    run(bucketed, names)
+    assert sorted(sum(names["buckets"](0), [])) == list(range(64))
+    trains(usual.replace(batches=names["buckets"], cut_by=names["lengths"]))
+
+
+def several_means(names: dict[str, Any], devices: str) -> float:
+    """The loss of the first update, by the counts and the loss of the page."""
+    torch.manual_seed(0)
+    inputs, kinds = few(8), torch.arange(64) % 3
+    sizes = torch.where(kinds == 0, inputs[:, 0] + 1, -1.0)
+    settings = {"devices": devices, "counts": names["counts"]}
+    step = lockstep.parallelize(nn.Linear(8, 4), names["loss"], adam, **settings)
+    return step(inputs, (sizes, kinds)).loss
 
 
 @pytest.mark.slow
