@@ -173,7 +173,7 @@ def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.M
 
     names["lengths"] = torch.arange(1, 65)
     run(bucketed, names)
-    assert sorted(sum(names["buckets"](0), [])) == list(range(64))
+    assert sorted(number for batch in names["buckets"](0) for number in batch) == [*range(64)]
     trains(usual.replace(batches=names["buckets"], cut_by=names["lengths"]))
 
 
