@@ -42,6 +42,12 @@ def test_every_page_is_in_the_navigation() -> None:
     assert len(named) == len(set(named))
 
 
+def test_the_pages_have_25_000_words_at_most() -> None:
+    """What is written twice is cut before anything is added."""
+    words = {path: len(path.read_text().split()) for path in DOCS.rglob("*.md")}
+    assert sum(words.values()) <= 25_000, max(words, key=lambda path: words[path])
+
+
 def test_every_strategy_has_a_page_with_a_picture_its_costs_and_a_measurement() -> None:
     for name in (*STRATEGIES, "products"):
         page = DOCS / "strategies" / f"{name}.md"
