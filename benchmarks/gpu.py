@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import json
 import math
 import os
 import statistics
@@ -43,12 +42,11 @@ from benchmarks.models import (
     small_mlp,
 )
 from benchmarks.parallel_loss import on_device as loss_on_device
-from benchmarks.timing import HERE, Benchmark, Ratio, measured, rate
+from benchmarks.timing import HERE, Benchmark, Ratio, keep, measured, rate
 from examples.models.mobilenetv2 import MobileNetV2
 from lockstep.data import Loader
 from lockstep.launch import cores
 from lockstep.launch import devices as places
-from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Device, accelerators, slots
 from lockstep.launch.processes import group
 from lockstep.launch.world import World
@@ -539,10 +537,7 @@ def run(
                 row = {"benchmark": name, "failed": f"{type(error).__name__}: {error}"}
             stack.close()
             rows.append({**row, "seconds": round(time.monotonic() - start, 1)})
-            folder.mkdir(exist_ok=True)
-            (folder / "gpu.json").write_text(
-                json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n"
-            )
+            keep("gpu", {"rows": rows}, folder)
     print(f"\n{table(rows)}\n{time.monotonic() - began:.0f} s in all", flush=True)
     return rows
 

@@ -10,16 +10,14 @@ has as many threads as that, as if slots were accelerators.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 import lockstep
-from benchmarks.timing import HERE
+from benchmarks.timing import keep
 from lockstep.launch.cores import occupied
-from lockstep.launch.device_table import machine
 from lockstep.launch.devices import Device
 from lockstep.parallel import Balanced, DataParallel, Level, ParallelLoss, largest_batch, level_of
 
@@ -159,8 +157,6 @@ def run(devices: tuple[Device, ...], budget: int | None = None) -> None:
         f"above {LIMIT:,} tried"
     )
     kept = {
-        "benchmark": name,
-        "machine": machine(),
         "devices": [str(device) for device in devices],
         "model": {
             "inputs": INPUTS,
@@ -182,8 +178,7 @@ def run(devices: tuple[Device, ...], budget: int | None = None) -> None:
             for way, (level, largest) in found.items()
         },
     }
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+    keep(name, kept)
 
 
 def _measured(update: Update, devices: tuple[Device, ...], budget: int) -> tuple[Level, int]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,12 +16,11 @@ import torch.nn.functional as F
 
 import lockstep
 from benchmarks.models import small_job
-from benchmarks.timing import HERE
+from benchmarks.timing import keep
 from lockstep.data import job_loader, resolve
 from lockstep.jobfile import JobFile
 from lockstep.launch import cores
 from lockstep.launch import devices as _devices
-from lockstep.launch.device_table import machine
 from lockstep.launch.world import World
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.strategies import choose
@@ -118,10 +116,4 @@ def run() -> None:
                 f"{100 * max(its):.2f} %)"
             )
         rows.append(row)
-    kept = {
-        "benchmark": "loss-check",
-        "machine": machine(),
-        "unit": "part of an update",
-        "rows": rows,
-    }
-    (HERE / "results" / "loss-check.json").write_text(json.dumps(kept, indent=2) + "\n")
+    keep("loss-check", {"unit": "part of an update", "rows": rows})

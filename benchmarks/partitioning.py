@@ -9,7 +9,6 @@ backward of a global batch, as simulated from stage times on one core, and as me
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,9 +16,8 @@ from typing import Any
 
 import lockstep
 from benchmarks.pipelining import JOBS
-from benchmarks.timing import HERE, in_turns
+from benchmarks.timing import in_turns, keep
 from lockstep.data import Batch
-from lockstep.launch.device_table import machine
 from lockstep.launch.devices import slots
 from lockstep.launch.placement import alone
 from lockstep.pipelining.planner.blocks import map_of
@@ -158,7 +156,7 @@ def predictions() -> None:
     cells = [cell for name in JOBS for cell in prediction(name)]
     error = statistics.median(abs(cell["error"]) for cell in cells)
     print(f"   median error of {len(cells)} cells: {100 * error:.1f} %   goal 5 %", flush=True)
-    _keep("partitioning-predictions", {"median_error": error, "cells": cells})
+    keep("partitioning-predictions", {"median_error": error, "cells": cells})
 
 
 def splits() -> None:
@@ -168,12 +166,7 @@ def splits() -> None:
     found = []
     for name in ("gpt2", "resnet50", "stack"):
         found.append(split(name))
-        _keep("partitioning-splits", {"splits": found})
-
-
-def _keep(name: str, found: dict[str, Any]) -> None:
-    text = json.dumps({"benchmark": name, "machine": machine(), **found}, indent=2)
-    (HERE / "results" / f"{name}.json").write_text(text + "\n")
+        keep("partitioning-splits", {"splits": found})
 
 
 PARTITIONING = {"partitioning-predictions": predictions, "partitioning-splits": splits}

@@ -4,7 +4,6 @@ one run.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import statistics
@@ -22,11 +21,10 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
-from benchmarks.timing import HERE
+from benchmarks.timing import HERE, keep
 from lockstep.checkpoint.index import shared_out
 from lockstep.checkpoint.writer import Writer
 from lockstep.data import Loader
-from lockstep.launch.device_table import machine
 from lockstep.launch.world import World
 from lockstep.tensors.state_tree import encoded
 
@@ -205,14 +203,7 @@ def run() -> None:
             "finding batch 10^6", "batch 10", [a / b for a, b in (places() for _ in range(5))], 1.1
         ),
     ]
-    kept = {
-        "benchmark": "surviving",
-        "machine": machine(),
-        "ratios": rows,
-        "saves": every,
-        "restarts": starts,
-    }
-    (HERE / "results" / "surviving.json").write_text(json.dumps(kept, indent=2) + "\n")
+    keep("surviving", {"ratios": rows, "saves": every, "restarts": starts})
 
 
 def _row(of: str, to: str, ratios: list[float], goal: float) -> dict[str, Any]:
@@ -221,4 +212,6 @@ def _row(of: str, to: str, ratios: list[float], goal: float) -> dict[str, Any]:
         f"   {of} : {to}   {median:.3f} ({spread[0]:.3f} to {spread[1]:.3f})   goal {goal:.2f}",
         flush=True,
     )
-    return {"of": of, "to": to, "median": median, "spread": spread, "goal": goal}
+    rounds = len(ratios)
+    row = {"of": of, "to": to, "median": median, "spread": spread, "goal": goal}
+    return row | {"rounds": rounds}

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import date
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from lockstep.strategies import Strategy
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
+PEERS = ("lightning", "accelerate", "transformers")
 
 
 def in_turns(
@@ -171,10 +174,18 @@ def torchrun(
 
 
 def run(name: str, benchmark: Benchmark, rounds: int | None = None) -> None:
-    """Time one benchmark, print its ratios, and keep them with the machine's description."""
-    kept = {"benchmark": name, "machine": machine(), **measured(name, benchmark, rounds)}
-    (HERE / "results").mkdir(exist_ok=True)
-    (HERE / "results" / f"{name}.json").write_text(json.dumps(kept, indent=2) + "\n")
+    """Time one benchmark, print its ratios, and keep them."""
+    keep(name, measured(name, benchmark, rounds))
+
+
+def keep(name: str, found: Mapping[str, Any], folder: Path = HERE / "results") -> None:
+    """Keep what was found, with the day, the machine and the versions of the peers that are
+    installed: ``python -m benchmarks page`` shows it.
+    """
+    peers = {peer: one.version for peer in PEERS for one in distributions(name=peer)}
+    kept = {"benchmark": name, "recorded": date.today().isoformat(), "machine": machine() | peers}
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(kept | dict(found), indent=2) + "\n")
 
 
 def measured(name: str, benchmark: Benchmark, rounds: int | None = None) -> dict[str, Any]:
