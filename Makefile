@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types docs pages pictures bench check-gpu bench-gpu clean
+.PHONY: demo test test-all lint types docs pages pictures performance bench check-gpu bench-gpu clean
 
 demo: $(RUNS)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -40,6 +40,10 @@ pages: $(READY)
 # The comparisons of docs/compare.md, measured anew, with their charts: about an hour; leave the machine alone.
 pictures: $(READY)
 	$(BIN)/python tests/docs_pages.py --pictures docs/compare.md
+
+# docs/performance.md and its charts, from benchmarks/results: nothing is measured.
+performance: $(READY)
+	$(BIN)/python -m benchmarks page
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

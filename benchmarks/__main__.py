@@ -1,5 +1,5 @@
 """Run benchmarks: all, or those named; `gpu` is for accelerators (see gpu.py). Results go to
-benchmarks/results/.
+benchmarks/results/; `page` writes docs/performance.md from them (see page.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import level, loss_checking, models, surviving
+from benchmarks import level, loss_checking, models, page, surviving
 from benchmarks.checkpointing import CHECKPOINTING
 from benchmarks.comparing import COMPARING
 from benchmarks.experiment import EXPERIMENT
@@ -181,6 +181,8 @@ BENCHMARKS = {
 
 def main(names: list[str]) -> int:
     """Run the benchmarks of these names."""
+    if names == ["page"]:
+        return page.main()
     prepare()  # as the command does: what trains in this process has what ranks have
     if names[:1] == ["gpu"]:
         from benchmarks import gpu
@@ -190,7 +192,7 @@ def main(names: list[str]) -> int:
     unknown = [name for name in names if name not in known]
     if unknown:
         print(
-            f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu",
+            f"there is no benchmark {unknown[0]}: there are {', '.join(known)}, gpu, page",
             file=sys.stderr,
         )
         return 2
