@@ -199,29 +199,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 273_700
+TOTAL = 274_881
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_955,
-    "compare": 14_931,
+    "cli": 7_804,
+    "compare": 14_904,
     "data": 14_154,
-    "export": 5_643,
-    "launch": 21_578,
-    "map": 5_348,
+    "export": 5_648,
+    "launch": 21_681,
+    "map": 5_340,
     "model": 20_424,
     "parallel": 14_092,
     "pipelining": 24_316,
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 4_052,
+    "run": 4_173,
     "strategies": 55_501,
     "tensors": 8_841,
     "threads": 7_364,
-    "top": 8_197,
-    "training": 29_509,
+    "top": 8_204,
+    "training": 29_640,
     "verify": 13_748,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

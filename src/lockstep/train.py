@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Literal, Unpack
 
 from lockstep.errors import InputError
 from lockstep.job import Job
@@ -37,7 +37,7 @@ def train(
     folder: str | Path = "runs",
     backend: str | None = None,
     profile: bool = False,
-    quiet: bool = False,
+    quiet: bool | Literal["notes"] = False,
     audit: bool = False,
     grace: float = GRACE,
     restarts: int = 0,
@@ -63,7 +63,7 @@ def train(
         backend: of the process group, instead of the devices' own.
         profile: profile a few steps: a trace for each rank, and a table of where the time goes
             (docs/profile.md).
-        quiet: print nothing.
+        quiet: print nothing; ``"notes"``: only notes, on standard error.
         audit: write down the samples of each step, for ``lockstep audit`` (see
             lockstep.training.records.audit).
         grace: seconds allowed for the current step to finish after Ctrl-C or SIGTERM.
@@ -96,7 +96,7 @@ def train(
     first = not torchrun or started_ranks.place().rank == 0
     name = job.name if isinstance(job, JobFile) else "job"
 
-    with Display(quiet=quiet or not first) as display:
+    with Display(quiet=not first or quiet) as display:
         find = functools.partial(run_to_resume, resume, folder, job, name)
         found = started_ranks.read_by_first(find) if torchrun else find()
         if found.config is not None:

@@ -206,7 +206,7 @@ def test_more_micro_batches_than_samples_are_counted_right_at_once(job: Path, ca
         "1",
     ]
     assert main(words) == 0
-    assert "batches of 8, in 8 micro-batches;" in capfd.readouterr().out
+    assert "batches of 8, in 8 micro-batches\n" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -632,7 +632,8 @@ def test_the_command_that_repeats_it_is_what_was_said(
     files = ["--folder", str(tmp_path), "--json", str(out[0]), "--csv", str(out[1])]
     assert cli.main([*words, *files]) == 0
     found = json.loads(out[0].read_text())
-    assert found["command"] == "lockstep " + " ".join(words)
+    assert found["command"] == "compare"
+    assert found["repeat"] == "lockstep " + " ".join(words)
     assert [row["name"] for row in found["rows"]][2:] == [
         "dp",
         "pp microbatches=2",

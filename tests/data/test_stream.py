@@ -456,7 +456,7 @@ def test_a_scheduler_and_the_lines_know_no_length(
         run = train(job, strategy="ddp", devices="2xcpu", folder=tmp_path)
         assert run.history[1]["lr"] == pytest.approx(0.1 * 0.9 ** (8 if every == "step" else 1))
     out = capsys.readouterr().out
-    assert "batches of 8 = 4 + 4 over the devices; a stream, a stream for evaluation" in out
+    assert "batches of 8 = 4 + 4 over the devices\na stream, a stream for evaluation" in out
     assert out.count("note: train_data is a stream, which isn't shuffled") == 2
     train(streamed(shuffle=False), strategy="single", devices="1xcpu", folder=tmp_path)
     assert "note:" not in capsys.readouterr().out

@@ -103,7 +103,7 @@ def test_a_stand_in_of_the_same_shape_is_for_timing_and_says_so(
     said = capfd.readouterr().out
     assert said.count("generated noise in the place of CIFAR-10") == 1
     assert (
-        "batches of 32 = 16 + 16 over the devices; 32 samples" in said
+        "batches of 32 = 16 + 16 over the devices\n32 samples" in said
         and "6 for evaluation" in said
     )
 

@@ -187,8 +187,7 @@ def test_a_program_takes_batches_of_any_size(run: Run, capsys: pytest.CaptureFix
     inputs, compared, exported = capsys.readouterr().out.splitlines()
     assert inputs == "inputs: input float32(batch, 6)"
     assert (
-        compared
-        == "compared on 8 evaluation samples: largest difference 0.0e+00 of the largest output"
+        compared == "compared on 8 evaluation samples: they differ by 0.0e+00 of the largest output"
     )
     assert exported.startswith(f"exported: {found.path}, ")
 

@@ -13,7 +13,7 @@ import torch
 
 from lockstep.errors import DeviceError
 from lockstep.launch import cores, devices
-from lockstep.launch.device_table import _ranges, table
+from lockstep.launch.device_table import _ranges, _row, table
 from lockstep.launch.devices import Device, parse, slots
 
 HERE = devices.usable_cores()
@@ -210,5 +210,8 @@ def test_a_card_whose_place_is_not_known_leaves_a_rank_its_cores(
 
 
 def test_the_inventory_names_the_cores() -> None:
-    assert f"{len(HERE)} core" in table()
+    assert f"{len(HERE)} core" in " ".join(table().split())
+    facts = ["NVIDIA H100 80GB HBM3", "79.1 GiB (78.5 GiB free)", "132 multiprocessors"]
+    rows = _row("cuda:0", [*facts, "number 0 here, 0 of the machine"])
+    assert len(rows) == 2 and max(map(len, rows)) <= 80
     assert _ranges((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"

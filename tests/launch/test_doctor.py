@@ -22,7 +22,9 @@ def test_this_machine_is_ready(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     shown = capfd.readouterr().out
     assert "2 ranks start, sum 4 MiB" in shown
     assert not (tmp_path / "runs").exists()
-    found = {finding["name"]: finding for finding in json.loads(file.read_text())}
+    answer = json.loads(file.read_text())
+    found = {finding["name"]: finding for finding in answer["findings"]}
+    assert answer["ready"]
     assert found["ranks by gloo"]["state"] == "ok"
     assert {"versions", "devices", "shared memory", "disk of the runs", "threads"} <= found.keys()
     assert all(len(line) <= 80 for line in shown.splitlines() if "disk" not in line)
@@ -32,7 +34,9 @@ def test_json_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypat
     lost = doctor.Finding("ranks by gloo", "wrong", "no address", "set GLOO_SOCKET_IFNAME=lo")
     monkeypatch.setattr(doctor, "_process_groups", lambda: iter([lost]))
     assert main(["doctor", "--folder", str(tmp_path), "--json", "-"]) == 1
-    (found,) = [one for one in json.loads(capfd.readouterr().out) if one["state"] == "wrong"]
+    answer = json.loads(capfd.readouterr().out)
+    (found,) = [one for one in answer["findings"] if one["state"] == "wrong"]
+    assert not answer["ready"]
     assert found == vars(lost)
 
 
@@ -52,6 +56,7 @@ def test_little_shared_memory(monkeypatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(64 << 20, 0, 64 << 20))
     found = doctor._shared_memory()
     assert found.state == "note"
+    assert len(found.lines()) == 3 and max(map(len, found.lines())) <= 80
     assert "--shm-size" in found.advice
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli.command import main
 from lockstep.run import terminal
 from lockstep.run.events import Event, Line, Progress
 from lockstep.run.terminal import Display, named_number
@@ -150,6 +151,27 @@ def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
             display.tell(Line(f"log {i}"))
     said = capsys.readouterr().out
     assert all(f"log {i}" in said for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("FORCE_COLOR", "1")]
+)
+def test_escape_sequences_are_for_terminals_that_want_them(
+    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv(name, value)
+    is_terminal = name != "FORCE_COLOR"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    with Display() as display:
+        assert display._live is None
+        display.tell(Line.note("a"))
+    assert main(["schedule"]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.delenv(name)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["schedule"]) == 0
+    assert ("\x1b" in capsys.readouterr().out) == is_terminal
 
 
 def test_a_note_that_several_ranks_tell_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -125,9 +125,11 @@ def test_a_lost_rank_is_started_again_and_the_run_ends_as_it_would_have(
     says = rf"rank {rank} \(cpu:{rank}\) was killed by SIGKILL at step {step} .*: resuming from {of} \(restart 1 of 1"
     assert re.search(says, capfd.readouterr().out)
     same(run, whole)
-    lines, right = added_up(run.folder)
+    lines, found = added_up(run.folder)
     assert (
-        right and lines[0] == "2 starts, 30 steps" and lines[3] == "epoch 3: 75 samples, each once"
+        found["right"]
+        and lines[0] == "2 starts, 30 steps"
+        and lines[3] == "epoch 3: 75 samples, each once"
     )
 
 
@@ -275,7 +277,7 @@ def test_whatever_process_is_killed_resume_auto_ends_with_the_same_bits(
     runs = [RunFolder(path) for path in own.glob("runs/*")]
     (finished,) = [run for run in runs if run.summary.is_file()]
     same(Run.open(finished.path), whole)
-    assert added_up(finished.path)[1]
+    assert added_up(finished.path)[1]["right"]
     assert not list(finished.checkpoints.glob(".*"))
 
 
@@ -348,7 +350,7 @@ def test_what_torchrun_starts_again_goes_on_by_itself(own: Path) -> None:
     (run,) = own.glob("runs/*")
     assert f"resuming runs/{run.name}" in found.stdout and "resuming after epoch " in found.stdout
     same(Run.open(run), whole)
-    assert added_up(run)[1]
+    assert added_up(run)[1]["right"]
 
 
 @pytest.mark.slow
@@ -440,8 +442,8 @@ def test_the_audit_finds_what_was_used_twice_and_never(own: Path, capsys) -> Non
     run = train(
         JobFile("own.py"), strategy="ddp", devices="2xcpu", quiet=True, audit=True, steps=12
     )
-    lines, right = added_up(run.folder)
-    assert right and lines == [
+    lines, found = added_up(run.folder)
+    assert found["right"] and lines == [
         "1 start, 12 steps",
         "epoch 1: 75 samples, each once",
         "epoch 2: 16 samples so far, each once",

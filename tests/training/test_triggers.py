@@ -543,5 +543,5 @@ def test_one_batch_size_is_given(tmp_path: Path) -> None:
 def test_a_batch_size_beyond_the_data_is_one_step_an_epoch(tmp_path: Path, capfd) -> None:
     train(a_job(batch_size=5000), strategy="dp", devices="2xcpu", folder=tmp_path)
     said = capfd.readouterr().out
-    assert "batches of 40 = 20 + 20 over the devices; 40 samples, 1 step an epoch, 30" in said
+    assert "batches of 40 = 20 + 20 over the devices\n40 samples, 1 step an epoch, 30" in said
     assert "note: batch_size: 5,000 is more than the 40 samples: an epoch is one step" in said

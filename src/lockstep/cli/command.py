@@ -15,14 +15,22 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
-from lockstep.cli.doctor_command import add_doctor
-from lockstep.cli.options import add_strategy, refuse_settings, warm_up
+from lockstep.cli.machine_commands import add_devices, add_doctor
+from lockstep.cli.options import (
+    add_json,
+    add_strategy,
+    answered,
+    refuse_settings,
+    warm_up,
+    with_lone_json,
+)
 from lockstep.cli.pipeline_commands import add_partition, add_schedule
 from lockstep.cli.run_commands import (
+    add_audit,
     add_checkpoints,
     add_evaluate,
     add_export,
@@ -43,6 +51,24 @@ from lockstep.launch.processes import fork_server
 
 class _Parser(argparse.ArgumentParser):
     """Reports what is wrong in one line, with the nearest word, and exits with 2."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            **settings,
+        )
+
+    def shorten_usage(self) -> None:
+        """Let the usage name what has to be given, and the other options by one word."""
+        words = ["%(prog)s [options]"]
+        for action in self._actions:
+            name = action.metavar or action.dest
+            if action.required:
+                words += [*action.option_strings, str(name)]
+            elif not action.option_strings:
+                words.append(f"[{name}]")
+        self.usage = " ".join(words)
 
     def error(self, message: str) -> NoReturn:
         wrong = re.search(
@@ -76,7 +102,7 @@ class _Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
-    words = list(sys.argv[1:] if words is None else words)
+    words = with_lone_json(sys.argv[1:] if words is None else words)
     # The other commands keep nothing before they are done; a training has said what it keeps.
     kept = "" if words[:1] == ["train"] else "; nothing was kept"
     interrupt = Interrupt(f"lockstep: stopped by Ctrl-C{kept}")
@@ -216,8 +242,7 @@ def _run(words: list[str]) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    result: int = options.function(options)
-    return result
+    return answered(options)
 
 
 def _complete(parser: _Parser) -> None:
@@ -229,10 +254,39 @@ def _complete(parser: _Parser) -> None:
     argcomplete.autocomplete(parser)
 
 
+_TASKS = {
+    "train and resume": (add_train,),
+    "use a run": (
+        add_evaluate,
+        add_predict,
+        add_export,
+        add_checkpoints,
+        add_audit,
+        add_report,
+    ),
+    "choose a strategy": (add_compare, add_verify, add_tune),
+    "look at pipelines": (add_partition, add_schedule),
+    "this machine": (add_doctor, add_devices),
+}
+"""The commands by what a person wants to do."""
+
+_EXAMPLES = """\
+examples:
+  lockstep train examples/digits.py --strategy ddp --devices 2
+  lockstep train examples/digits.py --resume auto
+  lockstep evaluate runs/digits-ddp-20261121-093000
+  lockstep verify examples/digits.py --strategy pp --devices 2
+  lockstep compare examples/digits.py --devices 2 --seconds 0.5
+
+lockstep COMMAND --help shows the options of a command, and examples.
+"""
+
+
 def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
         prog="lockstep",
-        description="Train an ordinary PyTorch model on many devices, with the results of one.",
+        usage="lockstep COMMAND [options]",
+        epilog=_EXAMPLES,
     )
     parser.set_defaults(command=None)
     parser.add_argument(
@@ -240,51 +294,24 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
         action="version",
         version=f"lockstep {lockstep.__version__}",
     )
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=_Parser)
+    commands = parser.add_subparsers(
+        prog="lockstep",
+        dest="command",
+        metavar="COMMAND",
+        parser_class=_Parser,
+        help=argparse.SUPPRESS,  # the description lists the commands
+    )
 
-    for add in (
-        add_train,
-        add_evaluate,
-        add_predict,
-        add_export,
-        add_checkpoints,
-        add_tune,
-        add_compare,
-        add_partition,
-        add_schedule,
-        add_report,
-        add_verify,
-        add_doctor,
-    ):
-        add(commands)
-    devices = commands.add_parser(
-        "devices",
-        help="list the available devices",
-        allow_abbrev=False,
-    )
-    devices.add_argument(
-        "--strategy", help="draw what each device holds and reads under this strategy"
-    )
-    devices.add_argument(
-        "--devices",
-        default="auto",
-        help="the devices of the drawing: auto, 4, 2xcpu, cuda:0,2",
-    )
-    devices.set_defaults(function=_devices)
+    lines = ["Train an ordinary PyTorch model on many devices, with the results of one."]
+    for task, adds in _TASKS.items():
+        lines += ["", f"{task}:"]
+        for add in adds:
+            add(commands)
+            listed = commands._choices_actions[-1]
+            lines.append(f"  {listed.dest:12} {listed.help}")
+            command = commands.choices[listed.dest]
+            command.description = listed.help
+            add_json(command)
+            command.shorten_usage()
+    parser.description = "\n".join(lines)
     return parser, dict(commands.choices)
-
-
-def _devices(options: argparse.Namespace) -> int:
-    from lockstep.launch.device_table import drawn, table
-
-    print(table())
-    if options.strategy is not None:
-        from lockstep.launch import devices
-        from lockstep.strategies import choose, devices_for
-
-        chosen = devices.parse(devices_for(options.strategy, options.devices))
-        layout = choose(options.strategy, chosen).layout(len(chosen))
-        print()
-        for line in drawn(layout, [str(device) for device in chosen]):
-            print(line)
-    return 0

@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from lockstep.cli.options import (
+    Answer,
     above_zero,
     add_placement,
+    add_quiet,
     add_settings,
     check_writable,
     job_in,
@@ -27,9 +30,14 @@ def add_compare(commands: Any) -> None:
     parser = commands.add_parser(
         "compare",
         help="measure strategies side by side",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep compare job.py --strategies single,ddp,pp --devices 2
+  lockstep compare job.py --devices 2 --sweep microbatches=2,4,8 --epochs 3
+
+With --epochs each row is also trained, to compare losses and metrics.
+""",
     )
-    parser.epilog = "with --epochs N each row is also trained, to compare losses and metrics"
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
         "--strategies",
@@ -75,7 +83,7 @@ def add_compare(commands: Any) -> None:
 
 
 def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
-    """Add how long is measured, and where the results are also written."""
+    """Add how long is measured, and whether that is logged."""
     parser.add_argument(
         "--rounds",
         type=above_zero(int),
@@ -88,22 +96,17 @@ def _add_measuring(parser: argparse.ArgumentParser, rounds: int) -> None:
         default=2.0,
         help="the length of each turn in seconds, at least (default: 2)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write the results to this file",
-    )
+    add_quiet(parser)
 
 
-def _compare(options: argparse.Namespace) -> int:
-    """Compare, and return 1 where nothing could be measured."""
+def _compare(options: argparse.Namespace) -> Answer:
+    """Compare; the code is 1 where nothing could be measured."""
     warm_up(options, surely=True)
+    from lockstep.compare.advice import sentence
     from lockstep.compare.compare import compare
-    from lockstep.compare.comparison_folder import json_of
     from lockstep.compare.comparison_table import csv_of
     from lockstep.pipelining.device_map import read_map
 
-    check_writable("--json", options.json)
     check_writable("--csv", options.csv)
     training = {}
     if options.epochs is not None:  # each is trained too
@@ -119,14 +122,21 @@ def _compare(options: argparse.Namespace) -> int:
         seconds=options.seconds,
         parity=not options.no_parity,
         folder=options.folder,
-        told=lambda line: print(line, flush=True),
+        told=_told(options),
         **training,
     )
-    if options.json is not None:
-        Path(options.json).write_text(json_of(found))
+    if options.quiet:
+        print(sentence(found))
     if options.csv is not None:
         Path(options.csv).write_text(csv_of(found))
-    return 0 if found.measured else 1
+    answer = found.as_dict()
+    answer["repeat"] = answer.pop("command")
+    return 0 if found.measured else 1, answer
+
+
+def _told(options: argparse.Namespace) -> Callable[[str], None] | None:
+    """Return what prints the lines of a report."""
+    return None if options.quiet else functools.partial(print, flush=True)
 
 
 def _names(words: str | None) -> list[str] | None:
@@ -145,7 +155,10 @@ def add_tune(commands: Any) -> None:
     parser = commands.add_parser(
         "tune",
         help="find settings that make a job faster on this machine",
-        allow_abbrev=False,
+        epilog="""\
+example:
+  lockstep tune job.py --devices 2 --seconds 1
+""",
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
@@ -161,22 +174,22 @@ def add_tune(commands: Any) -> None:
     parser.set_defaults(function=_tune)
 
 
-def _tune(options: argparse.Namespace) -> int:
-    check_writable("--json", options.json)
+def _tune(options: argparse.Namespace) -> Answer:
     warm_up(options)
     from lockstep.compare.tune import tune
 
+    job = job_in(options)
     found = tune(
-        job_in(options),
+        job,
         strategy=options.strategy,
         devices=options.devices,
         rounds=options.rounds,
         seconds=options.seconds,
-        told=lambda line: print(line, flush=True),
+        told=_told(options),
     )
-    if options.json is not None:
-        Path(options.json).write_text(json.dumps(found.as_dict(), indent=2))
-    return 0
+    if options.quiet:
+        print(found.changed.line(job))
+    return 0, found.as_dict()
 
 
 def add_verify(commands: Any) -> None:
@@ -184,7 +197,11 @@ def add_verify(commands: Any) -> None:
     parser = commands.add_parser(
         "verify",
         help="compare the results with those of one device",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep verify job.py --strategy ddp --devices 2
+  lockstep verify job.py --strategy pp --microbatches 4 --devices 2 --whole
+""",
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
@@ -192,34 +209,17 @@ def add_verify(commands: Any) -> None:
         action="store_true",
         help="use whole batches; by default they may be cut to fewer samples, to save time",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE",
-        help="also write every number to this file, as JSON; - prints JSON only",
-    )
     add_placement(parser)
     add_settings(parser)
     parser.set_defaults(function=_verify)
 
 
-def _verify(options: argparse.Namespace) -> int:
+def _verify(options: argparse.Namespace) -> Answer:
     """Print what was found: 0 for equal, 3 for not."""
     warm_up(options, surely=options.devices == "auto" and options.strategy in ("ddp", None))
     strategy = strategy_in(options)
     from lockstep.verify import verify
 
-    check_writable("--json", None if options.json == "-" else options.json)
     found = verify(job_in(options), strategy=strategy, devices=options.devices, whole=options.whole)
-    if options.json != "-":
-        print("\n".join(found.lines(max(60, shutil.get_terminal_size().columns))))
-    if options.json is not None:
-        # With words for what JSON has no number for: "nan", "inf".
-        values = json.loads(
-            json.dumps(found.as_dict()), parse_constant=lambda word: str(float(word))
-        )
-        text = json.dumps(values, indent=2)
-        if options.json == "-":
-            print(text)
-        else:
-            Path(options.json).write_text(text)
-    return 0 if found else 3
+    print("\n".join(found.lines(max(60, shutil.get_terminal_size().columns))))
+    return 0 if found else 3, found.as_dict()

@@ -1,5 +1,5 @@
 """What several commands have among their options: a strategy and its devices, a job's settings and
-parameters.
+parameters; and how each command answers, for people or as JSON.
 
 Nothing here imports torch at the top.
 """
@@ -7,14 +7,19 @@ Nothing here imports torch at the top.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import FolderError, InputError
 from lockstep.job import SETTINGS, Job
 from lockstep.launch.processes import fork_server
+from lockstep.run.run_folder import json_text
 from lockstep.settings import described_fields
 from lockstep.tensors.allocator import prepare
 
@@ -40,7 +45,7 @@ def check_writable(option: str, file: str | None) -> None:
     Raises:
         FolderError: it can't.
     """
-    if file is None:
+    if file in (None, "-"):
         return
     is_new = not os.path.exists(file)
     try:
@@ -52,45 +57,134 @@ def check_writable(option: str, file: str | None) -> None:
         raise FolderError(f"{option} {file}: {error.strerror}") from error
 
 
+Answer = tuple[int, dict[str, Any]]
+"""What a command returns: the exit code, and what ``--json`` writes."""
+
+SCHEMA = 1
+"""The version of all JSON objects: within it, fields are added and never renamed."""
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add the option by which a command answers as JSON."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the answer as JSON, and all else on standard error; FILE.json: write it there",
+    )
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add the option of commands that log their progress."""
+    parser.add_argument(
+        "-q",
+        "--quiet",
+        action="store_true",
+        help="print errors, notes and the result only",
+    )
+
+
+def with_lone_json(words: Sequence[str]) -> list[str]:
+    """Return the words with ``--json=-`` for a ``--json`` without a file.
+
+    The parser would take the job or the run that follows for the file.
+    """
+    found = []
+    for word, after in itertools.pairwise([*words, ""]):
+        is_alone = word == "--json" and after != "-" and not after.endswith(".json")
+        found.append("--json=-" if is_alone else word)
+    return found
+
+
+def answered(options: argparse.Namespace) -> int:
+    """Run a command, and write its answer as JSON where that is asked for.
+
+    Returns:
+        The exit code.
+    """
+    file = options.json
+    check_writable("--json", file)
+    elsewhere = _printing_on_stderr() if file == "-" else contextlib.nullcontext()
+    code: int
+    with elsewhere:
+        code, answer = options.function(options)
+    if file is not None and is_first():
+        text = json_text({"schema": SCHEMA, "command": options.command, **answer})
+        if file == "-":
+            sys.stdout.write(text)
+        else:
+            Path(file).write_text(text)
+    return code
+
+
+def is_first() -> bool:
+    """Return whether this process is the one that prints, under torchrun too."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextlib.contextmanager
+def _printing_on_stderr() -> Iterator[None]:
+    """Let what this process, its ranks and its libraries print go to standard error."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+_SETTINGS = {
+    "data": "batch_size epochs steps shuffle seed loader_workers",
+    "optimization": "accumulate clip_norm lr_scheduler_every fused sync_batchnorm loss_over init "
+    "init_strict",
+    "precision, speed and memory": "precision compile channels_last activation_checkpointing "
+    "keep_memory",
+    "checks": "nonfinite nonfinite_limit accept_differences check_every",
+    "evaluation": "eval_every eval_at_start eval_batches eval_batch_size best",
+    "checkpoints and logging": "save_every keep save_frozen log_every tensorboard",
+}
+"""The settings of a job by what they are about."""
+
+
 def add_settings(parser: argparse.ArgumentParser, *, without: Sequence[str] = ()) -> None:
     """Add the settings of a job, and the parameters of its function: ``--batch-size 32``, ``--set
     lr=0.1``.
 
     ``without`` those that the command has other options for.
     """
-    parser.add_argument(
+    group = parser.add_argument_group("settings of the job (these override the file)")
+    group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         help="a parameter of the job function; may be repeated",
     )
-    group = parser.add_argument_group("settings of the job (these override the file)")
-    names = []
-    for name, text in described_fields(Job).items():
-        if name not in SETTINGS or name in without:
-            continue
-        names.append(name)
-        sentence = text.split(". ")[0].rstrip(".").replace("(None:", "(default:")
-        default = getattr(Job, name, None)
-        if default is not None:
-            sentence += f" (default: {str(default).lower()})"
-        option = f"--{name.replace('_', '-')}"
-        if "bool" in str(SETTINGS[name]):
-            group.add_argument(
-                option,
-                nargs="?",
-                const="true",
-                metavar="BOOL",
-                help=sentence,
-            )
-        else:
-            group.add_argument(
-                option,
-                metavar="VALUE",
-                help=sentence,
-            )
-    parser.set_defaults(settings=tuple(names))
+    texts = described_fields(Job)
+    chosen = []
+    for about, names in _SETTINGS.items():
+        group = parser.add_argument_group(about)
+        for name in names.split():
+            if name not in without:
+                chosen.append(name)
+                _add_setting(group, name, texts[name])
+    parser.set_defaults(settings=tuple(chosen))
+
+
+def _add_setting(group: argparse._ArgumentGroup, name: str, text: str) -> None:
+    """Add a setting of a job, with the first sentence of its field's text."""
+    sentence = text.split(". ")[0].rstrip(".").replace("(None:", "(default:")
+    default = getattr(Job, name, None)
+    if default is not None:
+        sentence += f" (default: {str(default).lower()})"
+    how: dict[str, Any] = {"metavar": "VALUE"}
+    if "bool" in str(SETTINGS[name]):
+        how = {"nargs": "?", "const": "true", "metavar": "BOOL"}
+    group.add_argument(f"--{name.replace('_', '-')}", help=sentence, **how)
 
 
 def settings_in(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,32 +218,30 @@ def job_in(options: argparse.Namespace) -> JobFile:
     return JobFile(options.job, job_parameters_in(options), settings_in(options))
 
 
-def add_placement(parser: argparse.ArgumentParser) -> None:
-    """Add a strategy, its settings and its devices."""
-    parser.add_argument(
+def add_placement(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add a strategy, its settings and its devices; return the group of these options."""
+    group = parser.add_argument_group("where and how")
+    group.add_argument(
         "--strategy",
         help="single, dp, ddp, fsdp, mp, pp, hogwild, or a product such as ddp=2xpp=2 (default: "
-        "single on one device, "
-        "ddp on several)",
+        "single on one device, ddp on several); --strategy pp --help lists the settings of pp",
     )
-    parser.add_argument(
+    group.add_argument(
         "--devices",
         default="auto",
         help="auto, 4, 2xcpu, cuda, cuda:0,2 (default: auto)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--backend", help="the backend of the process group (default: nccl on CUDA, gloo elsewhere)"
     )
-    parser.epilog = (
-        "Each setting of a strategy is an option too: --strategy pp --help lists those of pp."
-    )
-    parser.add_argument(
+    group.add_argument(
         "--map",
         metavar="FILE_OR_JSON",
         help='which layer is on which device, for mp and pp: \'{"stem": 0, "layer3": 1}\' '
         "(default: found by measuring)",
     )
     parser.set_defaults(of_strategy=())
+    return group
 
 
 def add_strategy(parser: argparse.ArgumentParser, name: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-import sys
 import textwrap
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.cli.options import above_zero, add_settings, job_in
+from lockstep.cli.options import Answer, above_zero, add_settings, job_in
 from lockstep.errors import InputError, counted, nearest
 from lockstep.tensors.allocator import prepare
 from lockstep.tensors.byte_size import bytes_of
@@ -27,7 +27,11 @@ def add_partition(commands: Any) -> None:
     parser = commands.add_parser(
         "partition",
         help="find which layer goes to which device",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep partition job.py --devices 2 --microbatches auto
+  lockstep partition job.py --devices 4xcpu --estimate --memory 8GiB
+""",
     )
     parser.add_argument("job", help="a Python file with a `job`")
     parser.add_argument(
@@ -64,7 +68,7 @@ def add_partition(commands: Any) -> None:
     parser.set_defaults(function=_partition)
 
 
-def _partition(options: argparse.Namespace) -> int:
+def _partition(options: argparse.Namespace) -> Answer:
     """Find the partition that the options ask for, and print it."""
     prepare()
     from lockstep.jobfile import the_job
@@ -93,7 +97,9 @@ def _partition(options: argparse.Namespace) -> int:
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
         print("\n".join([*key(width), "", *textwrap.wrap(choice.why, width)]))
-        return 0
+        best = choice.best
+        schedule = {"schedule": best.schedule, "microbatches": best.microbatches}
+        return 0, asdict(found) | schedule | _numbers(best.timeline)
     if not options.microbatches.isdigit():
         raise InputError(f"--microbatches {options.microbatches}: write a number, or auto")
     found = partition(
@@ -104,7 +110,7 @@ def _partition(options: argparse.Namespace) -> int:
         memory=memory,
     )
     print("\n".join(found.lines(width)))
-    return 0
+    return 0, asdict(found)
 
 
 def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Device, ...]]:
@@ -132,7 +138,11 @@ def add_schedule(commands: Any) -> None:
     parser = commands.add_parser(
         "schedule",
         help="draw a pipeline's schedule",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep schedule --stages 4 --microbatches 8 --schedule gpipe,1f1b
+  lockstep schedule --stages 2 --forward 1,2 --backward 2,4 --words
+""",
     )
     parser.add_argument(
         "--stages",
@@ -183,7 +193,7 @@ def add_schedule(commands: Any) -> None:
     parser.set_defaults(function=_schedule)
 
 
-def _schedule(options: argparse.Namespace) -> int:
+def _schedule(options: argparse.Namespace) -> Answer:
     from lockstep.pipelining.planner.schedule_picture import draw, key
     from lockstep.pipelining.schedule import printed
 
@@ -213,7 +223,17 @@ def _schedule(options: argparse.Namespace) -> int:
     print("\n".join(key(width)))
     if options.out is not None:
         draw(timelines, options.out)
-    return 0
+    return 0, {"schedules": {name: _numbers(timelines[name]) for name in timelines}}
+
+
+def _numbers(timeline: Timeline) -> dict[str, Any]:
+    """Return what ``--json`` writes of a timeline."""
+    return {
+        "time": timeline.makespan,
+        "bubble": timeline.bubble,
+        "speed_up": timeline.speed_up,
+        "actions": timeline.plain(),
+    }
 
 
 _MOST = 200_000
@@ -265,9 +285,10 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
 def _print_timeline(timeline: Timeline, width: int) -> None:
     """Print the grid, in colours on a terminal, and below it the bubble."""
     from lockstep.pipelining.planner.schedule_picture import IDLE, grid, summary
+    from lockstep.run.terminal import takes_escapes
 
     lines = grid(timeline, width)
-    if sys.stdout.isatty():
+    if takes_escapes():
         from rich.console import Console
         from rich.text import Text
 

@@ -1,5 +1,5 @@
-"""What makes a run, and what is done with it: ``lockstep train``, ``evaluate``, ``predict`` and
-``report``.
+"""What makes a run, and what is done with it: ``lockstep train``, ``evaluate``, ``predict``,
+``export``, ``checkpoints``, ``audit`` and ``report``.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.cli.options import (
+    Answer,
     above_zero,
     add_placement,
+    add_quiet,
     add_settings,
+    is_first,
     job_in,
     job_parameters_in,
     settings_in,
@@ -28,45 +31,59 @@ def add_train(commands: Any) -> None:
     """Options of ``train``."""
     parser = commands.add_parser(
         "train",
-        help="train a job",
-        allow_abbrev=False,
+        help="train a job, or resume a run",
+        epilog="""\
+examples:
+  lockstep train job.py --strategy ddp --devices 2 --epochs 5 --set lr=0.05
+  lockstep train job.py --strategy pp --microbatches 4 --devices 2
+  lockstep train --resume runs/job-ddp-20261121-093000 --devices 4 --epochs 9
+""",
     )
     parser.add_argument(
         "job",
         nargs="?",
         help="a Python file with a `job` (default with --resume: the job file of the run)",
     )
-    add_placement(parser)
-    parser.add_argument(
-        "--resume",
-        metavar="RUN",
-        help="resume the run in this folder, with its own strategy and devices or with others; "
-        "auto: the newest unfinished run of this job, or a new run",
-    )
-    _add_job_file(parser)
-    parser.add_argument(
-        "--folder",
-        default="runs",
-        help="where the run's folder is made (default: runs)",
-    )
-    parser.add_argument(
+    add_quiet(parser)
+    group = add_placement(parser)
+    group.add_argument(
         "--batch-size-per-device",
         type=above_zero(int),
         metavar="N",
         help="the number of samples that each replica computes at once: batch-size is N x replicas x "
         "accumulate",
     )
-    parser.add_argument(
+    group.add_argument(
+        "--folder",
+        default="runs",
+        help="where the run's folder is made (default: runs)",
+    )
+    group.add_argument(
         "--profile",
         action="store_true",
         help="show where the time of a few steps goes; write traces",
     )
-    parser.add_argument(
+    group.add_argument(
         "--audit",
         action="store_true",
         help="record the samples of each update; lockstep audit RUN reports them",
     )
-    parser.add_argument(
+    _add_stopping(parser)
+    add_settings(parser)
+    parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
+
+
+def _add_stopping(parser: argparse.ArgumentParser) -> None:
+    """Add what a training does when it is stopped, and how it goes on."""
+    group = parser.add_argument_group("stop and restart")
+    group.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="resume the run in this folder, with its own strategy and devices or with others; "
+        "auto: the newest unfinished run of this job, or a new run",
+    )
+    _add_job_file(group)
+    group.add_argument(
         "--grace",
         type=above_zero(float),
         default=GRACE,
@@ -74,14 +91,14 @@ def add_train(commands: Any) -> None:
         help="seconds allowed for the current step to finish after Ctrl-C, SIGTERM or SIGUSR1 "
         "(default: 30)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--timeout",
         type=float,
         default=1800.0,
         metavar="SECONDS",
         help="end the run after this long without progress; 0 is never (default: 1800)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--restarts",
         type=int,
         default=0,
@@ -89,17 +106,15 @@ def add_train(commands: Any) -> None:
         help="restart ranks of this machine that were lost, from the last checkpoint, at most "
         "N times (default: 0)",
     )
-    parser.add_argument(
+    group.add_argument(
         "--min-devices",
         type=int,
         metavar="N",
         help="with --restarts: continue on fewer devices, at least N (default: all)",
     )
-    add_settings(parser)
-    parser.set_defaults(function=_train, devices=None)  # auto, or those of the run that is resumed
 
 
-def _train(options: argparse.Namespace) -> int:
+def _train(options: argparse.Namespace) -> Answer:
     if options.job is None and options.resume in (None, "auto"):
         raise InputError("train: name a job file (a Python file with a `job`), or --resume a run")
     if options.job_file is not None and (options.job is not None or options.resume is None):
@@ -117,7 +132,7 @@ def _train(options: argparse.Namespace) -> int:
             job_of, options.resume, *its, job=options.job_file, trust=options.trust_job
         )
         job = started_ranks.read_by_first(read) if started_as_rank() else read()
-    train(
+    run = train(
         job,
         strategy=strategy_in(options),
         devices=options.devices,
@@ -125,6 +140,7 @@ def _train(options: argparse.Namespace) -> int:
         folder=options.folder,
         backend=options.backend,
         profile=options.profile,
+        quiet=options.quiet and "notes",
         audit=options.audit,
         grace=options.grace,
         restarts=options.restarts,
@@ -132,7 +148,9 @@ def _train(options: argparse.Namespace) -> int:
         min_devices=options.min_devices,
         batch_size_per_device=options.batch_size_per_device,
     )
-    return 0
+    if options.quiet and is_first():
+        print(f"run: {run.folder}")
+    return 0, {"folder": run.folder, **run.summary}
 
 
 def add_evaluate(commands: Any) -> None:
@@ -140,7 +158,11 @@ def add_evaluate(commands: Any) -> None:
     parser = commands.add_parser(
         "evaluate",
         help="evaluate a run, or an untrained job",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep evaluate runs/job-ddp-20261121-093000 --best
+  lockstep evaluate job.py --init weights.safetensors --devices 1
+""",
     )
     parser.add_argument("what", help="the folder of a run, or a job file")
     add_placement(parser)
@@ -148,15 +170,15 @@ def add_evaluate(commands: Any) -> None:
     parser.set_defaults(function=_evaluate)
 
 
-def _evaluate(options: argparse.Namespace) -> int:
+def _evaluate(options: argparse.Namespace) -> Answer:
     warm_up(options)
     from lockstep.training.evaluate_run import evaluate
 
     values = evaluate(options.what, **_how(options))
-    if os.environ.get("RANK", "0") == "0":
+    if is_first():
         for name, value in values.items():
             print(f"{name} {value:.6g}")
-    return 0
+    return 0, {"metrics": values}
 
 
 def add_predict(commands: Any) -> None:
@@ -164,7 +186,11 @@ def add_predict(commands: Any) -> None:
     parser = commands.add_parser(
         "predict",
         help="write a run's outputs for each sample of a dataset",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep predict runs/job-ddp-20261121-093000
+  lockstep predict runs/job-ddp-20261121-093000 new.py:images --out new.npy
+""",
     )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
@@ -189,7 +215,7 @@ def add_predict(commands: Any) -> None:
     parser.set_defaults(function=_predict)
 
 
-def _predict(options: argparse.Namespace) -> int:
+def _predict(options: argparse.Namespace) -> Answer:
     warm_up(options)
     from lockstep.prediction.predict import predict
 
@@ -199,8 +225,9 @@ def _predict(options: argparse.Namespace) -> int:
     elif options.weights is not None:
         name += f"-{Path(options.weights).stem}"
     out = options.out or os.path.join(options.run, name)
-    predict(options.run, options.data, out, overwrite=options.overwrite, **_how(options))
-    return 0
+    how = _how(options)
+    file = predict(options.run, options.data, out, overwrite=options.overwrite, **how)
+    return 0, {"file": file}
 
 
 def add_export(commands: Any) -> None:
@@ -208,12 +235,18 @@ def add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="write a run's model as a file for other programs",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep export runs/job-ddp-20261121-093000 --format onnx
+  lockstep export runs/job-ddp-20261121-093000 --format safetensors --best
+""",
     )
     parser.add_argument("run", help="the folder of a run")
+    add_quiet(parser)
     parser.add_argument(
         "--format",
         required=True,
+        metavar="NAME",
         help="safetensors, torch-export, onnx or tensorrt",
     )
     parser.add_argument(
@@ -256,28 +289,39 @@ def add_export(commands: Any) -> None:
     parser.set_defaults(function=_export)
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: argparse.Namespace) -> Answer:
     from lockstep.export import export
 
     what = ("format", "dynamic", "dtype", "quantize", "tolerance", "max_shard_size")
     names = (*what, "overwrite", "best", "weights", "trust_job")
     words = {name: getattr(options, name) for name in names} | settings_in(options)
-    export(
+    made = export(
         options.run,
         options.out,
         job=options.job_file,
         job_parameters=job_parameters_in(options),
+        quiet=options.quiet and "notes",
         **words,
     )
-    return 0
+    if options.quiet:
+        print(f"exported: {made.path}")
+    return 0, {
+        "file": made.path,
+        "bytes": os.path.getsize(made.path),
+        "difference": made.difference,
+        "metrics": made.metrics,
+    }
 
 
 def add_checkpoints(commands: Any) -> None:
-    """Options of ``checkpoints``, and of ``audit``."""
+    """Options of ``checkpoints``."""
     parser = commands.add_parser(
         "checkpoints",
         help="list the checkpoints of a run",
-        allow_abbrev=False,
+        epilog="""\
+example:
+  lockstep checkpoints runs/job-ddp-20261121-093000 --verify
+""",
     )
     parser.add_argument("run", help="the folder of a run")
     parser.add_argument(
@@ -286,53 +330,63 @@ def add_checkpoints(commands: Any) -> None:
         help="read all checkpoints and compare the checksums",
     )
     parser.set_defaults(function=_checkpoints)
+
+
+def add_audit(commands: Any) -> None:
+    """Options of ``audit``."""
     parser = commands.add_parser(
         "audit",
         help="report which samples a run has used, and how often",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep train job.py --audit
+  lockstep audit runs/job-ddp-20261121-093000
+""",
     )
     parser.add_argument("run", help="the folder of a run that was trained with --audit")
     parser.set_defaults(function=_audit)
 
 
-def _checkpoints(options: argparse.Namespace) -> int:
-    """List the checkpoints; return 1 where one is damaged."""
+def _checkpoints(options: argparse.Namespace) -> Answer:
+    """List the checkpoints; the code is 1 where one is damaged."""
     from lockstep.training.run import checkpoints_of
 
-    lines, whole = checkpoints_of(options.run, verify=options.verify)
+    lines, found = checkpoints_of(options.run, verify=options.verify)
     print("\n".join(lines))
-    return 0 if whole else 1
+    is_damaged = any(checkpoint["damaged"] for checkpoint in found)
+    return int(is_damaged), {"verified": options.verify, "checkpoints": found}
 
 
-def _audit(options: argparse.Namespace) -> int:
+def _audit(options: argparse.Namespace) -> Answer:
     """Add up what all starts of a run have used.
 
-    Return 1 where a sample was used twice, or never.
+    The code is 1 where a sample was used twice, or never.
     """
     from lockstep.training.records.audit import added_up
 
-    lines, right = added_up(options.run)
+    lines, found = added_up(options.run)
     print("\n".join(lines))
-    return 0 if right else 1
+    return int(not found["right"]), found
 
 
 def _add_weights(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    group = parser.add_argument_group("job and weights")
+    group.add_argument(
         "--best",
         action="store_true",
         help="the weights of the best evaluation",
     )
     what = "other weights: a safetensors file in the run's folder (ema.safetensors), or elsewhere"
-    parser.add_argument(
+    group.add_argument(
         "--weights",
         metavar="FILE",
         help=what,
     )
-    _add_job_file(parser)
+    _add_job_file(group)
     add_settings(parser, without=["best"])
 
 
-def _add_job_file(parser: argparse.ArgumentParser) -> None:
+def _add_job_file(parser: argparse._ActionsContainer) -> None:
     what = "the job file of the run, instead of the one that its folder names"
     parser.add_argument(
         "--job",
@@ -353,24 +407,29 @@ def add_report(commands: Any) -> None:
     parser = commands.add_parser(
         "report",
         help="make a page of a run, or of a comparison",
-        allow_abbrev=False,
+        epilog="""\
+examples:
+  lockstep report runs/job-ddp-20261121-093000
+  lockstep report runs/job-compare-20261121-100000
+""",
     )
     parser.add_argument("folder", help="the folder of a run, or of a comparison")
     parser.set_defaults(function=_report)
 
 
-def _report(options: argparse.Namespace) -> int:
+def _report(options: argparse.Namespace) -> Answer:
     """Write the page of a run, or once more that of a comparison."""
     if os.path.isfile(os.path.join(options.folder, "compare.json")):
         from lockstep.compare.comparison_folder import read
         from lockstep.compare.comparison_page import write_page as of_comparison
 
-        print(of_comparison(read(options.folder)))
+        page = of_comparison(read(options.folder))
     else:
         from lockstep.training.records.run_page import write_page as of_run
 
-        print(of_run(options.folder))
-    return 0
+        page = of_run(options.folder)
+    print(page)
+    return 0, {"file": page}
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:

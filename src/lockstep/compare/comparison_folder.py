@@ -27,6 +27,7 @@ from lockstep.compare.result import Comparison
 from lockstep.errors import FolderError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
+from lockstep.run.run_folder import json_text
 
 
 def read(folder: str | Path) -> Comparison:
@@ -60,10 +61,7 @@ def write(found: Comparison) -> None:
 
 def json_of(found: Comparison) -> str:
     """Return all that was found."""
-    text = json.dumps(found.as_dict(), default=str)
-    # JSON has no word for what is not a number, or infinite.
-    values = json.loads(text, parse_constant=lambda word: None)
-    return json.dumps(values, indent=2) + "\n"
+    return json_text(found.as_dict())
 
 
 def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:
@@ -109,4 +107,4 @@ def tell(found: Comparison, say: Callable[[str], None]) -> None:
         say(f"\nno report.html: {error}")
     else:
         say(f"\nreport: {os.path.relpath(page)}")
-    say(f"all that was found: {os.path.relpath(found.folder)}/compare.json and compare.csv")
+    say(f"numbers: {os.path.relpath(found.folder)}/compare.json and compare.csv")

@@ -221,9 +221,7 @@ class _Search:
             device: one of these devices; its type decides what else is tried.
         """
         turns = counted(self.rounds, "turn")
-        self.told(
-            f"each setting in {turns} against the best before it; + is kept for those that follow"
-        )
+        self.told(f"each setting has {turns} against the best before it; + is kept for later ones")
         self.best = self.attempt(self.start)
         self.told(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
         for caveat in self.best.caveats:

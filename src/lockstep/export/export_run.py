@@ -84,7 +84,7 @@ def export(
     best: bool = False,
     weights: str | Path | None = None,
     overwrite: bool = False,
-    quiet: bool = False,
+    quiet: bool | Literal["notes"] = False,
     job_parameters: Mapping[str, Any] | None = None,
     job: Job | JobFile | Callable[[], Job] | str | Path | None = None,
     trust_job: bool = False,
@@ -108,7 +108,8 @@ def export(
         max_shard_size: of ``safetensors``: several files of at most this size (``"5GB"``), with an
             index named after ``out``, as Hugging Face's models have them. They are copied from the
             run's file tensor by tensor, for which the model isn't built, and compared with it.
-        best, weights, overwrite, quiet, job_parameters, job, trust_job, settings: as in
+        quiet: as in ``lockstep.train``.
+        best, weights, overwrite, job_parameters, job, trust_job, settings: as in
             ``lockstep.predict``.
 
     Raises:
@@ -354,8 +355,8 @@ class _Export:
         differences = map(_difference, expected, found)
         apart = max(differences)
         self.display.line(
-            f"compared on {sizes[0]} {kind} samples: largest difference {apart:.1e} of the "
-            "largest output"
+            f"compared on {sizes[0]} {kind} samples: they differ by {apart:.1e} of the largest "
+            "output"
         )
         own = str(dtype_of(of_run)).removeprefix("torch.")
         less = self.quantize or self.dtype

@@ -8,6 +8,8 @@ import contextlib
 import itertools
 import os
 import platform
+import shutil
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,16 +28,23 @@ def table() -> str:
     lines = []
     here = accelerators()
     for device in here:
-        lines.append("  ".join([f"{device!s:8}", *_facts(device)]))
+        lines += _row(str(device), _facts(device))
     cores = usable_cores()
     many = "numbers" if len(cores) > 1 else "number"
     slots = f"up to {len(cores)} CPU devices" if len(cores) > 1 else "1 CPU device"
     mine = f"{counted(len(cores), 'core')} ({many} {_ranges(cores)})"
-    lines.append(f"{'cpu':8}  {_processor()}  {_gib(_host_memory())}  {mine}, {slots}")
+    lines += _row("cpu", [_processor(), _gib(_host_memory()), f"{mine}, {slots}"])
     if not here:
         lines.append("no accelerator: --devices 2 means two CPU devices, which share its cores")
     links = _links(here)
     return "\n".join([*lines, *links])
+
+
+def _row(name: str, facts: Sequence[str]) -> list[str]:
+    """Return a device's row of the table, in as many lines as the terminal needs."""
+    width = shutil.get_terminal_size().columns
+    text = "  ".join([f"{name:8}", *facts])
+    return textwrap.wrap(text, width, subsequent_indent=" " * 10)
 
 
 def _facts(device: Device) -> list[str]:

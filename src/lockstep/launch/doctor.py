@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import tempfile
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -73,11 +74,12 @@ class Finding:
     text: str
     advice: str = ""
 
-    def lines(self) -> list[str]:
-        """Return the lines of a terminal."""
-        lines = [f"{self.state:5}  {self.name:17}  {self.text}"]
-        if self.advice:
-            lines.append(f"{'':26}{self.advice}")
+    def lines(self, width: int = 80) -> list[str]:
+        """Return the lines of a terminal of that width."""
+        indent = " " * 26
+        lines = []
+        for text in (f"{self.state:5}  {self.name:17}  {self.text}", indent + self.advice):
+            lines += textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False)
         return lines
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import InputError
+from lockstep.run.terminal import takes_escapes
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -96,8 +96,7 @@ def map(
     except TypeError:
         raise InputError(f"items: {_a(items)} can't be iterated") from None
     places = _places(devices, isinstance(fn, nn.Module))
-    has_bar = progress and sys.stdout is not None and sys.stdout.isatty()
-    bar = _bar() if has_bar else None
+    bar = _bar() if progress and takes_escapes() else None
 
     if isinstance(fn, nn.Module):
         from lockstep.map import module_map

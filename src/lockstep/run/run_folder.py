@@ -38,6 +38,14 @@ from lockstep.tensors.new_file import not_followed, write_over
 _CHECKPOINT = re.compile(r"step-\d+|\.step-\d+\.before")
 """The second is of a death between two renames."""
 
+
+def json_text(values: Any) -> str:
+    """Return a JSON text for people too; null stands for a number that JSON lacks (NaN)."""
+    text = json.dumps(values, default=str)
+    finite = json.loads(text, parse_constant=lambda word: None)
+    return json.dumps(finite, indent=2) + "\n"
+
+
 _CONFIG: dict[str, Any] = {
     **dict.fromkeys(("job", "strategy"), str),
     "file": str | None,

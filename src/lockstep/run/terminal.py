@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from lockstep.run.events import Event, Line, Memory, Profile, Progress
 
@@ -31,11 +31,13 @@ class Display:
     whole lines are printed, and within an epoch a line of where the training is when ten seconds
     have passed without any line.
 
+    Where escape sequences aren't wanted (``NO_COLOR``, ``TERM=dumb``), a terminal is like a file.
+
     Args:
-        quiet: print nothing.
+        quiet: print nothing; ``"notes"``: only notes, on standard error.
     """
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool | Literal["notes"] = False) -> None:
         self._quiet = quiet
         self._printed = time.monotonic()  # when the last line was
         self._live: Live | None = None
@@ -46,7 +48,7 @@ class Display:
     def __enter__(self) -> Self:
         if self._quiet:
             return self
-        is_terminal = sys.stdout.isatty()
+        is_terminal = takes_escapes()
         if is_terminal or _is_notebook_with_widgets():
             from rich.console import Console
             from rich.live import Live
@@ -71,10 +73,10 @@ class Display:
 
     def tell(self, event: Any) -> None:
         """Show an event of the training."""
-        if self._quiet:
-            return
         if isinstance(event, Line):
             self._tell_line(event)
+        elif self._quiet:
+            return
         elif isinstance(event, Memory):
             self._memory |= event.sizes
         elif isinstance(event, Progress):
@@ -112,6 +114,8 @@ class Display:
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
+        if self._quiet == "notes" and note:
+            print(text, file=sys.stderr, flush=True)
         if self._quiet:
             return
         self._printed = time.monotonic()
@@ -143,6 +147,13 @@ class Display:
                 reason = error.strerror
                 told = f"lockstep: the output can't be written ({reason}): the training goes on"
                 print(told, file=sys.stderr)
+
+
+def takes_escapes() -> bool:
+    """Return whether standard output is a terminal where escape sequences are wanted."""
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    return sys.stdout is not None and sys.stdout.isatty()
 
 
 def _is_notebook_with_widgets() -> bool:

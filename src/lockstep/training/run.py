@@ -101,8 +101,10 @@ class Run:
         return trained_model(the_job(job), file).eval()
 
 
-def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str], bool]:
-    """Return a line for each checkpoint of a run, newest first, and whether none is damaged.
+def checkpoints_of(
+    run: str | Path, *, verify: bool = False
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """Return a line for each checkpoint of a run, newest first, and the same as plain values.
 
     Args:
         run: its folder.
@@ -114,7 +116,7 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
     folder = RunFolder.existing(run)
     checkpoints = CheckpointFolder(folder.checkpoints)
     lines = []
-    are_whole = True
+    found = []
 
     for step in checkpoints.steps():
         path = checkpoints.of_step(step)
@@ -123,18 +125,22 @@ def checkpoints_of(run: str | Path, *, verify: bool = False) -> tuple[list[str],
             if verify:
                 index.check(path)
         except FolderError as error:
-            are_whole = False
+            found.append({"step": step, "damaged": str(error)})
             lines.append(f"step {step:>8}  damaged: {error}")
             continue
-        epochs = counted(index.about["epoch"], "epoch")
-        batches = counted(index.about["position"], "batch", "es")
+        epoch = index.about["epoch"]
+        batch = index.about["position"]
+        size = sum(size for size, _ in index.files.values())
+        values = {"step": step, "epoch": epoch, "batch": batch, "bytes": size, "damaged": None}
+        found.append(values)
+        epochs = counted(epoch, "epoch")
+        batches = counted(batch, "batch", "es")
         parts = counted(len(index.files), "part")
-        megabytes = sum(size for size, _ in index.files.values()) / 1e6
-        line = f"step {step:>8}  after {epochs} and {batches}, {parts}, {megabytes:,.1f} MB"
+        line = f"step {step:>8}  after {epochs} and {batches}, {parts}, {size / 1e6:,.1f} MB"
         lines.append(f"{line}, whole" if verify else line)
 
     lines += [f"set aside: {path.name}" for path in sorted(folder.checkpoints.glob("*.damaged*"))]
-    return lines or [f"{folder.path}: it has no checkpoint"], are_whole
+    return lines or [f"{folder.path}: it has no checkpoint"], found
 
 
 def trained_of(

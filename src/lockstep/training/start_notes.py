@@ -46,7 +46,8 @@ def opening(setup: Setup, epoch: int) -> Iterator[Line]:
         digits: ddp on 2 devices (cpu:0, cpu:1), gloo
         rank 0: cpu:0
         rank 1: cpu:1
-        batches of 64 = 32 + 32 over the devices; 1,437 samples, 23 steps an epoch
+        batches of 64 = 32 + 32 over the devices
+        1,437 samples, 23 steps an epoch
         note: ...
 
     Args:
@@ -90,8 +91,8 @@ def _batch_size_per_device(setup: Setup, size: int) -> str:
 
 
 def _batches(setup: Setup) -> str:
-    """Return ``batches of 64 = 32 + 32 over the devices, in 4 micro-batches; 1,000 samples, 16
-    steps an epoch, 200 for evaluation``.
+    """Return ``batches of 64 = 32 + 32 over the devices, in 4 micro-batches``, and in a second line
+    ``1,000 samples, 16 steps an epoch, 200 for evaluation``.
     """
     job = setup.job
     size = _batch_size(setup)
@@ -106,9 +107,9 @@ def _batches(setup: Setup) -> str:
 
     steps = setup.loader.batches_of(0)
     if steps:
-        line += f"; {setup.loader.samples:,} samples, {counted(steps, 'step')} an epoch"
+        line += f"\n{setup.loader.samples:,} samples, {counted(steps, 'step')} an epoch"
     elif is_stream(setup.train_data):
-        line += "; a stream"
+        line += "\na stream"
 
     sets = []
     for name, loader in setup.eval_loaders.items():

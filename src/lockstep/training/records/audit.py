@@ -95,9 +95,9 @@ Uses = dict[int, list[int]]
 """The steps in which each sample was used."""
 
 
-def added_up(folder: str | Path) -> tuple[list[str], bool]:
-    """Return the lines that report what a run has used, an epoch each, and whether each sample was
-    used once.
+def added_up(folder: str | Path) -> tuple[list[str], dict[str, Any]]:
+    """Return the lines that report what a run has used, an epoch each, and the same as plain
+    values: ``right`` is whether each sample was used once.
 
     Raises:
         FolderError: there is no such run, or it was trained without an audit.
@@ -117,12 +117,15 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
     if run.summary.is_file():
         ended = run.read_json(run.summary)["epochs"]
     is_right = True
+    found = []
 
     for epoch, uses in sorted(epochs.items()):
         is_whole = epoch < max(max(epochs), ended)
-        line = f"epoch {epoch + 1}: {counted(sum(map(len, uses.values())), 'sample')}"
+        number = sum(map(len, uses.values()))
+        line = f"epoch {epoch + 1}: {counted(number, 'sample')}"
         line += "" if is_whole else " so far"
         wrong = _wrong(uses, head["samples"] if is_whole else None)
+        found.append({"epoch": epoch + 1, "samples": number, "whole": is_whole, "wrong": wrong})
         if head["order"]:
             line += ", in the job's own order"
         if wrong and head["order"]:
@@ -133,7 +136,13 @@ def added_up(folder: str | Path) -> tuple[list[str], bool]:
         else:
             lines.append(f"{line}, each once")
 
-    return lines, is_right
+    return lines, {
+        "right": is_right,
+        "own_order": head["order"],
+        "starts": len(starts),
+        "steps": last_step,
+        "epochs": found,
+    }
 
 
 def _uses_by_epoch(starts: dict[int, list[list[Any]]]) -> tuple[dict[int, Uses], int]:
