@@ -64,7 +64,8 @@ def fields(found: dict[str, Any]) -> set[str]:
 
 def test_what_is_done_with_a_run(job: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = answer(capfd, "train", "job.py", "--devices", "1", "--audit")
-    assert fields(found) == DOCUMENTED["train"] - {"summary"}
+    summary = json.loads((Path(found["folder"]) / "summary.json").read_text())
+    assert fields(found) == {"folder", *summary} > DOCUMENTED["train"]
     run = found["folder"]
     for words in (
         ("evaluate", run),
