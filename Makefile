@@ -11,7 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints
 # Each rank and each command imports a hundred modules of ours: not to be compiled anew, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all lint types docs pages pictures performance bench check-gpu bench-gpu clean
+.PHONY: demo test test-all test-versions package lint types docs pages pictures performance bench check-gpu bench-gpu clean
 
 demo: $(RUNS)
 	$(BIN)/lockstep train examples/digits.py --strategy ddp --devices 2
@@ -21,6 +21,15 @@ test: lint types
 
 test-all: lint types
 	$(BIN)/python -m pytest -n 2 --dist worksteal --timeout 600 --soak 1000
+
+# A quick part of the tests with each Python from 3.11 to 3.13 and each torch from 2.11 to 2.13 that can be had here.
+test-versions:
+	$(PYTHON) tests/versions.py $(WORDS)
+
+# The wheel and the sdist, in dist/, each tried in a new environment.
+package: $(READY)
+	rm -rf dist
+	DIST=$(CURDIR)/dist $(BIN)/python -m pytest --timeout 900 tests/test_package.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -79,4 +88,4 @@ $(VENV)/constraints.txt: constraints.txt
 	fi
 
 clean:
-	rm -rf $(VENV) site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .versions dist site .mypy_cache .ruff_cache .pytest_cache

@@ -18,7 +18,7 @@ from docs_pages import table_of_strategies  # isort: skip
 
 SRC = Path(lockstep.__file__).parent
 LAYERS = [
-    {"errors"},
+    {"errors", "version"},
     {"tensors"},
     {"settings", "signatures"},
     {"recipe"},
@@ -199,16 +199,16 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 274_881
+TOTAL = 274_984
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 7_804,
+    "cli": 7_832,
     "compare": 14_904,
     "data": 14_154,
     "export": 5_648,
-    "launch": 21_681,
+    "launch": 21_671,
     "map": 5_340,
     "model": 20_424,
     "parallel": 14_092,
@@ -220,7 +220,7 @@ TOKENS = {
     "strategies": 55_501,
     "tensors": 8_841,
     "threads": 7_364,
-    "top": 8_204,
+    "top": 8_289,
     "training": 29_640,
     "verify": 13_748,
 }

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from lockstep.training.evaluate_run import evaluate as evaluate
     from lockstep.training.run import Run as Run
     from lockstep.verify import verify as verify
-
-__version__ = "0.1.0"
+    from lockstep.version import __version__ as __version__
 
 _HOME = {
+    "__version__": "lockstep.version",
     "Callback": "lockstep.training.callbacks.callback",
     "Device": "lockstep.launch.devices",
     "Event": "lockstep.run.events",
@@ -66,7 +66,7 @@ _HOME = {
 
 _MODULES = {"callbacks", "parallel"}
 
-__all__ = [*sorted(_HOME), "__version__"]
+__all__ = [*sorted(_HOME.keys() - {"__version__"}), "__version__"]
 
 
 class _Package(types.ModuleType):

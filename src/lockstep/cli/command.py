@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
-import lockstep
 from lockstep.cli.compare_commands import add_compare, add_tune, add_verify
 from lockstep.cli.machine_commands import add_devices, add_doctor
 from lockstep.cli.options import (
@@ -239,10 +238,19 @@ def _run(words: list[str]) -> int:
         refuse_settings(rest, options.strategy)
     if rest:
         raise commands.get(options.command, parser).unknown(rest, commands)
+    if options.version:
+        print(_versions())
+        return 0
     if options.command is None:
         parser.print_help()
         return 0
     return answered(options)
+
+
+def _versions() -> str:
+    from lockstep.version import versions  # to look them up takes longer than to parse the words
+
+    return versions()
 
 
 def _complete(parser: _Parser) -> None:
@@ -291,8 +299,8 @@ def _parser() -> tuple[_Parser, dict[str, _Parser]]:
     parser.set_defaults(command=None)
     parser.add_argument(
         "--version",
-        action="version",
-        version=f"lockstep {lockstep.__version__}",
+        action="store_true",
+        help="print the versions of lockstep, torch and Python",
     )
     commands = parser.add_subparsers(
         prog="lockstep",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
 import shutil
 import tempfile
 import textwrap
@@ -22,13 +21,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-import lockstep
 from lockstep.errors import LockstepError, counted, first_line
 from lockstep.launch import launch
 from lockstep.launch.cores import near, note_on_threads
 from lockstep.launch.devices import Device, accelerators, slots, usable_cores
 from lockstep.launch.world import World
 from lockstep.tensors.byte_size import size
+from lockstep.version import versions
 
 State = Literal["ok", "note", "wrong"]
 
@@ -89,7 +88,7 @@ def findings(folder: Path) -> Iterator[Finding]:
     Args:
         folder: where runs are kept.
     """
-    yield _versions()
+    yield Finding("versions", "ok", versions())
     yield _extras()
     yield _devices()
     yield from _process_groups()
@@ -97,11 +96,6 @@ def findings(folder: Path) -> Iterator[Finding]:
     yield _disk(folder)
     yield _threads()
     yield from _nodes()
-
-
-def _versions() -> Finding:
-    versions = f"lockstep {lockstep.__version__}, torch {torch.__version__}"
-    return Finding("versions", "ok", f"{versions}, Python {platform.python_version()}")
 
 
 def _extras() -> Finding:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lockstep import __version__
+import lockstep
 from lockstep.data import AnyLoader, eval_loaders, resolve, resolve_sets
 from lockstep.errors import JobError, counted
 from lockstep.job import Job
@@ -304,7 +304,7 @@ def write_summary(
         "seconds": seconds,
         "peak_memory_bytes": peaks,
         "versions": {
-            "lockstep": __version__,
+            "lockstep": lockstep.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
