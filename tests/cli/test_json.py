@@ -21,7 +21,7 @@ import torch, lockstep
 from torch import nn
 from torch.utils.data import TensorDataset
 
-def job(scale: float = 1.0, norm: bool = False):
+def job(scale: float = 1.0, norm: bool = False, lr: float = 0.01):
     data = TensorDataset(torch.arange(80.0).view(20, 4) / 80, torch.arange(20) % 3)
     return lockstep.Job(
         model=lambda: nn.Sequential(
@@ -29,7 +29,7 @@ def job(scale: float = 1.0, norm: bool = False):
         ),
         loss=nn.CrossEntropyLoss(),
         metrics={"scaled": lambda outputs, targets: (outputs.sum() * scale, len(outputs))},
-        optimizer=lambda p: torch.optim.SGD(p, lr=0.01),
+        optimizer=lambda p: torch.optim.SGD(p, lr=lr),
         train_data=data, eval_data=data, batch_size=8,
     )
 """
@@ -156,5 +156,7 @@ def test_quiet_leaves_the_result_and_notes(job: Path, capfd: pytest.CaptureFixtu
     assert re.fullmatch(r"run: runs/\S+\n", shown.out)
     assert "note: BatchNorm normalizes over" in shown.err
     run = shown.out.split()[1]
+    assert main(["train", "job.py", "-q", "--set", "lr=inf"]) == 1
+    assert re.match(r"run: runs/\S+\n", capfd.readouterr().err), "where a run that failed is"
     assert main(["export", run, "--format", "safetensors", "--quiet"]) == 0
     assert re.fullmatch(r"exported: \S+\n", capfd.readouterr().out)

@@ -284,7 +284,7 @@ examples:
   lockstep train examples/digits.py --resume auto
   lockstep evaluate runs/digits-ddp-20261121-093000
   lockstep verify examples/digits.py --strategy pp --devices 2
-  lockstep compare examples/digits.py --devices 2 --seconds 0.5
+  lockstep compare examples/digits.py --strategies ddp,pp --devices 2
 
 lockstep COMMAND --help shows the options of a command, and examples.
 """

@@ -95,12 +95,12 @@ def with_restarts(
                 raise
             if run.written_at(run.summary) not in (None, before):
                 # All that the run leaves is written: what was lost had nothing more to do.
-                display.line(f"note: {error}, after the end")
+                display.line(f"note: {error}, after the end", note=True)
                 with run.held(waits=True):  # removes the lock that a killed rank has left
                     return run.read_json(run.summary), str(run.path)
             saved = CheckpointFolder(run.checkpoints).steps()
             devices, line = lost.after(error, saved)
-            display.line(line)
+            display.line(line, note=True)
             plan = dataclasses.replace(plan, resume=run.is_resumable, again=True)
 
 
@@ -120,7 +120,7 @@ def after_error(
     if not resumed and not run.is_resumable and (is_refused or is_stopped):
         run.remove()
         if is_stopped:
-            display.line("nothing was saved yet, so no run is kept")
+            display.line("nothing was saved yet, so no run is kept", note=True)
         return
 
     if is_refused and (resumed or not run.is_resumable):
@@ -133,7 +133,7 @@ def after_error(
             run.write_json(run.failure, {"error": text})
 
     how = f"; resume it with --resume {run.path}" if run.is_resumable else ""
-    display.line(f"run: {run.path}{how}")
+    display.line(f"run: {run.path}{how}", note=True)
 
 
 class LostRanks:
