@@ -51,7 +51,9 @@ def environment(version: str, torch: str) -> Path | str:
     """Return the interpreter of the combination's environment, or why there is none."""
     folder = ROOT / ".versions" / f"py{version}-torch{torch}"
     python = folder / "bin" / "python"
-    if (folder / "ready").exists():
+    ready = folder / "ready"
+    asked = [ROOT / "pyproject.toml", ROOT / "constraints.txt", Path(__file__)]
+    if ready.exists() and all(ready.stat().st_mtime > file.stat().st_mtime for file in asked):
         return python
     base = interpreter(version)
     if base is None:
@@ -69,7 +71,7 @@ def environment(version: str, torch: str) -> Path | str:
     rest = ["--constraint", constraints, *NEEDED, "--editable", ROOT]
     if not succeeds(python, "-m", "pip", "install", *rest):
         return f"what the tests need cannot be installed for Python {version}"
-    (folder / "ready").touch()
+    ready.touch()
     return python
 
 
