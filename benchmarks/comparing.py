@@ -27,7 +27,7 @@ def agreeing() -> Mapping[str, Callable[[], float]]:
             seconds=4.0,
             parity=False,
             folder=None,
-            told=None,
+            log=None,
         )
 
     def speed_up() -> float:

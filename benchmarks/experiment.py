@@ -24,7 +24,7 @@ def on_cpu() -> Mapping[str, Callable[[], float]]:
     finds on this machine.
     """
     job = experiment_job()
-    found = lockstep.tune(job, told=lambda line: print(f"   {line}", flush=True))
+    found = lockstep.tune(job, log=lambda line: print(f"   {line}", flush=True))
     return {
         "plain loop": by_python("first_loop.py"),
         "as it is": lambda: attempt(job, found.start, seconds=6).rate,

@@ -95,7 +95,7 @@ def split(name: str) -> dict[str, Any]:
         for place in best
     }
     ways["found"] = _rate(timed(job, PP(partition.device_map, MICROBATCHES)))
-    timings = in_turns(ways, rounds=3, told=lambda line: print(f"   {line}", flush=True))
+    timings = in_turns(ways, rounds=3, log=lambda line: print(f"   {line}", flush=True))
     ratios = {other: timings["found"].over(timings[other]) for other in ways if other != "found"}
     least = min(ratios.values(), key=lambda ratio: ratio.median)
     print(

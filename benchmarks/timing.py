@@ -32,12 +32,12 @@ def in_turns(
     *,
     rounds: int = 5,
     warm_up: int = 1,
-    told: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> dict[str, Timing]:
     """Time alternatives in turns: A B C, A B C, ...; each does its work once and gives its rate
     (more is faster).
 
-    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``told`` is
+    The first ``warm_up`` rounds don't count; after each of the ``rounds`` that do, ``log`` is
     called with a line.
     """
     rates: dict[str, list[float]] = {name: [] for name in alternatives}
@@ -47,8 +47,8 @@ def in_turns(
             continue
         for name, rate in taken.items():
             rates[name].append(rate)
-        if told is not None:
-            told(
+        if log is not None:
+            log(
                 f"round {turn + 1}/{rounds}: "
                 + "  ".join(f"{name} {rate:,.5g}" for name, rate in taken.items())
             )
@@ -195,7 +195,7 @@ def measured(name: str, benchmark: Benchmark, rounds: int | None = None) -> dict
     timings = in_turns(
         alternatives,
         rounds=rounds or benchmark.rounds,
-        told=lambda line: print(f"   {line}", flush=True),
+        log=lambda line: print(f"   {line}", flush=True),
     )
     rows = []
     for ratio in benchmark.ratios:

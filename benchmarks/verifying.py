@@ -51,7 +51,7 @@ class Plain:
 
 def _seconds(world: World, plain: Plain) -> float:
     """The updates and evaluations of the course under one strategy."""
-    world.tell = lambda told: None
+    world.emit = lambda event: None
     job = plain.job.load().replace(**plain.settings)
     step = plain.strategy.prepare(job, world)
     loader = job_loader(

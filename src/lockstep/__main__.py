@@ -15,7 +15,7 @@ def run() -> int:
     code = main()
     if (
         code == 130
-    ):  # it has been said: the same key pressed again ends the process, without a traceback
+    ):  # it has been printed: the same key pressed again ends the process, without a traceback
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     # Else the person waits for most of a second after the last line, while Python looks through all
     # that torch made.

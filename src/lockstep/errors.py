@@ -220,7 +220,7 @@ def is_own_code(file: str) -> bool:
     return not file.startswith((*installed, str(Path(__file__).parent), "<frozen"))
 
 
-def told(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Describe an error in one line, with the line of the person's own code that raised it:
     ``TypeError: what (file.py, line 12)``.
     """

@@ -1,4 +1,4 @@
-"""A job says what to train, and knows no device.
+"""A job describes what to train, without any device.
 
 The model, the loss and the data once, and every setting of a training as a field with a default.
 The command line has the same names and wins; there is no third place where a setting can hide.

@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import cloudpickle
 from torch import nn
 
-from lockstep.errors import JobError, LockstepError, near_names, nearest, told
+from lockstep.errors import JobError, LockstepError, error_line, near_names, nearest
 from lockstep.job import SETTINGS, Job, checked_setting
 from lockstep.settings import convert
 from lockstep.tensors.seeding import seeded
@@ -39,7 +39,7 @@ class JobFile:
         parameters: keyword arguments of its ``job`` function, as words or values.
         settings: fields of the Job to replace. A keyword argument of the function that has the name
             of one of them is given it too, before what ``parameters`` say.
-        kept: fields of the Job that a run was made with; the function isn't told of them.
+        kept: fields of the Job that a run was made with; the function isn't given them.
         unfollowed: after ``load``, what the file says of those that it has otherwise.
     """
 
@@ -105,7 +105,7 @@ class JobFile:
         except LockstepError:
             raise
         except Exception as error:
-            raise JobError(f"{self.path}: job() raised {told(error)}") from error
+            raise JobError(f"{self.path}: job() raised {error_line(error)}") from error
         if not isinstance(job, Job):
             raise JobError(
                 f"{self.path}: job() returned a {type(job).__name__}, not a lockstep.Job"
@@ -259,13 +259,13 @@ def _run(path: Path) -> ModuleType:
         raise
     except SystemExit as error:
         raise JobError(
-            f"{path}: it called sys.exit when it was imported ({told(error)}): put that below if "
-            '__name__ == "__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
+            f"{path}: it called sys.exit when it was imported ({error_line(error)}): put that "
+            'below if __name__ == "__main__":, and read arguments as job(lr=0.1) and --set lr=0.2'
         ) from error
     except SyntaxError as error:
         raise JobError(f"{path}: line {error.lineno} is not Python: {error.msg}") from error
     except Exception as error:
-        raise JobError(f"{path}: it raised {told(error)}") from error
+        raise JobError(f"{path}: it raised {error_line(error)}") from error
     return module
 
 

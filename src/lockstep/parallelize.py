@@ -99,11 +99,11 @@ def parallelize(
     step.caveats = functools.partial(chosen.caveats, recipe, model, step.replicas)
     step.caveats_in_parts = functools.partial(_in_parts, chosen, recipe, model, step.replicas)
     if world.is_first:
-        if not isinstance(world.tell, _Warns):
-            world.tell = _Warns(world.tell)
-        step.tell_once((*step.caveats(), *step.of_own_loop))
+        if not isinstance(world.emit, _Warns):
+            world.emit = _Warns(world.emit)
+        step.log_once((*step.caveats(), *step.of_own_loop))
         if was_in_evaluation:
-            step.tell_once([_PUT_IN_TRAINING])
+            step.log_once([_PUT_IN_TRAINING])
     return step
 
 
@@ -162,13 +162,13 @@ def _in_parts(
 class _Warns:
     """Passes a step's notes to Python's warnings, since a person's own loop has no display."""
 
-    def __init__(self, tell: Callable[[Any], None]) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[Any], None]) -> None:
+        self._emit = emit
 
     def __call__(self, event: Any) -> None:
         if isinstance(event, Line) and event.kind == "note":
             warnings.warn(event.text, stacklevel=_frames_of_libraries())
-        self._tell(event)
+        self._emit(event)
 
 
 def _frames_of_libraries() -> int:

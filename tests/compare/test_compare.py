@@ -132,7 +132,7 @@ def compared(**settings: Any) -> Comparison:
         "rounds": 3,
         "seconds": 2.0,
         "folder": None,
-        "told": None,
+        "log": None,
     }
     return lockstep.compare(job(), **{**defaults, **settings})
 
@@ -378,7 +378,7 @@ def test_a_map_that_fits_the_model_nowhere_is_said_before_the_turns(
 
     tried = machine(unknown)
     said: list[str] = []
-    found = compared(strategies=["mp", "pp"], device_map={"conf": 0, "": 1}, told=said.append)
+    found = compared(strategies=["mp", "pp"], device_map={"conf": 0, "": 1}, log=said.append)
     assert all(looks for setup, looks in tried if "device_map" in setup.options)
     before = said[: said.index("round 1/3 done")]
     assert 'mp: failed: device map: the model has no "conf": did you mean "conv"' in before
@@ -753,7 +753,7 @@ def test_every_strategy_is_measured_and_trained(tmp_path: Path) -> None:
         seconds=0.05,
         folder=tmp_path,
         epochs=1,
-        told=None,
+        log=None,
     )
     assert [row.name for row in found.measured][2:] == ["dp", "ddp", "mp", "pp"]
     assert all(

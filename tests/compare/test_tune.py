@@ -83,7 +83,7 @@ def test_what_gains_is_kept_for_what_comes_after_it(machine: Callable[[Rule], li
         return rate * (2.0 if setup.settings.get("precision") == "bf16" else 1.0)
 
     machine(rule)
-    found = lockstep.tune(job(), told=None)
+    found = lockstep.tune(job(), log=None)
     assert found.start == Setup("single", "1xcpu")
     assert found.kept == Setup("ddp", "4xcpu", {"channels_last": True})
     assert found.changed == found.kept.replace(precision="bf16")
@@ -118,7 +118,7 @@ def test_on_a_card_what_changes_rounding_is_tried_first_and_apart(
         )
 
     machine(rule)
-    found = lockstep.tune(job(), devices=[Device("cuda", 0)], told=None)
+    found = lockstep.tune(job(), devices=[Device("cuda", 0)], log=None)
     order = [row.setting for row in found.rows]
     assert order[:3] == [
         "precision=tf32",
@@ -156,7 +156,7 @@ def test_what_is_far_behind_in_its_first_turn_is_not_timed_again(
     machine: Callable[[Rule], list[Setup]],
 ) -> None:
     tried = machine(lambda setup: 10.0 if setup.strategy == "dp" else 100.0)
-    found = lockstep.tune(job(), told=None)
+    found = lockstep.tune(job(), log=None)
     assert tried.count(Setup("dp", "2xcpu")) == 1
     assert tried.count(Setup("ddp", "2xcpu")) == 3
     slow = next(row for row in found.rows if row.setting == "dp on 2xcpu")
@@ -182,7 +182,7 @@ def test_settings_that_turn_out_slower_in_the_end_are_not_recommended(
     file.write_text("import test_tune\n\n\ndef job():\n    return test_tune.job()\n")
     machine(rule)
     lines: list[str] = []
-    found = lockstep.tune(JobFile(str(file)), strategy="single", devices="1xcpu", told=lines.append)
+    found = lockstep.tune(JobFile(str(file)), strategy="single", devices="1xcpu", log=lines.append)
     assert [row.setting for row in found.rows if row.taken] == ["channels_last"]
     assert found.kept == found.changed == found.start
     assert found.gain_kept is None and found.gain_changed is None
@@ -204,7 +204,7 @@ def test_what_is_refused_or_fails_is_a_row_with_its_reason(
 
     machine(rule)
     lines: list[str] = []
-    found = lockstep.tune(job(), told=lines.append)
+    found = lockstep.tune(job(), log=lines.append)
     reasons = {row.setting: row.remark for row in found.rows if row.samples_per_second is None}
     assert reasons == {
         "dp on 2xcpu": "4xcpu: out of memory",
@@ -220,7 +220,7 @@ def test_an_exception_to_the_numbers_is_reported_once(
 ) -> None:
     machine(lambda setup: 200.0 if setup.strategy == "ddp" and not setup.settings else 100.0)
     lines: list[str] = []
-    found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", told=lines.append)
+    found = lockstep.tune(job(), devices="2xcpu", strategy="ddp", log=lines.append)
     assert found.start == Setup("ddp", "2xcpu")
     assert str(BATCHNORM) in " ".join(" ".join(lines).split())
     assert " ".join(" ".join(lines).split()).count(str(BATCHNORM)) == 1
@@ -229,7 +229,7 @@ def test_an_exception_to_the_numbers_is_reported_once(
 def test_a_short_remark_is_printed_each_time(machine: Callable[[Rule], list[Setup]]) -> None:
     machine(lambda setup: 10.0 if setup.settings else 100.0)
     lines: list[str] = []
-    lockstep.tune(job(), devices="1xcpu", strategy="single", told=lines.append)
+    lockstep.tune(job(), devices="1xcpu", strategy="single", log=lines.append)
     assert lines.count("    one turn only") > 1 and "    the same" not in lines
 
 
@@ -237,7 +237,7 @@ def test_a_strategy_that_is_named_is_the_only_one_tried(
     machine: Callable[[Rule], list[Setup]],
 ) -> None:
     tried = machine(lambda setup: 100.0)
-    lockstep.tune(job(), strategy="dp", devices="2xcpu", told=None)
+    lockstep.tune(job(), strategy="dp", devices="2xcpu", log=None)
     assert {setup.strategy for setup in tried} == {"dp"}
 
 
@@ -251,7 +251,7 @@ def test_the_line_to_paste_has_the_jobs_own_words(
     )
     out = tmp_path / "found.json"
     lines: list[str] = []
-    lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), told=lines.append)
+    lockstep.tune(JobFile(str(file), {"size": 4}, {"epochs": 3}), log=lines.append)
     assert (
         f"  lockstep train {file} --set size=4 --strategy single --devices 1xcpu --epochs 3 "
         "--channels-last" in lines

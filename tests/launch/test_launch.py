@@ -126,7 +126,7 @@ def test_one_device_runs_in_this_process() -> None:
 
     def inside(world):
         assert worlds.current() is world
-        world.tell("here")
+        world.emit("here")
         return os.getpid(), world.size, world.backend
 
     found = launch(inside, slots(4)[:1], on_event=lambda rank, event: seen.append((rank, event)))
@@ -322,8 +322,8 @@ def test_events_arrive_in_order_with_their_rank() -> None:
 
     def tells(world):
         for i in range(100):
-            world.tell((i, world.rank))
-        world.tell(Odd())
+            world.emit((i, world.rank))
+        world.emit(Odd())
 
     seen: dict[int, list[object]] = {0: [], 1: []}
     launch(tells, "2xcpu", on_event=lambda rank, event: seen[rank].append(event))
@@ -462,7 +462,7 @@ def test_each_call_on_standing_ranks_finds_the_generators_of_the_first(
 
     def spoils(world):
         torch.manual_seed(5)
-        world.tell, world.folder = None, "elsewhere"
+        world.emit, world.folder = None, "elsewhere"
 
     first = standing.call(draws)
     standing.call(spoils)
@@ -584,7 +584,7 @@ def one_raises_and_three_wait(world):
         world.all_reduce(torch.ones(4))
     world.step = 4
     if world.rank == 2:
-        world.tell(time.monotonic())
+        world.emit(time.monotonic())
         raise ValueError("bad value")
     world.all_reduce(torch.ones(4))
 
@@ -679,7 +679,7 @@ def test_a_rank_that_ends_without_a_result_is_named(end, words: str) -> None:
     def ends(world):
         world.step = 7
         if world.rank == 1:
-            world.tell(time.monotonic())
+            world.emit(time.monotonic())
             end()
         world.barrier()
 
@@ -734,7 +734,7 @@ def test_a_stopped_rank_does_not_delay_the_end() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
         if world.rank == 1:
             time.sleep(0.2)
-            world.tell(time.monotonic())
+            world.emit(time.monotonic())
             raise ValueError("bad")
         world.barrier()
 
@@ -767,7 +767,7 @@ def test_an_error_in_the_event_handler_ends_the_launch() -> None:
             raise LookupError("from the handler")
 
     def works(world):
-        world.tell(os.getpid())
+        world.emit(os.getpid())
         time.sleep(50)
 
     with pytest.raises(LookupError, match="from the handler"):
@@ -785,7 +785,7 @@ def test_the_death_of_the_forking_process_is_told_and_the_next_launch_starts_ano
             forking_process().kill()
 
     def works(world):
-        world.tell(os.getpid())
+        world.emit(os.getpid())
         time.sleep(50)
 
     with pytest.raises(RunError, match="the process that forks the ranks has died"):
@@ -843,7 +843,7 @@ LONG = """
         batches = iter(DataLoader(range(1000), num_workers=1))
         next(batches)
         moved_away = subprocess.Popen(["sleep", "50"], start_new_session=True)
-        world.tell((os.getpid(), batches._workers[0].pid, moved_away.pid))
+        world.emit((os.getpid(), batches._workers[0].pid, moved_away.pid))
         world.barrier()
         if world.rank == 0:
             os.kill(os.getpid(), signal.SIGSTOP)

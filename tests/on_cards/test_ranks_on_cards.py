@@ -100,7 +100,7 @@ def test_an_update_under_bf16_keeps_no_narrow_copy_of_all_weights() -> None:
 def last_check_with_little_room(world: World, room: int) -> tuple[float, list[str]]:
     fsdp.free_memory = lambda device: room  # type: ignore[assignment]
     said: list[str] = []
-    world.tell = lambda event: said.append(str(event))
+    world.emit = lambda event: said.append(str(event))
     data = TensorDataset(torch.randn(4, 6), torch.zeros(4, dtype=torch.long))
     job = Job(
         model=lambda: nn.Linear(6, 4),

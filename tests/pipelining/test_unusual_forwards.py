@@ -604,7 +604,7 @@ def followed(
         model, nn.CrossEntropyLoss(), sgd, strategy=PP(device_map, 3), devices="2xcpu"
     )
     said: list[str] = []
-    step.world.tell = lambda line: said.append(line.text)
+    step.world.emit = lambda line: said.append(line.text)
     overlapped = []
     for update in range(1, updates + 1):
         before(update)

@@ -327,7 +327,7 @@ def test_afterwards_every_method_is_its_own_again(
             for name, value in vars(thing).items()
             if hasattr(type(thing), name) and callable(value)
         }
-        assert replaced <= {"tell", "say", "fail"}  # fields of the world
+        assert replaced <= {"emit", "print", "fail"}  # fields of the world
 
 
 JOB = """

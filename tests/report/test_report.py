@@ -328,7 +328,7 @@ def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_inst
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, missing, None)
             lines: list[str] = []
-            comparison_folder.tell(planted(tmp_path), lines.append)
+            comparison_folder.log_comparison(planted(tmp_path), lines.append)
             assert any("pip install 'torch-lockstep[report]'" in line for line in lines)
             assert any(line.startswith("Take ddp") for line in lines)
             assert (tmp_path / "compare.json").is_file() and (tmp_path / "compare.csv").is_file()

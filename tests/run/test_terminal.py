@@ -39,7 +39,7 @@ def shown(capsys: pytest.CaptureFixture[str], *told: tuple[float, Any]) -> list[
         patch.setattr(terminal, "time", SimpleNamespace(monotonic=clock))
         with Display() as display:
             for clock.now, event in told:
-                display.tell(event)
+                display.show(event)
     return capsys.readouterr().out.splitlines()
 
 
@@ -126,9 +126,9 @@ def test_in_a_notebook_the_live_line_is_a_widget_and_other_lines_are_text(
 ) -> None:
     Widget.taken.clear()
     with Display() as display:
-        display.tell(at(7))
+        display.show(at(7))
         display._live.refresh()
-        display.tell(Event("evaluated", 1, 40, LOSSES))
+        display.show(Event("evaluated", 1, 40, LOSSES))
     assert capsys.readouterr().out == "epoch   1  train loss 0.5000\n"
     assert any("step 7/900" in text for text in Widget.taken)
 
@@ -145,10 +145,10 @@ def test_on_a_terminal_the_line_is_live_and_each_log_is_printed(
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     with Display() as display:
-        display.tell(at(7))
+        display.show(at(7))
         assert display._live is not None
         for i in range(3):
-            display.tell(Line(f"log {i}"))
+            display.show(Line(f"log {i}"))
     said = capsys.readouterr().out
     assert all(f"log {i}" in said for i in range(3))
 
@@ -165,7 +165,7 @@ def test_escape_sequences_are_for_terminals_that_want_them(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     with Display() as display:
         assert display._live is None
-        display.tell(Line.note("a"))
+        display.show(Line.note("a"))
     assert main(["schedule"]) == 0
     assert "\x1b" not in capsys.readouterr().out
     monkeypatch.delenv(name)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import nn
 
 from lockstep.checkpoint.weights import load_weights, misfits, with_own
-from lockstep.errors import FolderError, JobError, told
+from lockstep.errors import FolderError, JobError, error_line
 
 _INDEX = "model.safetensors.index.json"
 
@@ -76,7 +76,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FolderError as error:
         raise JobError(f"init: {_why_not_there(path) or error}") from error
     except Exception as error:
-        why = _why_not_there(path) or f"{path}: {told(error)}"
+        why = _why_not_there(path) or f"{path}: {error_line(error)}"
         raise JobError(f"init: {why}") from error
 
 

@@ -102,7 +102,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
     words = with_lone_json(sys.argv[1:] if words is None else words)
-    # The other commands keep nothing before they are done; a training has said what it keeps.
+    # The other commands keep nothing before they are done; a training has printed what it keeps.
     kept = "" if words[:1] == ["train"] else "; nothing was kept"
     interrupt = Interrupt(f"lockstep: stopped by Ctrl-C{kept}")
     try:

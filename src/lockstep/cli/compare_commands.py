@@ -122,7 +122,7 @@ def _compare(options: argparse.Namespace) -> Answer:
         seconds=options.seconds,
         parity=not options.no_parity,
         folder=options.folder,
-        told=_told(options),
+        log=_log(options),
         **training,
     )
     if options.quiet:
@@ -134,7 +134,7 @@ def _compare(options: argparse.Namespace) -> Answer:
     return 0 if found.measured else 1, answer
 
 
-def _told(options: argparse.Namespace) -> Callable[[str], None] | None:
+def _log(options: argparse.Namespace) -> Callable[[str], None] | None:
     """Return what prints the lines of a report."""
     return None if options.quiet else functools.partial(print, flush=True)
 
@@ -185,7 +185,7 @@ def _tune(options: argparse.Namespace) -> Answer:
         devices=options.devices,
         rounds=options.rounds,
         seconds=options.seconds,
-        told=_told(options),
+        log=_log(options),
     )
     if options.quiet:
         print(found.changed.line(job))

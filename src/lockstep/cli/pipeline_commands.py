@@ -265,12 +265,12 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
 
     One that is given for each device is divided over the device's stages.
     """
-    said: str = getattr(options, which)
+    given: str = getattr(options, which)
     try:
-        times = [above_zero(float)(word) for word in said.split(",")]
+        times = [above_zero(float)(word) for word in given.split(",")]
     except ValueError:
         raise InputError(
-            f"--{which} {said}: write a time above 0, or one for each stage: 1,2.5,1,1"
+            f"--{which} {given}: write a time above 0, or one for each stage: 1,2.5,1,1"
         ) from None
     if len(times) == stages and len(times) > 1:
         return times
@@ -278,7 +278,7 @@ def _times(options: argparse.Namespace, which: str, stages: int) -> list[float]:
         chunks = stages // options.stages
         return [times[s % len(times)] / chunks for s in range(stages)]
     raise InputError(
-        f"--{which} {said}: {len(times)} times for {stages} stages; give one, or one for each"
+        f"--{which} {given}: {len(times)} times for {stages} stages; give one, or one for each"
     )
 
 

@@ -3,7 +3,7 @@ weights afterwards.
 
 One of the updates is on the epoch's smaller last batch. Both sides run in float64 where the model
 can, since rounding is then near 1e-15 and a fault shows as 1e-3; elsewhere in the job's own number
-format, where less can be told. ``lockstep verify`` answers the question at length, by the same
+format, where less can be known. ``lockstep verify`` answers the question at length, by the same
 paired run.
 """
 
@@ -33,10 +33,10 @@ class Agreement:
     """Whether the numbers are those of one device.
 
     Attributes:
-        equal: up to rounding; None where that can't be told.
+        equal: up to rounding; None where that isn't known.
         difference: the largest of any parameter, as a part of how far it went.
         precision: what both sides computed in: ``fp64``, or "" for the job's own format.
-        reason: why it can't be told.
+        reason: why it isn't known.
         micro_batches: in how many one device was given each batch, where the strategy cuts it for
             itself.
     """

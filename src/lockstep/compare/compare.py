@@ -44,7 +44,7 @@ def compare(
     seconds: float = 2.0,
     parity: bool = True,
     folder: str | Path | None = "runs",
-    told: Callable[[str], None] | None = print,
+    log: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Comparison:
     """Measure strategies side by side on a job: in turns, in fresh processes, on the same global
@@ -63,7 +63,7 @@ def compare(
         seconds: how long the timed updates of a turn take at least.
         parity: also hold the numbers of each against those of one device.
         folder: where the folder of the comparison is made, with its report; None makes none.
-        told: called with each line of the report; None for silence.
+        log: called with each line of the report; None for silence.
         settings: fields of the job to replace. With ``epochs``, each strategy also trains for this
             number of epochs.
 
@@ -90,8 +90,8 @@ def compare(
     if folder is not None:
         kept = RunFolder.new(folder, f"{name}-compare")
         folder_of_runs = kept.path / "runs"
-    say = told or (lambda line: None)
-    turns = _Turns(source, entries, say)
+    log = log or (lambda line: None)
+    turns = _Turns(source, entries, log)
     try:
         turns.look(parity=parity)
         turns.time(rounds, seconds)
@@ -123,7 +123,7 @@ def compare(
         rows=list(turns.rows.values()),
         folder="" if kept is None else str(kept.path),
     )
-    comparison_folder.tell(found, say)
+    comparison_folder.log_comparison(found, log)
     return found
 
 
@@ -133,7 +133,7 @@ class _Turns:
     Args:
         source: the job, or its file.
         entries: what is to be measured, in this order.
-        say: called with each line of the report.
+        log: called with each line of the report.
 
     Attributes:
         rows: the row of each entry, by name.
@@ -143,11 +143,11 @@ class _Turns:
         self,
         source: Job | JobFile,
         entries: Sequence[Entry],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.source = source
         self.entries = entries
-        self.say = say
+        self.log = log
         self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
     def alive(self) -> list[Entry]:
@@ -177,7 +177,7 @@ class _Turns:
         for entry in self.entries:
             tried = self._attempt(entry, seconds=_LOOK, looks=True)
             if tried is None:
-                self.say(f"{entry.name}: failed: {self.rows[entry.name].reason}")
+                self.log(f"{entry.name}: failed: {self.rows[entry.name].reason}")
                 continue
             self.note(
                 entry,
@@ -190,7 +190,7 @@ class _Turns:
                 agreement = agreement_of(self.source, entry)
                 self.note(entry, agreement=agreement)
                 line += f", {agreement}"
-            self.say(line)
+            self.log(line)
 
     def time(self, rounds: int, seconds: float) -> None:
         """Give each its turns. What fails in one of them has no more.
@@ -205,7 +205,7 @@ class _Turns:
                 tried = self._attempt(entry, seconds=seconds)
                 if tried is not None:
                     tries[entry.name].append(tried)
-            self.say(f"round {turn + 1}/{rounds} done")
+            self.log(f"round {turn + 1}/{rounds} done")
         for entry in self.alive():
             turns = tries[entry.name]
             peaks = zip(*(tried.peaks for tried in turns), strict=True)
@@ -259,12 +259,12 @@ class _Turns:
             failed = f"its training failed: {first_line(error)}"
             before = self.rows[entry.name].caveats
             self.note(entry, caveats=[*before, failed])
-            self.say(f"{entry.name}: {failed}")
+            self.log(f"{entry.name}: {failed}")
             return
         self.note(entry, history=run.history, run=str(run.folder))
         last = run.history[-1]
         loss = last.get("eval_loss", last["train_loss"])
-        self.say(f"{entry.name}: trained, loss {loss:.4g}")
+        self.log(f"{entry.name}: trained, loss {loss:.4g}")
 
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:

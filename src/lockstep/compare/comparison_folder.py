@@ -87,15 +87,15 @@ def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:
     return shlex.join([*words, *option_words(source.settings)])
 
 
-def tell(found: Comparison, say: Callable[[str], None]) -> None:
+def log_comparison(found: Comparison, log: Callable[[str], None]) -> None:
     """Print the tables and the sentence; write the folder, where there is one.
 
     Raises:
         FolderError: it can't be written.
     """
-    say("")
+    log("")
     for line in lines_of(found, shutil.get_terminal_size().columns):
-        say(line)
+        log(line)
     if not found.folder:
         return
     write(found)
@@ -104,7 +104,7 @@ def tell(found: Comparison, say: Callable[[str], None]) -> None:
     except FolderError:
         raise
     except InputError as error:
-        say(f"\nno report.html: {error}")
+        log(f"\nno report.html: {error}")
     else:
-        say(f"\nreport: {os.path.relpath(page)}")
-    say(f"numbers: {os.path.relpath(found.folder)}/compare.json and compare.csv")
+        log(f"\nreport: {os.path.relpath(page)}")
+    log(f"numbers: {os.path.relpath(found.folder)}/compare.json and compare.csv")

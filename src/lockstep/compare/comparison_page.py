@@ -153,7 +153,7 @@ def _memory(found: Comparison) -> Figure:
 
 
 def _time(found: Comparison) -> Section:
-    """Return the section that says where the time of a step goes."""
+    """Return the section that shows where the time of a step goes."""
     title = "Where the time goes"
     names = []
     others = []
@@ -174,7 +174,7 @@ def _time(found: Comparison) -> Section:
     text = []
     if others:
         those = ", ".join(others)
-        text.append(f"Not known of {those}: one clock can't tell of stages that take turns.")
+        text.append(f"Not known of {those}: one clock can't time stages that take turns.")
     if hidden:
         those = ", ".join(hidden)
         text.append(

@@ -36,7 +36,7 @@ class Row:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         agreement: whether its numbers are those of one device.
-        observed: what was seen of some updates.
+        observed: what was observed in some updates.
         history: with ``epochs``, a record for each.
         run: the folder of that training.
     """

@@ -49,7 +49,7 @@ class TrialResult:
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
         started: seconds from the call until the first update was done.
-        observed: what was seen of some updates, where that was asked for.
+        observed: what was observed in some updates, where that was asked for.
     """
 
     rate: float
@@ -120,11 +120,11 @@ def _tried(
     """
     lines: list[Line] = []
 
-    def keep(told: object) -> None:
-        if isinstance(told, Line):
-            lines.append(told)
+    def keep(event: object) -> None:
+        if isinstance(event, Line):
+            lines.append(event)
 
-    world.tell = keep
+    world.emit = keep
     data = resolve(job.train_data, world, "train_data")
     strategy = strategy.planned(job.replace(train_data=data), world)
     step = strategy.prepare(job, world)

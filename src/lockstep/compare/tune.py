@@ -108,7 +108,7 @@ def tune(
     devices: Devices = "auto",
     rounds: int = 3,
     seconds: float = 2.0,
-    told: Callable[[str], None] | None = print,
+    log: Callable[[str], None] | None = print,
     **settings: Any,
 ) -> Tuning:
     """Try, in short timed turns on this machine, what makes a job faster. Nothing of the job is
@@ -121,7 +121,7 @@ def tune(
             are cores.
         rounds: how many turns each setting gets against the best before it.
         seconds: how long the timed updates of a turn take at least.
-        told: called with each line of the report; None for silence.
+        log: called with each line of the report; None for silence.
         settings: fields of the job to replace.
 
     Raises:
@@ -141,8 +141,8 @@ def tune(
     if devices in ("auto", None) and chosen[0].is_slot:
         count = len(_devices.usable_cores())
     placements = _placements(strategy, chosen, count, the_job(source).batch_size)
-    say = told or (lambda line: None)
-    search = _Search(source, start, rounds, seconds, say)
+    log = log or (lambda line: None)
+    search = _Search(source, start, rounds, seconds, log)
     return search.through(placements, chosen[0])
 
 
@@ -194,7 +194,7 @@ class _Search:
         start: the job as it is.
         rounds: turns of each setting.
         seconds: of the timed updates of a turn.
-        told: called with each line of the report.
+        log: called with each line of the report.
         effect: whether what is tried now keeps the numbers.
         rows: every setting that was tried.
         setup: the best so far.
@@ -205,7 +205,7 @@ class _Search:
     start: Setup
     rounds: int
     seconds: float
-    told: Callable[[str], None]
+    log: Callable[[str], None]
     effect: Effect = "numbers kept"
     rows: list[Row] = field(default_factory=list)
 
@@ -221,12 +221,12 @@ class _Search:
             device: one of these devices; its type decides what else is tried.
         """
         turns = counted(self.rounds, "turn")
-        self.told(f"each setting has {turns} against the best before it; + is kept for later ones")
+        self.log(f"each setting has {turns} against the best before it; + is kept for later ones")
         self.best = self.attempt(self.start)
-        self.told(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
+        self.log(f"\nas it is: {shlex.join(self.start.words)}   {self.best.rate:,.4g} samples/s")
         for caveat in self.best.caveats:
             self.below(str(caveat))
-        self.told(
+        self.log(
             "\nsettings that keep the numbers      samples/s   gain (lowest, highest)   memory"
         )
         others = {words: setup for words, setup in placements.items() if setup != self.start}
@@ -239,7 +239,7 @@ class _Search:
             return self.confirmed(kept)
 
         self.change_rounding(device.type)
-        self.told("\nsettings that keep the numbers")
+        self.log("\nsettings that keep the numbers")
         self.keep_numbers()
         settings = dict(self.setup.settings)
         for name in ("precision", "compile"):
@@ -268,7 +268,7 @@ class _Search:
             kind: the type of the devices.
         """
         self.effect = "rounding changed"
-        self.told("\nsettings that change rounding")
+        self.log("\nsettings that change rounding")
         self.stage("precision", self.in_formats(kind))
         if self.settings.compile:
             return
@@ -351,9 +351,9 @@ class _Search:
                 taken=setting == taken,
                 remark=self.remark(tries[0], only_once=setting not in turns.alive),
             )
-            self.say(row)
+            self.log_row(row)
         for setting, reason in turns.failed.items():
-            self.say(Row(self.effect, stage, setting, remark=reason))
+            self.log_row(Row(self.effect, stage, setting, remark=reason))
         if taken is not None:
             self.setup = setups[taken]
             self.best = turns.tries[taken][0]
@@ -391,28 +391,28 @@ class _Search:
             remarks.append("one turn only")
         return "; ".join(remarks)
 
-    def say(self, row: Row) -> None:
+    def log_row(self, row: Row) -> None:
         """Print a line of the table, and its remark below it.
 
         Args:
             row: what was measured; a long remark of an earlier row isn't printed again.
         """
         is_long = len(row.remark) > _LONG
-        is_told = is_long and any(row.remark == before.remark for before in self.rows)
+        is_repeated = is_long and any(row.remark == before.remark for before in self.rows)
         self.rows.append(row)
         if row.samples_per_second is None or row.gain is None:
-            self.told(f"  {row.setting:<32}  can't be used here")
+            self.log(f"  {row.setting:<32}  can't be used here")
         else:
             mark = "+" if row.taken else " "
             rate = f"{row.samples_per_second:,.4g}"
             gain = _ratio(row.gain)
-            self.told(f"{mark} {row.setting:<32}{rate:>11}   {gain:<23}{row.peak:>7.2f}")
-        self.below("the same" if is_told else row.remark)
+            self.log(f"{mark} {row.setting:<32}{rate:>11}   {gain:<23}{row.peak:>7.2f}")
+        self.below("the same" if is_repeated else row.remark)
 
     def below(self, remark: str) -> None:
         """Print a remark below a line of the table."""
         for line in textwrap.wrap(remark, 79, initial_indent="    ", subsequent_indent="    "):
-            self.told(line)
+            self.log(line)
 
     def confirmed(self, kept: Setup) -> Tuning:
         """Measure what was found against the job as it is, once more, and print what to take.
@@ -431,11 +431,11 @@ class _Search:
         gain_kept = None
         gain_changed = None
         for what, gain in self.gains(setups).items():
-            self.told(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
+            self.log(f"\nall settings {what}: {_ratio(gain)} times as fast as it is")
             if gain.median < _TAKEN:
-                self.told("  these settings are not recommended")
+                self.log("  these settings are not recommended")
                 continue
-            self.told(f"  {setups[what].line(self.job)}")
+            self.log(f"  {setups[what].line(self.job)}")
             changed = setups[what]
             gain_changed = gain
             if what == "that keep the numbers":
@@ -443,9 +443,9 @@ class _Search:
                 gain_kept = gain
 
         if changed == self.start:
-            self.told("\nnothing that was tried is faster than the job as it is")
+            self.log("\nnothing that was tried is faster than the job as it is")
         else:
-            self.told("\nnothing was changed: the line is yours to paste")
+            self.log("\nnothing was changed: the line is yours to paste")
         return Tuning(
             self.start,
             kept,

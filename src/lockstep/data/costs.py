@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, error_line
 
 
 def costs_of(cut_by: Any, n: int) -> Callable[[Tensor], list[float]]:
@@ -28,7 +28,7 @@ def costs_of(cut_by: Any, n: int) -> Callable[[Tensor], list[float]]:
     try:
         table = torch.as_tensor(cut_by, dtype=torch.float64, device="cpu")
     except Exception as error:
-        raise JobError(f"cut_by: reading the costs raised {told(error)}") from error
+        raise JobError(f"cut_by: reading the costs raised {error_line(error)}") from error
     if table.shape != (n,):
         raise JobError(
             f"cut_by: costs of shape {tuple(table.shape)} were given, ({n},) is expected: a number "
@@ -45,7 +45,7 @@ def _asked(function: Callable[[int], Any], samples: Tensor) -> Tensor:
         try:
             costs.append(float(function(index)))
         except Exception as error:
-            raise JobError(f"cut_by: for sample {index} it raised {told(error)}") from error
+            raise JobError(f"cut_by: for sample {index} it raised {error_line(error)}") from error
     return torch.tensor(costs, dtype=torch.float64)
 
 

@@ -10,7 +10,7 @@ import copy
 import inspect
 from typing import Any
 
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, error_line
 
 _SAMPLES = {"num_samples", "from_beginning"}
 
@@ -36,7 +36,7 @@ def load_state(dataset: Any, state: Any, name: str) -> None:
     try:
         dataset.load_state_dict(state)
     except Exception as error:
-        raise JobError(f"{name}: load_state_dict raised {told(error)}") from error
+        raise JobError(f"{name}: load_state_dict raised {error_line(error)}") from error
 
 
 def forgets_samples(dataset: Any) -> bool:

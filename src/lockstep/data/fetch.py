@@ -22,7 +22,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from lockstep.data.dataset_state import has_state
 from lockstep.data.shares import COLLATE, EVALUATION, TRAINING, absorbed
-from lockstep.errors import JobError, SampleError, told
+from lockstep.errors import JobError, SampleError, error_line
 from lockstep.tensors.digest import digest
 from lockstep.tensors.pytree import own_copy, parts, to_device
 from lockstep.tensors.seeding import kept_generators, kept_states, same, seed_all, states
@@ -200,7 +200,7 @@ class Fetcher(SampleMaker):
             if len(share) > 3:
                 shown += ", ..."
             raise SampleError(
-                f"{self._name}: fetching samples {shown} raised {told(error)}"
+                f"{self._name}: fetching samples {shown} raised {error_line(error)}"
             ) from error
 
         if before is not None and not same(before, states()):
@@ -225,7 +225,9 @@ class Fetcher(SampleMaker):
             try:
                 samples.append(self.dataset[index])
             except Exception as error:
-                raise SampleError(f"{self._name}: sample {number} raised {told(error)}") from error
+                raise SampleError(
+                    f"{self._name}: sample {number} raised {error_line(error)}"
+                ) from error
 
         return samples
 
@@ -318,7 +320,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         except JobError:
             raise
         except Exception as error:
-            raise JobError(f"collate: it raised {told(error)}") from error
+            raise JobError(f"collate: it raised {error_line(error)}") from error
         if not _is_pair(made):
             raise JobError(
                 f"collate: it gave {_shape_of(made)}, (inputs, targets) is expected"
@@ -333,7 +335,7 @@ def together(samples: list[Any], collate: Collate | None, name: str) -> Pair:
         targets = put_together([sample[1] for sample in samples], collate_fn_map=_COLLATES)
     except Exception as error:
         raise JobError(
-            f"collate: samples can't be batched ({told(error)}): give a collate that can"
+            f"collate: samples can't be batched ({error_line(error)}): give a collate that can"
         ) from error
 
     return inputs, targets

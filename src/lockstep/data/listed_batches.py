@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.data.loader import Loader
 from lockstep.data.order import indices_of
 from lockstep.data.shares import ORDER, Row, mixed
-from lockstep.errors import JobError, RunError, told
+from lockstep.errors import JobError, RunError, error_line
 from lockstep.tensors.seeding import kept_states, put_states, seed_all, states
 
 _AHEAD = 16
@@ -55,7 +55,9 @@ class ListedBatches:
                 if hasattr(given, "__len__"):
                     self._left = iter(list(self._left))
             except Exception as error:
-                raise JobError(f"batches: for epoch {epoch} it raised {told(error)}") from error
+                raise JobError(
+                    f"batches: for epoch {epoch} it raised {error_line(error)}"
+                ) from error
             self._states = states()
 
         if hasattr(given, "__len__"):
@@ -74,7 +76,7 @@ class ListedBatches:
                     batch = next(self._left, _END)
                 except Exception as error:
                     raise JobError(
-                        f"batches: for epoch {self._epoch} it raised {told(error)}"
+                        f"batches: for epoch {self._epoch} it raised {error_line(error)}"
                     ) from error
                 self._states = states()
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lockstep.data.shares import ORDER, Order, mixed
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, error_line
 from lockstep.tensors.pytree import to_device
 from lockstep.tensors.seeding import kept_states, seed_all
 
@@ -150,7 +150,7 @@ def by_person(function: Callable[[int], Any], n: int, seed: int, epoch: int) -> 
         try:
             order = torch.as_tensor(function(epoch))
         except Exception as error:
-            raise JobError(f"{where} raised {told(error)}") from error
+            raise JobError(f"{where} raised {error_line(error)}") from error
 
     return indices_of(order, n, where)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lockstep.data.fetch import Collate, base_of, together
-from lockstep.errors import InputError, JobError, LockstepError, nearest, told
+from lockstep.errors import InputError, JobError, LockstepError, error_line, nearest
 from lockstep.job import Job
 from lockstep.jobfile import loaded
 from lockstep.launch.world import World
@@ -238,7 +238,7 @@ def _called(source: Any, world: World, name: str) -> Any:
                 message = str(error)
             except Exception as error:
                 failure = error
-                message = f"{name}: calling it{where} raised {told(error)}"
+                message = f"{name}: calling it{where} raised {error_line(error)}"
         # Also the barrier: the others wait here for the first, and learn whether to go on.
         for theirs in world.gather_objects(message):
             if theirs is not None:

@@ -28,7 +28,7 @@ from lockstep.data.fetch import Pair, SampleMaker, number_of
 from lockstep.data.loader import AnyLoader
 from lockstep.data.loader_workers import without_worker_info
 from lockstep.data.shares import ORDER, Batch, Cutting, absorbed, over_ranks
-from lockstep.errors import JobError, RunError, SampleError, told
+from lockstep.errors import JobError, RunError, SampleError, error_line
 from lockstep.tensors.seeding import kept_states, seed_all
 
 Read = tuple[int, int, list[Pair], Any]
@@ -235,7 +235,7 @@ class Reader(SampleMaker):
                 self.dataset.set_epoch(epoch)
             self._samples = iter(self.dataset)
         except Exception as error:
-            raise JobError(f"{self._name}: going through it raised {told(error)}") from error
+            raise JobError(f"{self._name}: going through it raised {error_line(error)}") from error
 
         skipped = start * self._cutting.batch_size
         if kept is not None:
@@ -263,7 +263,7 @@ class Reader(SampleMaker):
                 return
             except Exception as error:
                 raise SampleError(
-                    f"{self._name}: sample {self._place} of the stream raised {told(error)}"
+                    f"{self._name}: sample {self._place} of the stream raised {error_line(error)}"
                 ) from error
             self._place += 1
             self._gave = True

@@ -21,7 +21,7 @@ from torch import nn
 
 from lockstep.checkpoint.weights import save_weights, take_weights
 from lockstep.data import Batch, eval_loaders, job_loader, resolve, resolve_sets
-from lockstep.errors import InputError, LockstepError, NotEqual, counted, told
+from lockstep.errors import InputError, LockstepError, NotEqual, counted, error_line
 from lockstep.export.exportable import Exportable, dtype_of
 from lockstep.export.file_formats import (
     ENDINGS,
@@ -156,7 +156,7 @@ def export(
     ):
         folder = folder_beside(target)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        world.tell = display.tell
+        world.emit = display.show
         writing = _Export(
             job=trained,
             weights=file,
@@ -471,7 +471,7 @@ class _Export:
         except Exception as error:
             while isinstance(error.__cause__, Exception):
                 error = error.__cause__
-            raise InputError(f"{self.format}: {told(error)}") from error
+            raise InputError(f"{self.format}: {error_line(error)}") from error
         finally:
             logging.disable(before)
 

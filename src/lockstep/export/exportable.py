@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram, ShapesCollection
 
-from lockstep.errors import InputError, told
+from lockstep.errors import InputError, error_line
 from lockstep.tensors.pytree import each, named_tensors, parts, tensors
 
 
@@ -211,7 +211,7 @@ class Exportable:
                     f"the model can't have each size that varies in {self}: {reason}: "
                     "--dynamic none fixes them"
                 )
-        return InputError(f"torch.export can't take this model: {told(error)}")
+        return InputError(f"torch.export can't take this model: {error_line(error)}")
 
 
 def _names_of(forward: Callable[..., Any], keys: list[Any]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.weights import save_weights, take_weights
-from lockstep.errors import InputError, NotEqual, told
+from lockstep.errors import InputError, NotEqual, error_line
 from lockstep.export.exportable import Exportable, arguments, split
 from lockstep.tensors.pytree import described, each, tensors
 
@@ -190,7 +190,8 @@ def read(format: str, what: Exportable, path: Path, outputs: Any) -> nn.Module:
             return each(lambda _: next(found).cpu(), outputs)
         except Exception as error:
             raise NotEqual(
-                f"not equal: the file can't take {described(inputs)}, as the run can: {told(error)}"
+                f"not equal: the file can't take {described(inputs)}, as the run can: "
+                f"{error_line(error)}"
             ) from error
 
     loaded = nn.Module()

@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.checkpoint.weights import TREE, refuse_damaged
-from lockstep.errors import FolderError, InputError, NotEqual, told
+from lockstep.errors import FolderError, InputError, NotEqual, error_line
 from lockstep.export.exportable import converted
 
 
@@ -45,7 +45,7 @@ def write_parts(weights: Path, path: Path, most: int, dtype: torch.dtype | None 
     try:
         opened = safe_open(weights, framework="pt")
     except Exception as error:
-        raise FolderError(f"{weights}: not a safetensors file ({told(error)})") from error
+        raise FolderError(f"{weights}: not a safetensors file ({error_line(error)})") from error
     with opened as file:
         metadata = file.metadata() or {}
         beside = json.loads(metadata.get(TREE, "{}"))

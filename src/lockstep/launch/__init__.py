@@ -64,7 +64,7 @@ def launch(
         args: further arguments of ``fn``, the same on every rank.
         backend: of the process group, instead of the devices' own.
         folder: where the run keeps its files; what rank N > 0 prints goes to ``ranks/N.log`` in it.
-        on_event: called in this process with (rank, event) for each ``world.tell(event)``.
+        on_event: called in this process with (rank, event) for each ``world.emit(event)``.
         on_output: called with (text, "stdout" or "stderr") for the lines that rank 0 prints,
             instead of printing them.
         timeout: seconds after which a collective that waits for a rank gives up.
@@ -102,7 +102,7 @@ def launch(
     if len(chosen) == devices_per_rank:
         with _world.lone(chosen, folder) as world:
             if on_event is not None:
-                world.tell = lambda event: on_event(0, event)
+                world.emit = lambda event: on_event(0, event)
             return [fn(world, *args)]
 
     from lockstep.launch.processes import local_ranks

@@ -364,7 +364,7 @@ class Watch:
             with contextlib.suppress(OSError):  # the disk is full, say
                 path.write_text(text)
                 lines.append(f"      all stacks: {path}")
-        self._world.say("\n".join(lines))
+        self._world.print("\n".join(lines))
 
 
 _watches = 0

@@ -1,4 +1,4 @@
-"""How much memory a process or a device takes, and whether an error says that it was not enough."""
+"""How much memory a process or a device takes, and whether an error is for lack of memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from lockstep.launch.world import World
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that there is not enough memory, on an accelerator or on the
-    CPU.
-    """
+    """Return whether an error is for lack of memory, on an accelerator or on the CPU."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return "allocate memory" in str(error) or "DefaultCPUAllocator: not enough memory" in str(error)

@@ -110,5 +110,5 @@ def observed(around: Callable[..., _Context]) -> Callable[[Callable[P, R]], Call
 
 
 def phase(kind: Kind, words: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark a method as a part of an update that observers are told of, and that a profile names."""
+    """Mark a method as a part of an update: observers are called for it, a profile names it."""
     return observed(lambda observer, *args, **named: observer.phase(kind, words))

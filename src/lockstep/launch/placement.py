@@ -57,7 +57,7 @@ def on_devices(
     if not started_as_rank() and needs_one_process(argument.strategy, devices):
         with alone(devices) as world:
             world.folder = folder
-            world.tell = display.tell
+            world.emit = display.show
             world.fail = stop_request.fail
             return function(world, argument)
     return launch(
@@ -66,7 +66,7 @@ def on_devices(
         (argument,),
         backend=backend,
         folder=folder,
-        on_event=lambda rank, event: display.tell(event),
+        on_event=lambda rank, event: display.show(event),
         on_output=display.output,
         timeout=timeout,
         devices_per_rank=argument.strategy.devices_per_rank,

@@ -44,7 +44,7 @@ T = TypeVar("T")
 def place() -> World:
     """This process's place among those that were started; its device isn't known yet.
 
-    It is as torchrun's environment variables tell it, or else the process group. What starts ranks
+    It is as torchrun's environment variables have it, or else the process group. What starts ranks
     without torchrun may leave out all variables but the first three. Where there is only a group,
     every rank has to call this.
     """
@@ -188,7 +188,7 @@ def run(
     """
     world = replace(place(), devices=devices, folder=folder)
     if on_event is not None:
-        world.tell = lambda event: on_event(world.rank, event)
+        world.emit = lambda event: on_event(world.rank, event)
     try:
         _join(world, backend=backend, timeout=timeout)
         with world.at_end:

@@ -96,8 +96,8 @@ class World:
         step: the step this process is in, for the heads of error messages; 0 before the first.
         folder: where this run keeps its files, or None.
         own_group: whether Lockstep made the process group, and leaves it.
-        tell: sends an event to the process that launched the ranks (does nothing elsewhere).
-        say: shows a text at once, from any rank.
+        emit: sends an event to the process that launched the ranks (does nothing elsewhere).
+        print: prints a text at once, from any rank.
         fail: ends this process's part of the training with an error, from another thread than the
             training's.
         thread: that in which the training runs.
@@ -122,8 +122,8 @@ class World:
     step: int = 0
     folder: str | None = None
     own_group: bool = True
-    tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
-    say: Callable[[str], None] = field(default=_to_stderr, repr=False)
+    emit: Callable[[Any], None] = field(default=lambda event: None, repr=False)
+    print: Callable[[str], None] = field(default=_to_stderr, repr=False)
     fail: Callable[[Exception], None] = field(default=_end_process, repr=False)
     thread: int = field(default_factory=threading.get_ident, repr=False)
     collectives: int = field(default=0, init=False, repr=False)

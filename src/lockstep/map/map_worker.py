@@ -34,7 +34,7 @@ class Task(NamedTuple):
 
 
 class Reply(NamedTuple):
-    """What a worker tells of its oldest chunk; the results are in the block of the chunk.
+    """What a worker reports of its oldest chunk; the results are in the block of the chunk.
 
     Attributes:
         length: how many results there are, up to the first failure.
@@ -112,7 +112,7 @@ def serve(
         head = worker.channel.next()
         if not head:
             return
-        worker.channel.tell(_reply(worker, call, pickle.loads(head), block))
+        worker.channel.emit(_reply(worker, call, pickle.loads(head), block))
 
 
 def _reply(worker: WorkerContext, call: Call, task: Task, block: int) -> Reply:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from lockstep.data.shares import MAP, mixed
-from lockstep.errors import InputError, ItemFailed, told
+from lockstep.errors import InputError, ItemFailed, error_line
 from lockstep.launch.devices import Device
 from lockstep.map.map_worker import named
 from lockstep.model.modes import has_own_train
@@ -117,7 +117,7 @@ def _results(batch: _Batch, *, is_row: bool) -> list[Any]:
         outputs = batch.outputs.result()
     except Exception as error:
         where = f"{named(batch.first, batch.size)} failed on {batch.device}"
-        raise ItemFailed(f"{where}: {told(error)}", batch.first) from error
+        raise ItemFailed(f"{where}: {error_line(error)}", batch.first) from error
     return _rows(outputs, batch.size, "") if is_row else [outputs]
 
 
@@ -144,7 +144,7 @@ def _together(batch: list[Any], collate: Callable[[list[Any]], Any] | None, firs
     except Exception as error:
         advice = "" if collate else "; give a collate that can"
         where = named(first, len(batch))
-        text = f"{where} can't be batched: {told(error)}{advice}"
+        text = f"{where} can't be batched: {error_line(error)}{advice}"
         raise InputError(text) from error
 
 

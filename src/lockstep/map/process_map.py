@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 
-from lockstep.errors import InputError, ItemFailed, RunError, own_traceback, told
+from lockstep.errors import InputError, ItemFailed, RunError, error_line, own_traceback
 from lockstep.launch.cores import occupied
 from lockstep.launch.devices import Device
 from lockstep.launch.processes.call import Setup
@@ -237,7 +237,7 @@ class ProcessMap:
             self._is_drawn = True
             self._ending = InputError(
                 f"item {self._sent + count} (a {packed.kind}) can't be sent to a process: "
-                f"{told(packed.error)}: send what it is made of, and make it in the function"
+                f"{error_line(packed.error)}: send what it is made of, and make it in the function"
             )
         if self._ending is not None:  # what is left of a batch is not given
             count -= count % self._batch

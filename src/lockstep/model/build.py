@@ -20,7 +20,7 @@ from torch import nn
 
 from lockstep.checkpoint.initial_weights import begin_with
 from lockstep.checkpoint.weights import take_weights
-from lockstep.errors import JobError, LockstepError, told
+from lockstep.errors import JobError, LockstepError, error_line
 from lockstep.launch.world import World
 from lockstep.model.activation_checkpointing import checkpoint_blocks
 from lockstep.model.precision import convert_model
@@ -88,7 +88,7 @@ def _made(job: Recipe) -> nn.Module:
             fix = ""
             if "process group has not been initialized" in str(error):
                 fix = "Lockstep distributes the model: leave DistributedDataParallel out"
-            raise JobError(f"model: building it raised {told(error)}", fix=fix) from error
+            raise JobError(f"model: building it raised {error_line(error)}", fix=fix) from error
     if not isinstance(model, nn.Module):
         raise JobError(f"model: it gave a {type(model).__name__}, not a torch.nn.Module")
     return model
@@ -128,9 +128,9 @@ def _take_initial_weights(model: nn.Module, job: Recipe, world: World) -> None:
     assert job.init is not None
     first, *others = begin_with(model, job.init, strict=job.init_strict)
     if world.is_first:
-        world.tell(Line(first, "plain"))
+        world.emit(Line(first, "plain"))
         for line in others:
-            world.tell(Line(line, "plan"))
+            world.emit(Line(line, "plan"))
 
 
 def _begin_training(model: nn.Module) -> None:

@@ -153,7 +153,7 @@ class DataParallel(nn.Module, Generic[M]):
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
         self._warned = False
-        self._said = False
+        self._has_warned = False
         recompute.install()
         if len(self.devices) == 1:
             place_module(module, self.devices[0].torch)
@@ -246,10 +246,10 @@ class DataParallel(nn.Module, Generic[M]):
         another way.
         """
         line = 0
-        if self.dim == 0 and not self._said and _has_scalars(outputs):
-            self._said = True
+        if self.dim == 0 and not self._has_warned and _has_scalars(outputs):
+            self._has_warned = True
             line = _CALL + 1
-        return gathered(outputs, output_device, self.dim, says=line)
+        return gathered(outputs, output_device, self.dim, stacklevel=line)
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         """Warn once of a scalar from each of unequal shares."""

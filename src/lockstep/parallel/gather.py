@@ -43,7 +43,7 @@ def gather(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    return gathered(outputs, target_device, dim, says=3)
+    return gathered(outputs, target_device, dim, stacklevel=3)
 
 
 def gathered(
@@ -51,21 +51,19 @@ def gathered(
     target_device: Device | torch.device | str | int,
     dim: int = 0,
     *,
-    says: int,
+    stacklevel: int,
 ) -> Any:
-    """Gather, too; ``says`` is how far up the stack the line lies that is warned of scalars, 0 for
-    no warning.
-    """
+    """Gather, too; ``stacklevel`` is that of the warning of scalars, 0 for no warning."""
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
     column = list(outputs)
     place = target_devices.one(target_device)
     whole = _joined(column, place, dim, column)
-    if says and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
+    if stacklevel and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
             "will instead unsqueeze and return a vector.",
-            stacklevel=says,
+            stacklevel=stacklevel,
         )
     return whole
 

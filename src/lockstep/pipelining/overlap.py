@@ -151,4 +151,4 @@ class Overlap:
             self._log(f"{why}: micro-batches run one after another, without overlap")
 
     def _log(self, note: str) -> None:
-        self._world.tell(Line.note(note))
+        self._world.emit(Line.note(note))

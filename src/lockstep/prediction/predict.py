@@ -30,7 +30,7 @@ from torch.utils.data import Subset
 from lockstep.checkpoint.checksummed_file import write_tensors
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.data.source import check_name, inputs_of, one_of, source_of
-from lockstep.errors import InputError, LockstepError, OutOfMemory, told
+from lockstep.errors import InputError, LockstepError, OutOfMemory, error_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch import devices as _devices
@@ -380,7 +380,7 @@ class _Prediction:
                 raise
             inputs = described(_some_inputs(batch))
             raise InputError(
-                f"{self.name}: the model can't take {inputs}: {told(error)}"
+                f"{self.name}: the model can't take {inputs}: {error_line(error)}"
             ) from error
 
     def _begin(self, shares: list[tuple[int, Any]], without_rows: set[str]) -> None:
@@ -415,7 +415,7 @@ class _Prediction:
         left = [leaf.name for leaf in first if isinstance(leaf, Left) and leaf.noted]
         if left and self.world.is_first:
             names = ", ".join(left)
-            self.world.tell(Line.note(f"left out, since they have no row for each sample: {names}"))
+            self.world.emit(Line.note(f"left out, since they have no row for each sample: {names}"))
         if self.ending == ".jsonl":
             write_lines(self.folder, self.world.rank, self.form, None, 0)  # makes the rank's file
         else:

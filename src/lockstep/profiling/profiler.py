@@ -79,7 +79,7 @@ class Profiler:
         self._stop()
         world = self._world
         if kind is None and not self._done and world.is_first:
-            world.tell(Line.note(f"no profile: the training ended after step {world.step}"))
+            world.emit(Line.note(f"no profile: the training ended after step {world.step}"))
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the same batches; some of the steps between them are profiled.
@@ -133,7 +133,7 @@ class Profiler:
             self._trace.stop()
 
     def _finish(self) -> None:
-        """Write this rank's trace; compare the clocks of all ranks, and tell. Every rank calls
+        """Write this rank's trace; compare the clocks of all ranks, and log them. Every rank calls
         this.
         """
         self._stop()
@@ -170,7 +170,7 @@ class Profiler:
             drawings.append(key)
             turns = {"unit": "seconds", "timelines": plain}
             self._folder.write_json(folder / "timeline.json", turns)
-        world.tell(dataclasses.replace(found, drawings=tuple(drawings)))
+        world.emit(dataclasses.replace(found, drawings=tuple(drawings)))
 
     def _save(self) -> None:
         """Write this rank's trace.

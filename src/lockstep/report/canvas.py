@@ -100,7 +100,7 @@ def _format_of(path: Path, figure: Figure) -> str:
     ending = path.suffix.lstrip(".").lower()
     if ending in figure.canvas.get_supported_filetypes():
         return ending
-    what = "a name without an ending says no format"
+    what = "a name without an ending has no format"
     if ending:
         what = f'"{path.suffix}" is no picture that can be drawn'
     raise InputError(f"{path}: {what}: take .png, .svg or .pdf")

@@ -1,4 +1,4 @@
-"""What a training tells while it runs: to the person's own ``on_event`` functions, and to the
+"""What a training reports while it runs: to the person's own ``on_event`` functions, and to the
 display.
 """
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened in a training, told on rank 0.
+    """Something that happened in a training, reported on rank 0.
 
     Attributes:
         kind: ``"started"``, ``"logged"`` (by ``log_every``, within an epoch), ``"epoch"`` (its
@@ -37,7 +37,7 @@ class Caveat:
     Attributes:
         kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is
             in docs/verify.md).
-        text: what it is, with what was seen.
+        text: what it is, with what was detected.
         fix: the setting or the change that avoids it; "" where there is none.
     """
 

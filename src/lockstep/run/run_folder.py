@@ -9,7 +9,7 @@
       ranks/1.log          what ranks other than 0 printed
       profile/             with ``--profile``: a trace for each rank, and ``summary.json``
       model.safetensors    the final weights, under one-device names
-      best.safetensors     those of the best evaluation: the lowest loss, or what the job says
+      best.safetensors     those of the best evaluation: the lowest loss, or the job's best
       checkpoints/step-N/  what ``--resume`` needs (see ``lockstep.checkpoint``)
       audit/               with ``--audit``: the samples of each step
       summary.json         how it ended

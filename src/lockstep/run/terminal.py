@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 _APART = 10.0
-"""Seconds without a line after which one tells where the training is, where lines are kept."""
+"""Seconds without a line after which a line shows where the training is, in a file or a pipe."""
 
 
 class Display:
-    """Takes what the training tells, and prints it.
+    """Prints what happens in a training.
 
     On a terminal the last line is live: epoch, step, loss, samples per second, time left, memory
     per device; in a notebook with ipywidgets rich keeps it so. Elsewhere (a file, a pipe, CI) only
@@ -43,7 +43,7 @@ class Display:
         self._live: Live | None = None
         self._console: Console | None = None
         self._memory: dict[str, int] = {}
-        self._said: set[Line] = set()
+        self._notes: set[Line] = set()
 
     def __enter__(self) -> Self:
         if self._quiet:
@@ -71,16 +71,16 @@ class Display:
             self._live.stop()
             self._live = None
 
-    def tell(self, event: Any) -> None:
+    def show(self, event: Any) -> None:
         """Show an event of the training."""
         if isinstance(event, Line):
-            self._tell_line(event)
+            self._show_line(event)
         elif self._quiet:
             return
         elif isinstance(event, Memory):
             self._memory |= event.sizes
         elif isinstance(event, Progress):
-            self._tell_progress(event)
+            self._show_progress(event)
         elif isinstance(event, Event) and event.kind == "evaluated":
             self.line(epoch_line(event))
         elif isinstance(event, Profile):
@@ -89,18 +89,18 @@ class Display:
                 for line in draw(width):
                     self.line(line)
 
-    def _tell_line(self, event: Line) -> None:
+    def _show_line(self, event: Line) -> None:
         """Print a line of the training; a note that another rank has logged is left out."""
         if event.kind == "plain":
             self.line(event.text)
             return
         if event.kind == "note":
-            if event in self._said:
+            if event in self._notes:
                 return
-            self._said.add(event)
+            self._notes.add(event)
         self.line(f"note: {event.text}", note=True)
 
-    def _tell_progress(self, event: Progress) -> None:
+    def _show_progress(self, event: Progress) -> None:
         """Update the live line; without one, print a line now and then."""
         self._memory |= event.memory
         if self._live is not None:
@@ -145,8 +145,8 @@ class Display:
             with contextlib.suppress(OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                 reason = error.strerror
-                told = f"lockstep: the output can't be written ({reason}): the training goes on"
-                print(told, file=sys.stderr)
+                text = f"lockstep: the output can't be written ({reason}): the training goes on"
+                print(text, file=sys.stderr)
 
 
 def takes_escapes() -> bool:
@@ -196,7 +196,7 @@ def epoch_line(event: Event) -> str:
 
 def words_of(record: Mapping[str, float]) -> list[str]:
     """``train loss 0.1234``, ... for each loss and metric; under sets by name, the first's loss
-    isn't said twice.
+    isn't repeated.
     """
     left_out = {"lr", "seconds", "samples_per_second"}
     if any(name.endswith("/loss") for name in record):
@@ -216,7 +216,7 @@ def named_number(name: str, value: float) -> str:
 
 
 def number(value: float) -> str:
-    """Four places, or an exponent where that would be long or say nothing."""
+    """Four places, or an exponent where that would be long or show nothing."""
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1e6 else f"{value:.3e}"
 
 

@@ -144,7 +144,7 @@ class FSDP(WithShares):
         if world.is_first:
             if unchecked is not None and job.check_every != 0:
                 text = f"{unchecked}: the sum check is left out"
-                world.tell(Line.note(text))
+                world.emit(Line.note(text))
             self._log_shards(shards, whole, world)
         elementwise = self._is_elementwise(optimizer)
         step = ShardedStep(model, optimizer, job, world, exchange, shards, elementwise)
@@ -156,7 +156,7 @@ class FSDP(WithShares):
     def _log_shards(self, shards: Shards, whole: int, world: World) -> None:
         """Log what a rank keeps of a model of ``whole`` bytes, and what is gathered together."""
         for name, why in shards.whole.items():
-            world.tell(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
+            world.emit(Line.note(f'fsdp keeps "{name}" whole on each rank: {why}'))
         if shards.blocks:
             gathered = f"{counted(len(shards.blocks), 'block')}, one at a time, and the rest"
         elif self.blocks == "auto":
@@ -167,7 +167,7 @@ class FSDP(WithShares):
             f"a rank keeps {size(shards.bytes_here)} of {size(whole)} of weights, gradients and "
             f"the optimizer's state likewise; gathered: {gathered}"
         )
-        world.tell(Line(text, "plan"))
+        world.emit(Line(text, "plan"))
 
     def _why_unchecked(self, whole: int, world: World) -> str | None:
         """Say why ranks can't gather the whole model to check sums of parts; None if they can."""

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.data import is_stream
-from lockstep.errors import LockstepError, StrategyError, TooFewLayers, nearest, told
+from lockstep.errors import LockstepError, StrategyError, TooFewLayers, error_line, nearest
 from lockstep.job import Job
 from lockstep.launch.layout import Layout
 from lockstep.launch.world import World
@@ -209,7 +209,7 @@ class PP(Strategy):
             return self
         best = choice.best
         if self._is_open:
-            world.tell(Line(choice.why, "plan"))
+            world.emit(Line(choice.why, "plan"))
         microbatches = self.microbatches
         if microbatches == "auto":
             microbatches = best.microbatches
@@ -437,8 +437,8 @@ def _log_unmeasured(error: Exception, world: World) -> None:
         return
     if isinstance(error, LockstepError):
         raise error
-    why = f"observing a forward raised {told(error)}: stages are balanced by parameters"
-    world.tell(Line(why, "plan"))
+    why = f"observing a forward raised {error_line(error)}: stages are balanced by parameters"
+    world.emit(Line(why, "plan"))
 
 
 def _log_stages(found: Partition, world: World) -> None:
@@ -450,7 +450,7 @@ def _log_stages(found: Partition, world: World) -> None:
         stages.append(f"{stage.name} ({share:.0f} %)")
     how = "measured" if found.measured else "estimated"
     listed = " | ".join(stages)
-    world.tell(Line(f"stages: {listed} of the time, {how}", "plan"))
+    world.emit(Line(f"stages: {listed} of the time, {how}", "plan"))
 
 
 def _memory_of(world: World) -> list[float] | None:

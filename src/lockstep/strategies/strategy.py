@@ -87,7 +87,7 @@ class Strategy(ABC):
         return 1
 
     def mesh(self, devices: Sequence[str]) -> list[str]:
-        """Say in lines who holds what, and who reads what; none where the name says it.
+        """Describe in lines who holds what, and who reads what; none where the name is enough.
 
         Args:
             devices: the names of all devices.
@@ -181,7 +181,7 @@ class Strategy(ABC):
         """Refuse devices in other processes than the layout has.
 
         Raises:
-            StrategyError: they are; the message says how to start the processes.
+            StrategyError: they are; the message has how to start the processes.
         """
         wanted = world.layout.processes
         each = world.layout.devices_per_process

@@ -97,7 +97,7 @@ class WithShares(Strategy):
             return replace(self, shares=earlier)
 
         shares, why = measured_shares(self._alone(), job, world)
-        world.tell(Line(f"shares {shares}: {why}", "plan"))
+        world.emit(Line(f"shares {shares}: {why}", "plan"))
         return replace(self, shares=f"auto:{shares}")
 
     def _alone(self) -> Strategy:

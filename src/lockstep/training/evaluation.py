@@ -34,7 +34,7 @@ writes its weight.
 def say_what_collates(job: Job, step: Step) -> None:
     """Log what a collate is given where devices evaluate, or predict, a local batch each."""
     if job.collate is not None and step.replicas > 1 and step.world.is_first:
-        step.tell_once([_COLLATES])
+        step.log_once([_COLLATES])
 
 
 def try_out(step: Step, loaders: Mapping[str, AnyLoader], job: Job) -> dict[str, float]:
@@ -167,6 +167,6 @@ def _summed(
                 sums.add(Result(*loss, batch.size, loss.parts))
                 metrics.add(batch, outputs, targets)
 
-    step.tell_of_loss()
+    step.log_loss_notes()
 
     return added(world.gather_objects(sums.read()))

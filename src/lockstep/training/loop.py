@@ -143,7 +143,7 @@ class _Training:
 
         if self.world.is_first:
             open_run(self.setup, self.progress)
-            self.step.tell_once(self.step.caveats())
+            self.step.log_once(self.step.caveats())
 
         self.callbacks.call("start", self.progress.epoch, {})
         if not self.plan.resume:

@@ -18,7 +18,7 @@ from lockstep.errors import (
     RankFailed,
     StrategyError,
     counted,
-    told,
+    error_line,
 )
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import needs_one_process, on_devices
@@ -126,7 +126,7 @@ def after_error(
     if is_refused and (resumed or not run.is_resumable):
         return
     if not is_stopped:
-        text = told(error)
+        text = error_line(error)
         if isinstance(error, LockstepError):
             text = str(error).partition("\n")[0]
         with contextlib.suppress(FolderError):  # a full disk, say, which was reported already

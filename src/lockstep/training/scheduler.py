@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, error_line
 from lockstep.job import Job
 from lockstep.model.optimizers.several import Optimizers
 from lockstep.strategies.steps.step import Step
@@ -62,7 +62,7 @@ def _made(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.O
     try:
         scheduler = make(optimizer)
     except Exception as error:
-        raise JobError(f"lr_scheduler: making it raised {told(error)}") from error
+        raise JobError(f"lr_scheduler: making it raised {error_line(error)}") from error
 
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise JobError(

@@ -159,8 +159,8 @@ class Setup:
         if self.before.get("strategy") == plan.strategy.name:
             earlier = self.before["strategy_settings"]
 
-        tell = world.tell
-        world.tell = self.notes.append
+        emit = world.emit
+        world.emit = self.notes.append
 
         try:
             strategy = plan.strategy.planned(made, world, earlier)
@@ -168,7 +168,7 @@ class Setup:
             if not plan.resume:
                 refuse_given_twice(step.model)
         finally:
-            world.tell = tell
+            world.emit = emit
 
         self.notes = list(dict.fromkeys(self.notes))  # planning builds the model too
         if not job.save_frozen:
@@ -315,7 +315,7 @@ def write_summary(
         words = words_of(values)
         if skipped:
             words.append(f"{counted(skipped, 'update')} skipped")
-        world.tell(Line(f"done in {duration(seconds)}: {'  '.join(words)}"))
+        world.emit(Line(f"done in {duration(seconds)}: {'  '.join(words)}"))
 
     return summary
 

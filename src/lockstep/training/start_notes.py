@@ -37,7 +37,7 @@ def open_run(setup: Setup, progress: TrainingProgress) -> None:
         file.unlink(missing_ok=True)
 
     for line in opening(setup, progress.epoch):
-        setup.world.tell(line)
+        setup.world.emit(line)
 
 
 def opening(setup: Setup, epoch: int) -> Iterator[Line]:

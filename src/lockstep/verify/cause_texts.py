@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, told
+from lockstep.errors import DeviceError, FolderError, InputError, LockstepError, error_line
 from lockstep.run.events import Caveat
 
 
@@ -112,7 +112,7 @@ cut
   -> accumulate=1, or one micro-batch (mp instead of pp)
 
 refused: shape
-  for a local batch the loss doesn't accept the model's outputs: {said}
+  for a local batch the loss doesn't accept the model's outputs: {error}
   -> outputs with a row for each sample, also where there is only one: squeeze(1), say, for
   squeeze()
 
@@ -185,9 +185,9 @@ def of_refusal(error: Exception) -> Caveat | None:
 
     is_refusal = isinstance(error, InputError)
     if not isinstance(error, LockstepError) or not (error.kind or is_refusal):
-        return cause("failed", error=told(error))
+        return cause("failed", error=error_line(error))
     if error.kind == "shape":
-        return cause("refused: shape", said=error)
+        return cause("refused: shape", error=error)
 
     kind = error.kind or "refused"
     fix = CAUSES.get(kind, CAUSES["refused"])[1]

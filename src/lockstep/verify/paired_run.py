@@ -94,7 +94,7 @@ class _PairedRun:
         self.experiment = experiment
         self.found = Comparison(still=tuple(sorted(experiment.still)))
         self.notes: list[Caveat] = []
-        world.tell = self._hear
+        world.emit = self._hear
 
         job = experiment.loaded
         our_job = job

@@ -103,7 +103,7 @@ def _planned(strategy: Strategy, job: Job, devices: tuple[Device, ...]) -> Strat
         return strategy
 
     with alone(devices[:each]) as world:
-        world.tell = lambda event: None
+        world.emit = lambda event: None
         data = resolve(job.train_data, world, "train_data")
         return strategy.planned(job.replace(train_data=data), world)
 

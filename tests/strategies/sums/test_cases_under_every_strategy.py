@@ -52,7 +52,7 @@ def outcome(world: World, way: str, case: Case, precision: str) -> str:
     """Train a case in this process: "stopped by StrategyError: ...", "logged", or ""."""
     world.step = 0
     notes: list[object] = []
-    world.tell = notes.append
+    world.emit = notes.append
     job = case.job().replace(precision=precision, accumulate=WAYS[way][1], loader_workers=0)
     try:
         strategy = named(way).planned(job, world)

@@ -106,7 +106,7 @@ class RankTraceback(Exception):
 
 
 def guilty(failures: Iterable[Record | Death]) -> Record | Death:
-    """Return the failure that came first, as told at the top of this module."""
+    """Return the failure that came first, as described at the top of this module."""
     return min(failures, key=lambda one: (_class_of(one), one.time))
 
 

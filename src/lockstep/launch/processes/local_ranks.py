@@ -93,7 +93,7 @@ def _log(folder: str | None, rank: int) -> IO[bytes]:
 
 @dataclass(frozen=True)
 class _Returned:
-    """What rank 0 tells when a call is over: its result."""
+    """What rank 0 sends when a call is over: its result."""
 
     result: Any
 
@@ -175,12 +175,12 @@ def _serve(world: World) -> None:
     """Make one call after another, on each of them."""
     while True:
         fn, args = loads(next_message())
-        tell = world.tell
+        emit = world.emit
         with kept_states():
             result = fn(world, *args)
-        world.tell, world.folder, world.step = tell, None, 0
+        world.emit, world.folder, world.step = emit, None, 0
         world.barrier()  # all have done it
         if world.is_first:
-            tell(_Returned(result))
+            emit(_Returned(result))
         del fn, args, result
         gc.collect()  # models of one call are gone before the next

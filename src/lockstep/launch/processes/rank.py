@@ -2,7 +2,7 @@
 failure, and end.
 
 A worker of a map is a rank without the others: in no process group, and it works on one task after
-another until it is told to end. What it needs for that is its `WorkerContext`.
+another until it is asked to end. What it needs for that is its `WorkerContext`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lockstep.launch.processes.modes import Modes
 from lockstep.launch.processes.pickling import dumps
 from lockstep.launch.world import World
 
-EVENT, SAID, RESULT, FAILURE = "event", "said", "result", "failure"
+EVENT, TEXT, RESULT, FAILURE = "event", "text", "result", "failure"
 """Kinds of messages to the process that launched this one; each comes with a value."""
 
 
@@ -60,7 +60,7 @@ class Channel:
             with self._lock:
                 self._connection.send_bytes(body)
 
-    def tell(self, event: Any) -> None:
+    def emit(self, event: Any) -> None:
         """Send an event."""
         self.send(EVENT, event)
 
@@ -145,8 +145,8 @@ def _call(
         local_rank=number,
         local_size=size,
         folder=setup.folder,
-        tell=_channel.tell,
-        say=lambda text: _channel.send(SAID, text),
+        emit=_channel.emit,
+        print=lambda text: _channel.send(TEXT, text),
         fail=lambda error: _fail(error, number, board),
     )
     world._board = board

@@ -30,7 +30,7 @@ from lockstep.launch.devices import Device
 from lockstep.launch.processes import call, failure_records, fork_server
 from lockstep.launch.processes.failure_records import Death, Record
 from lockstep.launch.processes.fork_server import REPORT, Report
-from lockstep.launch.processes.rank import EVENT, FAILURE, SAID
+from lockstep.launch.processes.rank import EVENT, FAILURE, TEXT
 from lockstep.run.terminal import to_own_streams
 
 _PATIENCE = 0.4
@@ -292,7 +292,7 @@ class Supervisor:
         if kind == FAILURE:
             rank.record = value
             self._note_failure()
-        elif kind == SAID:
+        elif kind == TEXT:
             self._on_output(f"{value}\n", "stderr")
         elif kind != EVENT:
             rank.has_result = True

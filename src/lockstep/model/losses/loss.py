@@ -262,7 +262,8 @@ class Totalled:
         """Explain an error by the shapes of the arguments; None where they aren't the cause."""
         if is_out_of_memory(error) or isinstance(error, LockstepError):
             return None
-        what = f"{self.name} can't take outputs {_told(outputs)} and targets {_told(targets)}"
+        given = f"outputs {_described(outputs)} and targets {_described(targets)}"
+        what = f"{self.name} can't take {given}"
         if samples == 1 and _is_squeezed(outputs, targets):
             what += " of a local batch of one sample: the outputs have no row for it"
             fix = "where forward calls squeeze(), name the dimension, as in squeeze(-1)"
@@ -342,7 +343,7 @@ class Totalled:
         share = value.total if isinstance(value, Loss) else value
         if not isinstance(share, Tensor) or share.dim():
             raise LossError(
-                f"{self.name} returned {_told(value)}: with counts= it returns a share of the "
+                f"{self.name} returned {_described(value)}: with counts= it returns a share of the "
                 "loss, a scalar tensor, or lockstep.Loss(share, 1, parts=...)"
             )
         if share.dtype in HALF:
@@ -365,8 +366,8 @@ class Totalled:
             )
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(map(_is_number, pair)):
             raise LossError(
-                f'{self.name}: part "{name}" is {_told(pair)}, (total, count) is expected, two '
-                "numbers"
+                f'{self.name}: part "{name}" is {_described(pair)}, (total, count) is expected, '
+                "two numbers"
             )
         total, count = pair
         if isinstance(count, Tensor):
@@ -377,7 +378,7 @@ class Totalled:
 
     def _validate(self, value: Any) -> None:
         """Refuse what is no pair of a total and a count."""
-        what = f"{self.name} returned {_told(value)}"
+        what = f"{self.name} returned {_described(value)}"
         if not isinstance(value, tuple) or len(value) != 2:
             fix = _TENSOR if isinstance(value, float) else ""
             raise LossError(f"{what}, a scalar tensor or (total, count) is expected", fix=fix)
@@ -447,14 +448,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and not value.dim())
 
 
-def _told(value: Any) -> str:
+def _described(value: Any) -> str:
     """Describe a value by its shapes, for messages."""
     if isinstance(value, Tensor):
         return str(tuple(value.shape))
     kind = type(value).__name__
     if isinstance(value, tuple | list):
-        return f"{kind}[{', '.join(map(_told, value))}]"
+        return f"{kind}[{', '.join(map(_described, value))}]"
     if isinstance(value, dict):
-        items = [f"{key}: {_told(item)}" for key, item in value.items()]
+        items = [f"{key}: {_described(item)}" for key, item in value.items()]
         return f"{kind}[{', '.join(items)}]"
     return "None" if value is None else f"a {kind}"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.errors import JobError, told
+from lockstep.errors import JobError, error_line
 from lockstep.model.optimizers.fused import can_be_fused, fuse
 from lockstep.model.optimizers.several import Optimizers
 from lockstep.recipe import NamedParameters, Recipe
@@ -91,7 +91,7 @@ def _build(
         optimizer = make(named)
     except Exception as error:
         pairs = " (it is given pairs of a name and a parameter)" if "tuple" in str(error) else ""
-        raise JobError(f"optimizer: making it raised {told(error)}{pairs}") from error
+        raise JobError(f"optimizer: making it raised {error_line(error)}{pairs}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise JobError(
             f"optimizer: it gave a {type(optimizer).__name__}, not a torch.optim.Optimizer"

@@ -5,9 +5,9 @@
     batch   1  2  4  ...  doubled while it fits    ──▶ fits ─────── first that doesn't
                                                           then halved between the two
 
-An accelerator says itself that its memory was not enough. Slots share the memory of one machine, so
-each is given a number of bytes. Where there is such a budget the live bytes of each device are
-counted (`lockstep.parallel.balance.live_memory`).
+An accelerator raises an error of its own where its memory is not enough. Slots share the memory of
+one machine, so each is given a number of bytes. Where there is such a budget the live bytes of each
+device are counted (`lockstep.parallel.balance.live_memory`).
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def measured(
     """Measure the times of blocks, as medians of a few rounds. The model is left as it is.
 
     One clock, and marks: when a block begins, the time until the next one begins is its own. In
-    backward the gradient of a block's output is what says that its backward begins. Nothing is put
+    backward the gradient of a block's output shows that its backward begins. Nothing is put
     into the graph, so operators in place are of no concern::
 
         forward   |block 0      |block 1   |block 2        |loss

@@ -72,7 +72,7 @@ def partition(
 
     Raises:
         StrategyError: there are more devices than blocks, or a device is too small for its stage
-            (both sizes are said).
+            (both sizes are in the message).
         JobError: the job can't be loaded, or its model doesn't take its data.
     """
     if microbatches < 1:
@@ -106,7 +106,7 @@ def found_for(
     Args:
         job: with as many accumulation parts as micro-batches.
         devices: one for each stage.
-        schedule: says how many micro-batches a stage holds; each device has one.
+        schedule: how many micro-batches a stage holds is its; each device has one.
         capacity: bytes of each device; None doesn't look at memory.
         measure: False estimates times.
         seconds: how long to measure, at least.
@@ -136,7 +136,7 @@ def divided(
     held: Sequence[float] | None = None,
     notes: Sequence[str] = (),
 ) -> Partition:
-    """Find the best run of blocks for each stage, or those that a device map says, which need not
+    """Find the best run of blocks for each stage, or those of a device map, which need not
     follow one another.
 
     Args:
@@ -184,13 +184,13 @@ def divided(
             room = capacity[number]
         stage_found = Stage(devices[number], tuple(run), need(number, run), room)
         found.append(stage_found)
-    told = list(notes)
+    all_notes = list(notes)
     for block in blocks:
         if block.calls > 1 and len(devices) > 1:
-            told.append(
+            all_notes.append(
                 f'"{block.name}" is called {block.calls} times, and counted at its first call'
             )
-    return Partition(device_map, tuple(found), samples, measured.measured, tuple(told))
+    return Partition(device_map, tuple(found), samples, measured.measured, tuple(all_notes))
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
@@ -246,7 +246,7 @@ def _elements(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def capacities(devices: Sequence[Device], memory: int | Sequence[int] | None) -> list[float] | None:
-    """Give the bytes of each stage's device; None where PyTorch doesn't tell.
+    """Give the bytes of each stage's device; None where PyTorch doesn't know them.
 
     Args:
         devices: one for each stage.

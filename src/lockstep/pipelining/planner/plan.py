@@ -31,7 +31,7 @@ from lockstep.pipelining.planner.simulate import simulate
 from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.pipelining.timeline import Timeline
-from lockstep.tensors.byte_size import size as said
+from lockstep.tensors.byte_size import size as size_text
 from lockstep.tensors.rows import share_sizes
 
 NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -196,8 +196,8 @@ def choose_schedule(
         nearest = min(found, key=lambda candidate: max(candidate.filled))
         fullest = max(nearest.filled)
         device = nearest.filled.index(fullest)
-        needed = said(nearest.peak[device])
-        has = said(capacity[device])
+        needed = size_text(nearest.peak[device])
+        has = size_text(capacity[device])
         raise StrategyError(
             f"schedule: nothing fits: {nearest} needs {needed} on device {device}, which has "
             f"{has}: use more devices, a smaller batch_size, or activation_checkpointing"

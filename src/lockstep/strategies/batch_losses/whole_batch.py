@@ -286,7 +286,7 @@ class WholeBatch:
                     f"sample, and {size} samples have {described(nest)}"
                 )
         moved = [to_device(nest, self._home, self._step._precision.whole) for _, nest in pairs]
-        return gathered(moved, self._home, says=0)
+        return gathered(moved, self._home, stacklevel=0)
 
     def _of_all_ranks(self, nests: Any, sizes: list[list[int]]) -> tuple[Any, Tensor, int]:
         """Give rows of the global batch.

@@ -103,7 +103,7 @@ class ManualAccumulation:
             self._has_begun = True
         elif len(self.losses) == 1:
             if step.world.is_first:
-                step.tell_once(step.caveats_in_parts())
+                step.log_once(step.caveats_in_parts())
             step._check_sums(batch)
         try:
             loss = step.gradients(batch)

@@ -45,7 +45,7 @@ class GivenBatches:
                 return inputs
             inputs, targets = inputs
         if self._accumulate > 1 and step.world.size > 1 and self._synchronises:
-            step.tell_once(self._of_own_microbatches())
+            step.log_once(self._of_own_microbatches())
         return batch_of(inputs, targets, self._accumulate, step.world, step._refuse_gaps)
 
     def _look_at_microbatches(self, batch: Batch) -> None:

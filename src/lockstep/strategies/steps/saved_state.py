@@ -169,7 +169,7 @@ class SavedState:
         state = load_newest(
             folder,
             step.world,
-            lambda note: step.tell_once([note]),
+            lambda note: step.log_once([note]),
             step.layout.split,
         )
         step.load_state_dict(state)
@@ -255,4 +255,4 @@ class SavedState:
         if self._saved_flags:
             set_flags(self._step.model, self._saved_flags)
         if self._step.world.is_first:
-            self._step.tell_once(self._not_kept)
+            self._step.log_once(self._not_kept)

@@ -51,7 +51,7 @@ class SkippedUpdates:
         self.in_a_row += 1
         place = "" if world.layout.together else f" on rank {world.rank}"
         if world.is_first or place:
-            world.tell(Line.note(f"step {step}{place}: {why}, so the update is skipped"))
+            world.emit(Line.note(f"step {step}{place}: {why}, so the update is skipped"))
 
     def over_ranks(self) -> int:
         """Give the number for the whole training; every rank calls this."""

@@ -370,9 +370,9 @@ class Step:
         """Log what is due at the end of an update."""
         if self.loss_check.is_used:
             self.loss_check.end_update(self._updates, len(self.models()), logs=self.world.is_first)
-            self.tell_of_loss()
+            self.log_loss_notes()
         if self.is_checked and self.world.is_first:
-            self.tell_once([*self.sums.notes, *self.caveats()])
+            self.log_once([*self.sums.notes, *self.caveats()])
         if self.world.size == 1:
             self.stopping = self.world.asked_to_stop()
         if self._on_accelerator:
@@ -504,7 +504,7 @@ class Step:
         if microbatches is not None:
             self._cuts_each_batch = self.replicas * microbatches > 1
             if self.world.is_first:
-                self.tell_once(self.caveats_in_parts(microbatches))
+                self.log_once(self.caveats_in_parts(microbatches))
         self._by_count = self._by_count and not self.cuts_batch
         self.loss_check = self._new_loss_check()
 
@@ -557,7 +557,7 @@ class Step:
                     f'"{name}" requires gradients now, but is not in the optimizer: build it '
                     "trainable, and freeze it later (on_start of a callback)"
                 )
-                self.tell_once([note])
+                self.log_once([note])
                 break
 
     def _follow_flags(self, name: str) -> None:
@@ -735,14 +735,14 @@ class Step:
         """The number of the update, from 1."""
         return self.world.step
 
-    def tell_once(self, notes: Iterable[Caveat | str]) -> None:
+    def log_once(self, notes: Iterable[Caveat | str]) -> None:
         """Log each note that was not logged before."""
         for note in notes:
             if note not in self._noted:
                 self._noted.add(note)
-                self.world.tell(Line.note(note))
+                self.world.emit(Line.note(note))
 
-    def tell_of_loss(self) -> None:
+    def log_loss_notes(self) -> None:
         """Log what the check of the loss has noted on this rank."""
-        self.tell_once(self.loss_check.notes)
+        self.log_once(self.loss_check.notes)
         self.loss_check.notes.clear()

@@ -42,7 +42,7 @@ class BatchSums:
 
     Args:
         step: the step.
-        job: says how often to check, and whether differences are accepted.
+        job: how often to check, and whether differences are accepted, are its settings.
 
     Attributes:
         last: the last update that is checked.
@@ -57,7 +57,7 @@ class BatchSums:
         self._step = step
         self._every = job.check_every
         self._accepts = job.accept_differences
-        self._is_told = False  # of a difference that is accepted
+        self._is_logged = False  # of a difference that is accepted
         self._has_checked = False
         self._is_owed = False  # a check, since a batch had too few samples
         self.last: float = math.inf
@@ -115,7 +115,7 @@ class BatchSums:
         if step.world.is_first:
             self.notes = list(self._notes(verdict, in_turn=self._is_in_turn(batch)))
             if not step.is_checked:
-                step.tell_once(self.notes)
+                step.log_once(self.notes)
 
     def check_evaluation(self, batch: Batch, metrics: Metrics, holds: Sequence[Any]) -> None:
         """Compare loss and metrics of an evaluation batch with two parts of it, likewise.
@@ -141,7 +141,7 @@ class BatchSums:
             is_first=number == 1,
         )
         if verdict is not None and step.world.is_first:
-            step.tell_once(self._notes_of_evaluation(verdict))
+            step.log_once(self._notes_of_evaluation(verdict))
 
     def _verdict(
         self,
@@ -293,9 +293,9 @@ class BatchSums:
         )
         if not self._accepts:
             raise error
-        if step.world.is_first and not self._is_told:
-            step.tell_once([Caveat("mixing", f"{error} (accept_differences)")])
-        self._is_told = True
+        if step.world.is_first and not self._is_logged:
+            step.log_once([Caveat("mixing", f"{error} (accept_differences)")])
+        self._is_logged = True
 
     def _refuse_written(self, verdict: Verdict) -> None:
         """Refuse a forward that writes parameters, where parts would not write the same."""

@@ -85,7 +85,7 @@ class Summed(ABC):
         return self(piece)
 
     def explained(self, piece: Piece) -> LossError | None:
-        """Give an error that says more, where the loss is no sum over samples of these outputs."""
+        """Give an error where the loss is no sum over samples of these outputs."""
         del piece
         return None
 

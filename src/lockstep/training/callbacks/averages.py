@@ -138,7 +138,7 @@ class Average(Callback):
                 f"the averaged weights are in {self.output}, the trained weights in "
                 "model.safetensors"
             )
-            training.world.tell(Line.note(text))
+            training.world.emit(Line.note(text))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average, and of how many weights it is."""

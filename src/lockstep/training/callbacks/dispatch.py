@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.data import mixed
-from lockstep.errors import JobError, nearest, told
+from lockstep.errors import JobError, error_line, nearest
 from lockstep.job import Job
 from lockstep.run.events import Line
 from lockstep.settings import read_best
@@ -143,7 +143,7 @@ class Callbacks:
         if stop is None:
             return ""
         if stop.why and self._world.is_first:
-            self._world.tell(Line(f"{stop.by}: {stop.why}"))
+            self._world.emit(Line(f"{stop.by}: {stop.why}"))
         return stop.by
 
     def stepped(self, result: Result, epoch: int) -> str:
@@ -352,7 +352,7 @@ def _copies_by_name(job: Job) -> dict[str, Callback]:
             made = copy.deepcopy(callback, memo)
         except Exception as error:
             raise JobError(
-                f"callbacks: {name} can't be copied ({told(error)}): open files in on_start"
+                f"callbacks: {name} can't be copied ({error_line(error)}): open files in on_start"
             ) from error
         if number > 1:
             name += f"-{number}"

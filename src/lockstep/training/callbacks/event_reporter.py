@@ -66,7 +66,7 @@ class EventReporter:
 
         metrics = dict(training.metrics)
         event = Event(_KINDS[call], **place, metrics=metrics, folder=str(training.folder))
-        training.world.tell(event)
+        training.world.emit(event)
 
         for function in self._functions:
             answer = function(event)

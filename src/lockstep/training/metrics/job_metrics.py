@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lockstep.data import Batch
-from lockstep.errors import JobError, LockstepError, told
+from lockstep.errors import JobError, LockstepError, error_line
 from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Loss
@@ -125,7 +125,7 @@ def _naming(name: str) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise JobError(f'metrics: "{name}" raised {told(error)}') from error
+        raise JobError(f'metrics: "{name}" raised {error_line(error)}') from error
 
 
 def _pair(name: str, value: Any) -> tuple[Any, Any]:

@@ -70,7 +70,7 @@ class Logs:
         """Log the updates since the last log, and return the values by name."""
         values = self._values(time.perf_counter())
         text = "  ".join(self._words(values))
-        self._step.world.tell(Line(text))
+        self._step.world.emit(Line(text))
         return values
 
     def _values(self, now: float) -> dict[str, float]:
@@ -171,7 +171,7 @@ class Pace:
 
         world = self._world
         if not world.is_first:
-            world.tell(Memory(memory_now(world)))
+            world.emit(Memory(memory_now(world)))
             return
 
         elapsed = now - self._began
@@ -180,7 +180,7 @@ class Pace:
             seconds = elapsed / (world.step - self._first_step)
             seconds_left = (self._steps - world.step) * seconds
 
-        world.tell(
+        world.emit(
             Progress(
                 epoch=epoch,
                 epochs=self._epochs,
