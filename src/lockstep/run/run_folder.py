@@ -272,7 +272,8 @@ class RunFolder:
 
 def _newest_in(folder: Path) -> str:
     """Name the newest run of a folder of runs; "" where there is none."""
-    times = {config.stat().st_mtime: config.parent for config in folder.glob("*/config.json")}
+    configs = filter(Path.is_file, folder.glob("*/config.json"))
+    times = {config.stat().st_mtime: config.parent for config in configs}
     return f"the newest run in {folder} is {times[max(times)].name}" if times else ""
 
 

@@ -153,7 +153,7 @@ def newest_of(
     newest: RunFolder | None = None
     newest_time = 0.0
 
-    for path in Path(parent).glob("*/config.json"):
+    for path in filter(Path.is_file, Path(parent).glob("*/config.json")):
         folder = RunFolder(path.parent)
         with contextlib.suppress(FolderError, AttributeError, TypeError):  # no run, or damaged
             if path.stat().st_mtime > newest_time and _is_taken(folder, job, name, run_id):
