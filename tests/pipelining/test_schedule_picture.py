@@ -202,7 +202,7 @@ def test_a_drawing_that_cannot_be_made_gets_one_line(tmp_path: Path, monkeypatch
     ("name", "says"),
     [
         ("a.txt", '".txt" is no picture that can be drawn: take .png, .svg or .pdf'),
-        ("a", "a name without an ending says no format: take .png, .svg or .pdf"),
+        ("a", "a name without an ending has no format: take .png, .svg or .pdf"),
         ("no/a.png", "there is no folder"),
     ],
 )
