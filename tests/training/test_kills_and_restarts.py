@@ -332,7 +332,16 @@ def test_auto_takes_the_newest_unfinished_run_of_this_job_or_begins_one(own: Pat
     assert main(words) == 0, "that one is at its end: a new one"
     assert len(list(own.glob("runs/own-*"))) == 2
     assert newest_of(own / "runs", JobFile("own.py"), "own") is None
+    assert newest_of(own / "runs", JobFile("own.py", {}, {"steps": "30"}), "own") is None
+    assert newest_of(own / "runs", JobFile("own.py", {}, {"epochs": "99"}), "own") is not None
     assert main(["train", "--resume", "auto"]) == 2
+
+
+def test_auto_begins_a_run_after_one_of_as_many_steps_as_the_job_has(own: Path, capfd) -> None:
+    assert main(["train", "own.py", "--devices", "1", "--steps", "30"]) == 0
+    capfd.readouterr()
+    assert main(["train", "own.py", "--devices", "1", "--resume", "auto"]) == 0
+    assert "resuming" not in capfd.readouterr().out
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]

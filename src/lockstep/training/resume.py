@@ -190,12 +190,22 @@ def _is_taken(
 
 
 def _is_at_its_end(folder: RunFolder, config: Mapping[str, Any], job: Job | JobFile) -> bool:
-    """Return whether a run was finished, and no other number of epochs or steps is asked for."""
-    before = config["given"] if isinstance(job, JobFile) else config["settings"]
+    """Return whether a run was finished, and no more epochs or steps are asked for."""
+    if not folder.summary.is_file():
+        return False
+    reached = folder.read_json(folder.summary)
+    given = config["given"] if isinstance(job, JobFile) else config["settings"]
+
+    is_same = True
     for name in ("epochs", "steps"):
-        if str(job.settings.get(name)) != str(before.get(name)):
-            return False
-    return folder.summary.is_file()
+        asked = job.settings.get(name)
+        if str(asked) != str(given.get(name)):
+            is_same = False
+        if asked is None and name not in given:
+            asked = config["settings"].get(name)  # the job file's own
+        if str(asked).isdigit() and reached[name] >= int(str(asked)):
+            return True
+    return is_same
 
 
 def changed_parameters(
