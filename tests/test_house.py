@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 275_021
+TOTAL = 275_090
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -221,7 +221,7 @@ TOKENS = {
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_289,
-    "training": 29_663,
+    "training": 29_732,
     "verify": 13_748,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

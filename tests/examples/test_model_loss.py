@@ -94,7 +94,8 @@ def own(outputs: Any, targets: Tensor) -> Tensor:
 
 
 MODELS = {"gpt2": gpt2, "llama": llama, "bert": bert, "classifier": classifier, "t5": t5}
-IN_FLOAT32 = {"gpt2", "llama"}
+IN_FLOAT32 = {"gpt2", "llama", "t5"}
+"""Models that compute norms and softmax in float32, whatever their format is."""
 WAYS: dict[str, Any] = {
     "single, accumulate=4": ("single", "1xcpu", {"accumulate": 4}),
     "dp": ("dp", "3xcpu", {}),

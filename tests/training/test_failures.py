@@ -433,7 +433,7 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(tmp_path: Path) -> N
         env=surroundings,
     )
     assert process.stdout is not None
-    while not process.stdout.readline().startswith("batches of"):
+    while " an epoch" not in process.stdout.readline():
         pass
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
