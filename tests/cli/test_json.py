@@ -153,9 +153,9 @@ def test_quiet_leaves_the_result_and_notes(job: Path, capfd: pytest.CaptureFixtu
         == 0
     )
     shown = capfd.readouterr()
-    assert re.fullmatch(r"run: runs/\S+\n", shown.out)
+    assert re.fullmatch(r"loss \d\.\d{4}.*\nrun: runs/\S+\n", shown.out)
     assert "note: BatchNorm normalizes over" in shown.err
-    run = shown.out.split()[1]
+    run = shown.out.split()[-1]
     assert main(["train", "job.py", "-q", "--set", "lr=inf"]) == 1
     assert re.match(r"run: runs/\S+\n", capfd.readouterr().err), "where a run that failed is"
     assert main(["export", run, "--format", "safetensors", "--quiet"]) == 0

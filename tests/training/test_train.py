@@ -338,7 +338,7 @@ def test_a_schedule_at_its_end_is_said_by_a_resume(tmp_path: Path, capsys) -> No
     assert "learning rate is 0" not in capsys.readouterr().out
     train(job, resume=run.folder, epochs=2)
     said = " ".join(capsys.readouterr().out.split())
-    assert "note: the learning rate is 0: the scheduler resumes as it was saved, at its end" in said
+    assert "note: the learning rate is 0, as the scheduler was saved at its end" in said
 
 
 def test_weights_of_another_model_are_refused_by_name(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from lockstep.cli.options import (
 )
 from lockstep.errors import InputError
 from lockstep.run.stop_request import GRACE
+from lockstep.run.terminal import words_of
 
 
 def add_train(commands: Any) -> None:
@@ -149,6 +150,8 @@ def _train(options: argparse.Namespace) -> Answer:
         batch_size_per_device=options.batch_size_per_device,
     )
     if options.quiet and is_first():
+        results = {"loss": run.summary["loss"], **run.summary["metrics"]}
+        print("  ".join(words_of(results)))
         print(f"run: {run.folder}")
     return 0, {"folder": run.folder, **run.summary}
 

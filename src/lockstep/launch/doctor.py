@@ -34,7 +34,7 @@ State = Literal["ok", "note", "wrong"]
 _EXTRAS = {
     "tensorboard": "tensorboard",
     "torchmetrics": "metrics",
-    "matplotlib": "pictures",
+    "matplotlib": "report",
     "jinja2": "report",
     "onnx": "export",
 }
@@ -106,11 +106,11 @@ def _extras() -> Finding:
             missing.append(extra)
         else:
             found.append(package)
-    text = ", ".join(found) or "none is installed"
     if not missing:
-        return Finding("optional packages", "ok", text)
+        return Finding("optional packages", "ok", ", ".join(found))
+    text = f"installed: {', '.join(found) or 'none'}"
     extras = ",".join(dict.fromkeys(missing))
-    advice = f'for the others: pip install "torch-lockstep[{extras}]"'
+    advice = f'those that are not: pip install "torch-lockstep[{extras}]"'
     return Finding("optional packages", "note", text, advice)
 
 

@@ -199,12 +199,16 @@ def _is_at_its_end(folder: RunFolder, config: Mapping[str, Any], job: Job | JobF
     is_same = True
     for name in ("epochs", "steps"):
         asked = job.settings.get(name)
-        if str(asked) != str(given.get(name)):
+        before = given.get(name)
+        if str(asked) != str(before):
             is_same = False
         if asked is None and name not in given:
             asked = config["settings"].get(name)  # the job file's own
-        if str(asked).isdigit() and reached[name] >= int(str(asked)):
+
+        number = str(asked)
+        if number.isdigit() and reached[name] >= int(number):
             return True
+
     return is_same
 
 

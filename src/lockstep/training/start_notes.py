@@ -160,7 +160,10 @@ def _notes(setup: Setup) -> Iterator[str | None]:
         yield _moved(setup)
         moves = any(group["lr"] for group in setup.step.optimizer.param_groups)
         if setup.scheduler is not None and not moves:
-            yield "the learning rate is 0: the scheduler resumes as it was saved, at its end"
+            yield (
+                "the learning rate is 0, as the scheduler was saved at its end: only a function of "
+                "the job (LambdaLR) goes on with the new length"
+            )
 
     yield note_on_threads(world.device)
     yield note_on_precision(job.precision, world.device.type)
