@@ -1111,6 +1111,9 @@ def test_batch_norm_over_micro_batches_has_a_line_of_its_own() -> None:
     found = verified(dataclasses.replace(MLP, model=Normalised, accumulate=2), "single")
     assert found, found
     assert any("BatchNorm normalizes over each micro-batch" in note for note in found.notes)
+    *_, last = found.lines(1000)
+    assert "from single in 2 micro-batches; whole batches give the same" in last
+    assert ", but for BatchNorm, which normalizes over a micro-batch, and for random" in last
 
 
 class Fickle(torch.utils.data.Dataset[Any]):

@@ -141,6 +141,7 @@ class _Search:
             precision="float64" if is_exact else "float32",
             bound=noise.least,
             batch_size=None if self.job.batches else experiment.loaded.batch_size,
+            micro_batches=experiment.parts,
             notes=tuple(notes),
         )
 

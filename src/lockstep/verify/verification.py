@@ -11,6 +11,7 @@ from lockstep.report.table import Table
 from lockstep.run.events import Caveat
 from lockstep.verify.cause_texts import named
 from lockstep.verify.comparison import Comparison, Difference, Update
+from lockstep.verify.determinism import Thing
 from lockstep.verify.measures import relative
 
 _SHOWN = 4
@@ -20,6 +21,12 @@ _NARROW = 80
 """With fewer columns the table leaves out what is inessential."""
 
 _INESSENTIAL = {"epoch", "batch", "loss of single"}
+_STILL: dict[Thing, str] = {
+    "norms": "BatchNorm, which normalizes over a micro-batch",
+    "draws": "random numbers such as dropout's masks, which each micro-batch draws for itself",
+}
+"""What is taken out of the comparison with whole batches, and how micro-batches differ in it."""
+
 _KINDS = ("gradients", "parameters", "buffers")
 _HEADS = ("update", "epoch", "batch", "samples", "loss of single", "loss", *_KINDS)
 
@@ -37,6 +44,7 @@ class Verification:
         bound: up to where a difference is rounding.
         batch_size: of the global batches that were used; None where the job lists them.
         noise: the largest difference of two runs of one device, where that was measured.
+        micro_batches: in which one device was given each batch.
         comparison: every difference of every update; None where the strategy refused.
         whole: ``single`` in the strategy's micro-batches against ``single`` on whole batches, where
             there are some.
@@ -59,6 +67,7 @@ class Verification:
     bound: float
     batch_size: int | None
     noise: float | None = None
+    micro_batches: int = 1
     comparison: Comparison | None = None
     whole: Comparison | None = None
     refused: str | None = None
@@ -118,10 +127,15 @@ class Verification:
     def _how_equal(self) -> str:
         """Return how near the two are."""
         text = f"equal: nothing differs by more than {self.worst:.1e}"
+        if self.micro_batches > 1:
+            text += f" from single in {self.micro_batches} micro-batches"
         if self.noise is not None:
             text += f"; two runs of one device differ by {self.noise:.1e}"
         if self.whole is not None:
             text += f"; whole batches give the same, up to {self.whole.worst:.1e}"
+            known = [f"for {_STILL[thing]}" for thing in _STILL if thing in self.whole.still]
+            if known:
+                text += f", but {', and '.join(known)}"
         return text
 
     def _where(self) -> list[str]:
