@@ -718,6 +718,17 @@ def test_other_numbers_are_found_to_differ() -> None:
     assert str(found).startswith("differs")
 
 
+def test_what_adam_makes_of_rounding_is_equal_as_verify_finds_it() -> None:
+    """A bias before a batch norm has the gradient zero, but for rounding."""
+    normed = job(
+        model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)),
+        sync_batchnorm=True,
+    ).replace(optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-12))
+    found = agreement_of(normed, line_up(["dp"], "2xcpu", {})[-1])
+    assert found.difference is not None and found.difference > 1e-10, "nothing is tested"
+    assert found.equal
+
+
 def test_an_agreement_in_words() -> None:
     assert [
         str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))

@@ -4,7 +4,7 @@ weights afterwards.
 One of the updates is on the epoch's smaller last batch. Both sides run in float64 where the model
 can, since rounding is then near 1e-15 and a fault shows as 1e-3; elsewhere in the job's own number
 format, where less can be known. ``lockstep verify`` answers the question at length, by the same
-paired run.
+paired run and up to the same bounds.
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.compare.fresh_processes import in_fresh_processes
-from lockstep.compare.planned_rows import Entry
+from lockstep.compare.planned_rows import Entry, Setup, as_setup
 from lockstep.errors import LockstepError, first_line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job, with_settings
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
-from lockstep.strategies import Strategy
-from lockstep.verify.comparison import Experiment
+from lockstep.strategies import Strategy, choose
+from lockstep.verify.comparison import Comparison, Experiment
+from lockstep.verify.experiments import Noise
 from lockstep.verify.paired_run import both_sides
 
 UPDATES = 3
-
-_EQUAL = {"fp64": 1e-9, "": 1e-4}
-"""The largest difference that rounding makes in a few updates, in float64 and in other formats."""
 
 
 @dataclass(frozen=True)
@@ -71,29 +69,51 @@ def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:
         if precision:
             setup = setup.replace(precision=precision, compile=False)
         try:
-            difference, cut = in_fresh_processes(_apart, job, setup)
+            return _agreement(with_settings(job, setup.settings), entry, precision)
         except LockstepError as error:
             reason = first_line(error)
-        else:
-            equal = difference <= _EQUAL[precision]
-            return Agreement(equal, difference, precision, micro_batches=cut)
     return Agreement(None, reason=reason)
 
 
-def _apart(
+def _agreement(job: Job | JobFile, entry: Entry, precision: str) -> Agreement:
+    """Compare a row with ``single`` in one number format; as ``lockstep verify``, compare two runs
+    of ``single`` where something differs by more than the bound.
+
+    Args:
+        job: with the settings of the row.
+        entry: the row.
+        precision: ``fp64``, or "" for the job's own format.
+    """
+    loaded = the_job(job)
+    strategy = choose(entry.setup.strategy, entry.devices, **entry.setup.options)
+    parts = strategy.num_microbatches(loaded)
+    experiment = Experiment(
+        job, strategy, entry.devices, parts, {"precision": loaded.precision}, updates=UPDATES
+    )
+    found = _compared(experiment)
+    equal = Noise(_compared, experiment).hold(found)
+    last = found.updates[-1]
+    differences = [*last.parameters.values(), *last.buffers.values()]
+    cut = parts if parts != loaded.accumulate else 1
+    return Agreement(equal, max(differences, default=0.0), precision, micro_batches=cut)
+
+
+def _compared(experiment: Experiment) -> Comparison:
+    """Run an experiment in fresh processes."""
+    name, options = as_setup(experiment.strategy)
+    setup = Setup(name, experiment.devices, experiment.settings, options)
+    found = in_fresh_processes(_on_rank, experiment.job, setup, experiment=experiment)
+    assert found is not None
+    return found
+
+
+def _on_rank(
     world: World,
     job: Job,
     strategy: Strategy,
     devices: tuple[Device, ...],
-) -> tuple[float, int]:
-    """Return the largest difference of any parameter or buffer after the updates, and the
-    strategy's own micro-batches.
-    """
-    parts = strategy.num_microbatches(job)
-    found = both_sides(world, Experiment(job, strategy, devices, parts, updates=UPDATES))
-    cut = parts if parts != job.accumulate else 1
-    if found is None:
-        return 0.0, cut
-    last = found.updates[-1]
-    differences = [*last.parameters.values(), *last.buffers.values()]
-    return max(differences, default=0.0), cut
+    *,
+    experiment: Experiment,
+) -> Comparison | None:
+    """Run an experiment, whose job is loaded here; only rank 0 has what was found."""
+    return both_sides(world, experiment.but(job=job))

@@ -179,7 +179,7 @@ def line_up(
     """
     if strategies is None:
         strategies = LINE_UP
-    wanted = [_as_setup(item) for item in strategies]
+    wanted = [as_setup(item) for item in strategies]
     if not wanted:
         raise InputError("strategies: name at least one")
     for name, options in wanted:
@@ -218,7 +218,7 @@ def _taken(name: str, sweep: Sweep) -> Sweep:
     return {key: values for key, values in sweep.items() if _takes(name, key)}
 
 
-def _as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
+def as_setup(item: str | Strategy) -> tuple[str, dict[str, Any]]:
     """Return the name of a strategy, and its settings that aren't the usual ones."""
     chosen = item if isinstance(item, Strategy) else named(item)
     options = {}

@@ -6,6 +6,8 @@ Experiments share the processes, and what the person's job imports there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lockstep.errors import LockstepError
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone, needs_one_process
@@ -78,12 +80,14 @@ class Noise:
     they would fall on other samples once these are mixed.
 
     Args:
-        laboratory: where noise is measured.
+        compared: runs an experiment, to measure noise.
         experiment: the strategy against one device; its number format sets the least bound.
     """
 
-    def __init__(self, laboratory: Laboratory, experiment: Experiment) -> None:
-        self._laboratory = laboratory
+    def __init__(
+        self, compared: Callable[[Experiment], Comparison], experiment: Experiment
+    ) -> None:
+        self._compared = compared
         self._experiment = experiment
         self._exact = experiment.settings["precision"] == "fp64"
         self._least = Bounds(EXACT if self._exact else COARSE)
@@ -134,7 +138,7 @@ class Noise:
             updates = max(_FEWEST, len(comparison.updates))
         mixed = self._experiment.of_single(updates=updates, still=things, shuffled=True)
         try:
-            noise = self._laboratory.compared(mixed)
+            noise = self._compared(mixed)
         except LockstepError:  # of a job that can't be repeated, which is found later
             return self._least
 

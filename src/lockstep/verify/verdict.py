@@ -131,7 +131,7 @@ class _Search:
         experiment, notes = preflight(
             self.source, self.job, self.strategy, self.devices, whole=whole
         )
-        noise = Noise(self.laboratory, experiment)
+        noise = Noise(self.laboratory.compared, experiment)
         is_exact = experiment.settings["precision"] == "fp64"
         answer = Verification(
             equal=False,
