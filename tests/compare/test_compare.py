@@ -791,6 +791,14 @@ def test_the_line_to_paste_has_the_strategys_own_settings() -> None:
         "lockstep train a.py --set lr=0.1 --strategy pp --devices 2xcpu --microbatches 8 "
         """--map '{"stem": 0, "": 1}' --epochs 3 --batch-size 4"""
     )
+    one = Setup("single", slots(2)[:1], {"seed": 1})
+    threads = f"OMP_NUM_THREADS={slots(2)[0].threads}"
+    assert one.line(JobFile("a.py")) == (
+        f"{threads} lockstep train a.py --strategy single --devices 1xcpu --seed 1"
+    )
+    assert one.line(job()).endswith(
+        '; lockstep.train(job, strategy="single", devices="1xcpu", seed=1)'
+    )
     assert setup.replace().line(job()) == (
         'lockstep.train(job, strategy=named("pp", microbatches=8, device_map={"stem": 0, "": 1}), '
         'devices="2xcpu", batch_size=4)'

@@ -65,13 +65,18 @@ class Setup:
         return option_words(every)
 
     def line(self, job: Job | JobFile) -> str:
-        """Return the command that trains a job so; "" where there are no words for its devices.
+        """Return the command that trains a job so.
 
         Args:
             job: the job. If it isn't a file, a call of ``lockstep.train`` is returned.
         """
-        if not isinstance(self.devices, str):
-            return ""
+        if not isinstance(self.devices, str):  # one slot of several has no word
+            threads = self.devices[0].threads
+            line = replace(self, devices="1xcpu").line(job)
+            if isinstance(job, JobFile):
+                return f"OMP_NUM_THREADS={threads} {line}"
+            return f'os.environ["OMP_NUM_THREADS"] = "{threads}"; {line}'
+
         if isinstance(job, JobFile):
             setup = replace(self, settings={**job.settings, **self.settings})
             words = ["lockstep", "train", *job_words(job), *setup.words]

@@ -26,7 +26,7 @@ class Row:
         settings: of the job and of the strategy, which this row has and others may not.
         devices: their names.
         where: the devices in words.
-        line: the command that trains the job so, or "".
+        line: the command that trains the job so.
         one: the name of the row that is its one device.
         cores: the name of the row that is all cores, where slots are the devices.
         rates: samples per second, round by round; empty where it failed.
