@@ -250,7 +250,9 @@ SECTIONS = (
     Section(
         "devices",
         "Two CPU devices",
-        "*One core* is `single` on one CPU device; *all cores* is `single` with every thread.",
+        "*One core* is `single` on one CPU device; *all cores* is `single` with every thread. "
+        "MobileNetV2 trains on images of 112 x 112, in batches of 32, with `channels_last`. "
+        "[Compare](compare.md#two-comparisons) has batches of 256 without it.",
         (
             *("stack", "mobilenet", "parallel-stack", "parallel-mobilenet", "loss"),
             *("map: one process", "sparse", "experiment"),

@@ -47,6 +47,8 @@ _BLOCK = re.compile(
 )
 
 
+_DAY = re.compile(r"\d{8}-\d{6}(-\d+)?")
+"""The time in the name of a run's folder."""
 _WORDS = {"slow", "shape", "add", "file", "exit", "elsewhere", "pictures"}
 
 
@@ -184,11 +186,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _words(command: str) -> list[str]:
-    """As a shell would: runs/digits-* is the folder that is there."""
+    """As a shell would, but that runs/digits-ddp-20261123-161932 is the like folder that is there."""
     return [
         found
         for word in shlex.split(command, comments=True)
-        for found in (glob.glob(word) or [word])
+        for found in (glob.glob(_DAY.sub("*", word)) or [word])
     ]
 
 
@@ -212,7 +214,7 @@ def _called(words: list[str]) -> tuple[int, str]:
 _VARIES = (
     (re.compile(r"\d[\d,.]* (samples/s|ms|s|us)\b"), "# s"),  # rates and times
     (re.compile(r"\b\d+:\d\d\b"), "# s"),
-    (re.compile(r"\d{8}-\d{6}(-\d+)?"), "#"),  # the time in a folder's name
+    (_DAY, "#"),
     (re.compile(r"\bof [\d.]+ [MG]iB"), "of # B"),  # what a device has
 )
 _NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
+import math
 from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,12 +123,13 @@ def a_job(**fields: Any) -> lockstep.Job:
 
 def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    whole, groups, named_parts, counted, contrast, several, orders, padded, bucketed = parts(
-        "docs/jobs.md"
-    )
+    texts = iter(parts("docs/jobs.md"))
+    whole, groups, warming, named_parts, counted = itertools.islice(texts, 5)
+    contrast, several, orders, padded, bucketed = texts
     usual = a_job()
     names: dict[str, Any] = {"lockstep": lockstep, "torch": torch, "nn": nn, "F": functional}
     names |= {"CosineAnnealingLR": torch.optim.lr_scheduler.CosineAnnealingLR, "adam": adam}
+    names |= {"LambdaLR": torch.optim.lr_scheduler.LambdaLR, "math": math}
 
     def trains(job: lockstep.Job, **settings: Any) -> None:
         how = {"steps": 1, "devices": "1xcpu", "quiet": True, **settings}
@@ -138,6 +141,8 @@ def test_the_parts_of_the_page_on_jobs_run(tmp_path: Path, monkeypatch: pytest.M
     trains(names["job"](), batch_size=32)
     run(groups, names)
     trains(usual.replace(optimizer=names["adamw"]))
+    run(warming, names)
+    trains(names["job"](), batch_size=32)
 
     run(named_parts, names)
     outputs = SimpleNamespace(drawn=few(4), mean=few(2), log_variance=few(2))

@@ -48,6 +48,14 @@ def test_the_pages_have_25_000_words_at_most() -> None:
     assert sum(words.values()) <= 25_000, max(words, key=lambda path: words[path])
 
 
+def test_a_blank_line_is_above_each_list() -> None:
+    """Without it the site shows one paragraph."""
+    above = re.compile(r"^(?![ >]|- |\d+\. |```)\S.*\n(?=- |1\. )", re.MULTILINE)
+    for path in (*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("benchmarks/*.md")):
+        text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.DOTALL | re.MULTILINE)
+        assert above.findall(text) == [], path.name
+
+
 def test_every_strategy_has_a_page_with_a_picture_its_costs_and_a_measurement() -> None:
     for name in (*STRATEGIES, "products"):
         page = DOCS / "strategies" / f"{name}.md"
