@@ -337,6 +337,22 @@ def test_the_numbers_of_one_device_that_cuts_its_batches_too_are_said_to_be_thos
     assert [row[-1] for row in table.parts[0].rows] == ["single in 4 micro-batches", "single"]
 
 
+def test_batch_norm_over_micro_batches_is_named_and_not_preferred(
+    machine: Callable[..., Any],
+) -> None:
+    def cut(strategy: str) -> Agreement:
+        parts = 4 if strategy == "pp" else 1
+        return Agreement(True, 0.0, "fp64", micro_batches=parts, norms_cut=parts > 1)
+
+    machine(lambda setup, turn: 9000.0 if setup.strategy in ("ddp", "pp") else 4000.0, cut)
+    said = sentence(compared(strategies=["pp"]))
+    assert said.endswith(
+        ", with the results of single in 4 micro-batches (BatchNorm normalizes over each of them)."
+    )
+    both = compared(strategies=["pp", "ddp"])
+    assert sentence(both).startswith("Take ddp: "), "pp takes less memory, but cuts the batch"
+
+
 def test_a_strategy_that_gains_nothing_clear_is_not_taken(machine: Callable[..., Any]) -> None:
     machine(
         lambda setup, turn: {"single": 100.0, "ddp": (1.0, 103.0, 99.0, 101.0)[turn % 4]}[
@@ -727,6 +743,12 @@ def test_what_adam_makes_of_rounding_is_equal_as_verify_finds_it() -> None:
     found = agreement_of(normed, line_up(["dp"], "2xcpu", {})[-1])
     assert found.difference is not None and found.difference > 1e-10, "nothing is tested"
     assert found.equal
+
+
+def test_batch_norm_over_micro_batches_is_noted() -> None:
+    normed = job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+    found = agreement_of(normed, line_up([PP(microbatches=2)], "2xcpu", {})[-1])
+    assert found.equal and found.norms_cut and found.micro_batches == 2
 
 
 def test_an_agreement_in_words() -> None:

@@ -17,14 +17,22 @@ def best_of(found: Comparison) -> Row | None:
     """Return the row to take: the fastest with single-device results; of equally fast ones the
     least trouble.
 
-    ``single`` is less trouble than any strategy; of strategies, the one with the least memory is.
+    ``single`` is less trouble than any strategy; of strategies, one whose BatchNorm has the whole
+    batch; of these, the one with the least memory.
     """
     candidates = [row for row in found.measured if row.is_exact]
     if not candidates:
         return None
     fastest = max(candidates, key=lambda row: row.timing.median)
     alike = [row for row in candidates if _is_as_fast(row, fastest)]
-    return min(alike, key=lambda row: (row.role == "strategy", sum(row.peaks)))
+    return min(alike, key=_trouble)
+
+
+def _trouble(row: Row) -> tuple[bool, bool, int]:
+    """Return what the least is taken of, where rows are as fast as one another."""
+    agreement = row.agreement
+    norms_cut = agreement is not None and agreement.norms_cut
+    return row.role == "strategy", norms_cut, sum(row.peaks)
 
 
 def _is_as_fast(row: Row, fastest: Row) -> bool:
@@ -135,8 +143,11 @@ def _why(found: Comparison, best: Row) -> str:
     agreement = best.agreement
     if agreement is not None and agreement.equal:
         results = "with single-device results"
-        if agreement.micro_batches > 1:
-            results += f" in {agreement.micro_batches} micro-batches"
+        cut = f"in {agreement.micro_batches} micro-batches"
+        if agreement.norms_cut:
+            results = f"with the results of single {cut} (BatchNorm normalizes over each of them)"
+        elif agreement.micro_batches > 1:
+            results += f" {cut}"
         why.append(results)
     return ", ".join(why)
 

@@ -37,6 +37,7 @@ class Agreement:
         reason: why it isn't known.
         micro_batches: in how many one device was given each batch, where the strategy cuts it for
             itself.
+        norms_cut: whether BatchNorm normalizes over each of these micro-batches.
     """
 
     equal: bool | None
@@ -44,6 +45,7 @@ class Agreement:
     precision: str = ""
     reason: str = ""
     micro_batches: int = 1
+    norms_cut: bool = False
 
     @property
     def word(self) -> str:
@@ -95,7 +97,13 @@ def _agreement(job: Job | JobFile, entry: Entry, precision: str) -> Agreement:
     last = found.updates[-1]
     differences = [*last.parameters.values(), *last.buffers.values()]
     cut = parts if parts != loaded.accumulate else 1
-    return Agreement(equal, max(differences, default=0.0), precision, micro_batches=cut)
+    return Agreement(
+        equal,
+        max(differences, default=0.0),
+        precision,
+        micro_batches=cut,
+        norms_cut=found.normalises and cut > 1,
+    )
 
 
 def _compared(experiment: Experiment) -> Comparison:
