@@ -36,7 +36,7 @@ class Job(Recipe):
             ``accumulate`` computes forward twice then, and ``pp`` keeps all activations.
         counts: ``counts(targets)`` gives numbers by name, ``{"tokens": ..., "sentences": ...}``. They
             are summed over the global batch, and ``loss(outputs, targets, counts)`` returns its
-            share of the loss (docs/jobs.md): several means in one loss, or class frequencies.
+            share of the loss: several means in one loss, or class frequencies.
         optimizer: makes the optimizer from the list of ``(name, parameter)`` pairs of the
             parameters that are trained; with ``step``, a dict of such functions by the names of the
             model's parts.
@@ -53,8 +53,7 @@ class Job(Recipe):
         epochs: the number of passes through the data (None: 1, if ``steps`` isn't given).
         steps: the number of updates after which the training ends.
         step: ``step(models, batch, update)`` makes the updates of one step, of several losses and
-            optimizers: it calls ``update("generator", total, count)`` (see
-            lockstep.strategies.step_function).
+            optimizers: it calls ``update("generator", total, count)``.
         lr_scheduler: makes a scheduler from the optimizer; with ``step``, a dict by the names of
             the optimizers.
         lr_scheduler_every: ``"epoch"`` or ``"step"``: when the scheduler makes a step.
@@ -68,7 +67,7 @@ class Job(Recipe):
             epoch)``.
         batches: ``batches(epoch)`` gives the global batches of an epoch, each a list of indices of
             any length; it draws as ``order`` does. ``shuffle`` isn't used then, and ``batch_size``
-            is the size of evaluation batches (docs/jobs.md).
+            is the size of evaluation batches.
         cut_by: the cost of each sample, or a function of its index. Local batches and micro-batches
             of training have like costs then, not like numbers of samples.
         collate: makes ``(inputs, targets)`` of a list of samples, instead of PyTorch's default.
@@ -83,7 +82,7 @@ class Job(Recipe):
         nonfinite_limit: the number of updates in a row that may be skipped. One more ends the
             training.
         accept_differences: train although results depend on where a batch is cut, and log a note.
-            Otherwise such a training ends with an error (docs/verify.md).
+            Otherwise such a training ends with an error.
         check_every: check in every N-th update, too, that total, count and gradients don't depend
             on where a batch is cut (None: only in updates 1, 2, 4, 8, ...; 0: in none).
         init: the weights to begin with: a safetensors file, the folder of a run, or a folder of a
@@ -96,16 +95,16 @@ class Job(Recipe):
         channels_last: store images and convolution weights in the channels-last memory format.
         precision: ``"fp64"`` or ``"fp32"`` for model and inputs; ``"tf32"``: fp32, with products
             that CUDA devices round to TensorFloat-32; ``"bf16"`` or ``"fp16"``: fp32 weights and
-            autocast (None: as the model was built). See lockstep.model.precision.
+            autocast (None: as the model was built).
         compile: compile the model by ``torch.compile``: True, a mode (``"reduce-overhead"``,
             ``"max-autotune"``, ``"max-autotune-no-cudagraphs"``, ``"default"``), or the name of a
             backend.
         activation_checkpointing: the blocks whose activations are computed again in backward
             instead of being kept: ``"auto"`` for the model's lists of blocks, or names with commas
-            between. See lockstep.model.activation_checkpointing.
+            between.
         fused: use the fused implementation of the optimizer (None: if PyTorch has a correct one).
         keep_memory: on CPU devices, keep the memory that an update frees for the next update:
-            faster if activations are large, with a larger peak. See lockstep.tensors.allocator.
+            faster if activations are large, with a larger peak.
         eval_batch_size: the number of samples of an evaluation batch (None: ``batch_size``).
         log_every: within an epoch, log every N steps (``100``) or after a time (``"10 min"``). The
             end of an epoch is logged anyway; with ``"10 epochs"``, each tenth epoch is.

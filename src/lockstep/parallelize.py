@@ -65,7 +65,7 @@ def parallelize(
             ``ddp=2xpp=2`` are ranks of ``lockstep.launch(..., devices=4, devices_per_rank=2)``, or
             of torchrun.)
         settings: those of a Job that an update needs: ``step``, ``accumulate``, ``clip_norm``,
-            ``sync_batchnorm``, ``precision``, ... (see lockstep.recipe).
+            ``sync_batchnorm``, ``precision``, ...
 
     Raises:
         InputError: the strategy can't be used here, or a setting is wrong.

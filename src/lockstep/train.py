@@ -61,8 +61,7 @@ def train(
             resume their run by themselves.
         folder: where the run's folder is made.
         backend: of the process group, instead of the devices' own.
-        profile: profile a few steps: a trace for each rank, and a table of where the time goes
-            (docs/profile.md).
+        profile: profile a few steps: a trace for each rank, and a table of where the time goes.
         quiet: print nothing; ``"notes"``: only notes, on standard error.
         audit: write down the samples of each step, for ``lockstep audit`` (see
             lockstep.training.records.audit).

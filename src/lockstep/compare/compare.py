@@ -55,7 +55,7 @@ def compare(
         strategies: by name, or with settings of their own; None takes ``single``, ``dp``, ``ddp``,
             ``mp`` and ``pp``. ``single`` on one device is always there: the others are held against
             it.
-        devices: as in ``train``; ``"auto"`` without an accelerator is a slot for each core.
+        devices: as in ``train``; ``"auto"`` without an accelerator is a CPU device for each core.
         sweep: values to try, by the name of a setting of the job or of a strategy, or ``devices``:
             ``{"microbatches": [1, 2, 4]}``. Several make all combinations.
         device_map: which layer is on which device, under ``mp`` and ``pp``.

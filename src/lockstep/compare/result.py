@@ -28,7 +28,7 @@ class Row:
         where: the devices in words.
         line: the command that trains the job so.
         one: the name of the row that is its one device.
-        cores: the name of the row that is all cores, where slots are the devices.
+        cores: the name of the row that is all cores, where the devices are CPU devices.
         rates: samples per second, round by round; empty where it failed.
         reason: why it failed.
         started: seconds from the call until the first update was done, the median of all rounds.
@@ -117,7 +117,7 @@ class Comparison:
         rounds: how many turns each row had.
         seconds: how long the timed updates of a turn took at least.
         machine: what it was measured on, and the versions.
-        on_slots: whether the devices are slots.
+        on_slots: whether the devices are CPU devices.
         rows: in the order of measuring.
         folder: where the report is.
     """
@@ -152,8 +152,8 @@ class Comparison:
         return self._ratio(row, row.one)
 
     def against_cores(self, row: Row) -> Timing | None:
-        """Return how many times as fast as all cores of the machine a row is, where slots are the
-        devices.
+        """Return how many times as fast as all cores of the machine a row is, where the
+        devices are CPU devices.
         """
         return self._ratio(row, row.cores)
 

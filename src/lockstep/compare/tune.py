@@ -117,8 +117,8 @@ def tune(
     Args:
         job: as in ``train``.
         strategy: try only this one; None tries ``dp`` and ``ddp``, and one device.
-        devices: those that may be used: ``"auto"`` are all accelerators, or as many slots as there
-            are cores.
+        devices: those that may be used: ``"auto"`` are all accelerators, or as many CPU devices as
+            there are cores.
         rounds: how many turns each setting gets against the best before it.
         seconds: how long the timed updates of a turn take at least.
         log: called with each line of the report; None for silence.

@@ -29,12 +29,12 @@ from lockstep.errors import DeviceError, counted, nearest
 
 @dataclass(frozen=True)
 class Device:
-    """One device: an accelerator, or a slot of CPU cores.
+    """One device: an accelerator, or a CPU device (some of the machine's cores).
 
     Attributes:
-        type: ``"cpu"`` for a slot, else the accelerator's type (``"cuda"``, ``"mps"``, ...).
-        index: its number among the devices of its type; for slots, its place in the list.
-        cores: the cores of a slot, as the operating system numbers them; empty for accelerators.
+        type: ``"cpu"`` for a CPU device, else the accelerator's type (``"cuda"``, ``"mps"``, ...).
+        index: its number among the devices of its type; for CPU devices, its place in the list.
+        cores: those of a CPU device, as the operating system numbers them; none for accelerators.
     """
 
     type: str
@@ -43,12 +43,12 @@ class Device:
 
     @property
     def torch(self) -> torch.device:
-        """The device where its tensors live. All slots are ``torch.device("cpu")``."""
+        """The device where its tensors live. All CPU devices are ``torch.device("cpu")``."""
         return torch.device("cpu") if self.is_slot else torch.device(self.type, self.index)
 
     @property
     def is_slot(self) -> bool:
-        """Whether this is a slot of CPU cores."""
+        """Whether this is a CPU device."""
         return self.type == "cpu"
 
     @property

@@ -83,14 +83,14 @@ class DataParallel(nn.Module, Generic[M]):
     output becomes a vector with an entry for each replica. Gradients are summed on ``module``. With
     one device, ``module`` itself is called.
 
-    On slots each replica's forward and backward run in a thread of its own, on the slot's cores.
-    There, beyond what PyTorch's does: replicas draw random numbers (dropout) from streams of their
+    On CPU devices each replica's forward and backward run in a thread of its own, on the device's
+    cores. There, beyond what PyTorch's does: replicas draw random numbers (dropout) from streams of their
     own, which follow from the caller's seed; a parameter that was not used has no gradient instead
     of zeros; replicas that write a parameter are refused (written by its ``.data``, it is written
     by every replica: that isn't seen).
 
     A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say)
-    has them after ``backward()``; on slots ``torch.autograd.grad`` doesn't find it.
+    has them after ``backward()``; on CPU devices ``torch.autograd.grad`` doesn't find it.
 
     Args:
         module: has its parameters and buffers on the first device.
@@ -218,8 +218,8 @@ class DataParallel(nn.Module, Generic[M]):
         return self.parallel_apply(replicas, args, named)
 
     def replicate(self, module: nn.Module, device_ids: Sequence[Device]) -> list[Any]:
-        """Make replicas. To be called or overridden; on slots forward makes its own where it
-        isn't.
+        """Make replicas. To be called or overridden; on CPU devices forward makes its own
+        where it isn't.
         """
         return replicate(module, device_ids, detach=not torch.is_grad_enabled())
 

@@ -35,8 +35,7 @@ def parallel_apply(
 
     Each runs in a thread of its device that stays for later calls, with the caller's grad mode,
     autocast, default device and context variables. Random numbers on the CPU come from one
-    generator for all threads, in whatever order they ask: ``lockstep.threads.random_streams`` gives
-    each its own.
+    generator for all threads, in whatever order they ask.
 
     Args:
         modules: modules, or any callables.
@@ -44,8 +43,8 @@ def parallel_apply(
             argument.
         kwargs_tup: for each its keyword arguments.
         devices: where each computes; the arguments must be there already. None (also inside a list)
-            is the accelerator that its first tensor is on, or else a slot: the machine's cores are
-            cut in as many as there are modules.
+            is the accelerator that its first tensor is on, or else a CPU device: the machine's
+            cores are cut in as many as there are modules.
 
     Returns:
         What each returned, in order.

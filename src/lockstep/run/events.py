@@ -35,8 +35,8 @@ class Caveat:
     """Why results differ from single-device training, or may.
 
     Attributes:
-        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the table is
-            in docs/verify.md).
+        kind: one word or two, the same in each release: ``"batchnorm"``, ``"mixing"`` (the
+            page on ``verify`` has the table).
         text: what it is, with what was detected.
         fix: the setting or the change that avoids it; "" where there is none.
     """

@@ -1,5 +1,5 @@
-"""``ddp=NxPP``: N replicas in processes, each over M devices as ``pp`` (or ``mp``) has a model on
-them.
+"""``ddp=2xpp=2``: replicas in processes, each over the devices of its stages, as ``pp`` (or ``mp``)
+has them.
 
 Each rank computes its local batch of every micro-batch by its own pipeline, and gradients, total
 and count are summed over the ranks as ``ddp`` sums small ones: in one flat all-reduce after

@@ -26,7 +26,7 @@ class Run:
     """A training that has ended or was stopped: its folder, and what it reached.
 
     Attributes:
-        folder: where its files are (see ``lockstep.run.run_folder``).
+        folder: where its files are.
         summary: the content of ``summary.json``; empty where the training was stopped before it
             wrote one.
         job: the job, where this process knows it.

@@ -56,7 +56,7 @@ def verify(
     Args:
         job: as in ``train``.
         strategy: as in ``train``; one of your own is a ``Strategy``.
-        devices: as in ``train``, but ``auto`` without an accelerator is a slot for each core.
+        devices: as in ``train``, but ``auto`` without an accelerator is a CPU device for each core.
         whole: take the job's own batch size, however long its batches take.
         settings: fields of the job to replace.
 

@@ -71,8 +71,8 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
     """Measure what ``step`` asks of each device.
 
     It is called once uncounted (replicas and optimizer state are made then), once for the bytes,
-    and ``repeat`` times for the seconds, whose least is taken. On slots what the calling thread
-    makes and computes is the first slot's, as the first accelerator has it: gathered outputs, their
+    and ``repeat`` times for the seconds, whose least is taken. On CPU devices what the calling
+    thread makes and computes is the first one's, as the first accelerator has it: gathered outputs, their
     loss, the optimizer's update. On accelerators it is nobody's.
 
     Args:

@@ -35,7 +35,8 @@ def largest_batch(
     """Find the largest batch that fits.
 
     ``step`` is called some twenty times, with batches up to twice the one that is found. More
-    samples are held to need more memory. What the calling thread makes counts for the first slot.
+    samples are held to need more memory. What the calling thread makes counts for the first
+    device.
 
     Args:
         step: is called with a number of samples, and makes an update on a batch of this size, or
@@ -51,7 +52,7 @@ def largest_batch(
         The number of samples; 0 where not even ``multiple`` fits.
 
     Raises:
-        InputError: a budget or a multiple below 1, or slots without a budget.
+        InputError: a budget or a multiple below 1, or CPU devices without a budget.
         DeviceError: devices that don't exist.
 
     Example::

@@ -97,8 +97,8 @@ class ParallelLoss:
     Args:
         generator: hidden states (batch, steps, width) to (batch, steps, vocabulary): a linear
             layer, or one with ``LogSoftmax`` after it; it is not copied before the first call, and
-            not changed. What it draws (dropout) comes on each slot from a stream of its own. None:
-            the outputs are the criterion's as they are.
+            not changed. What it draws (dropout) comes on each CPU device from a stream of its
+            own. None: the outputs are the criterion's as they are.
         criterion: ``criterion(outputs, targets)`` over rows of tokens, (batch x steps, vocabulary)
             and (batch x steps, ...), with a sum as result: see the table in
             ``lockstep.parallel.loss.token_loss``.

@@ -65,8 +65,8 @@ def partition(
         microbatches: that each global batch will be cut in; one of them is what is timed, and 1F1B
             what is held.
         measured: False estimates times from operations and bytes, without a run.
-        memory: bytes of each device, or of all; None asks the devices (slots share the machine's
-            memory).
+        memory: bytes of each device, or of all; None asks the devices (CPU devices share the
+            machine's memory).
         seconds: how long to measure, at least.
         settings: fields of the job that are replaced.
 
