@@ -34,6 +34,7 @@ from lockstep.launch.devices import slots
 from lockstep.report.charts import Lines
 from lockstep.run.events import Caveat, TimesOf
 from lockstep.strategies.pp import PP
+from lockstep.verify.measures import largest
 from zoo import drawn, labels
 
 measure = importlib.import_module("lockstep.compare.compare")
@@ -410,14 +411,15 @@ def test_the_head_names_every_batch_of_a_sweep(machine: Callable[..., Any]) -> N
 
 
 def test_the_command_ends_with_1_where_nothing_could_be_measured(
-    machine: Callable[..., Any], tmp_path: Path
+    machine: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def nothing(setup: Setup, turn: int) -> float:
         raise OutOfMemory("out of memory")
 
     machine(nothing)
     words = ["compare", "examples/digits.py", "--devices", "2xcpu", "--folder", str(tmp_path)]
-    assert cli.main(words) == 1
+    assert cli.main([*words, "-q"]) == 1
+    assert "ddp: failed: out of memory\n" in capsys.readouterr().err
     (folder,) = tmp_path.iterdir()
     assert all(row.reason == "out of memory" for row in comparison_folder.read(folder).rows)
     assert cli.main(["report", str(folder)]) == 0
@@ -491,6 +493,8 @@ def test_a_sweep_over_devices_has_a_slot_of_each_size(monkeypatch: pytest.Monkey
         and by_name["ddp devices=2"].one == "single, 2 cores"
     )
     assert by_name["single, 1 core"].devices == slots(4)[:1]
+    rows = [entry.name for entry in line_up(["ddp", "mp", "pp"], "auto", {"devices": ["1", "2"]})]
+    assert rows[2:] == ["ddp devices=1", "ddp devices=2", "mp devices=2", "pp devices=2"]
     assert len(line_up(["ddp"], "auto", {})[-1].devices) == 4, (
         "without an accelerator: a slot for each core"
     )
@@ -614,9 +618,9 @@ def test_what_is_kept_can_be_read_again(machine: Callable[..., Any], tmp_path: P
         and ddp["moved_bytes"] == "605224"
         and ddp["parity"] == "equal"
     )
-    assert json.loads((folder / "compare.json").read_text())["rows"][3][
-        "speed_up"
-    ] == pytest.approx(1.85)
+    kept = json.loads((folder / "compare.json").read_text())
+    assert kept["rows"][3]["speed_up"] == pytest.approx(1.85)
+    assert kept["best"] == "ddp"
 
 
 def test_the_command_that_repeats_it_is_what_was_said(
@@ -752,6 +756,7 @@ def test_batch_norm_over_micro_batches_is_noted() -> None:
 
 
 def test_an_agreement_in_words() -> None:
+    assert str(largest(torch.zeros(2))) == "0.0", "-0.0 in JSON"
     assert [
         str(one) for one in (Agreement(True, 0.0), Agreement(False, None), Agreement(None, None))
     ] == [

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import functools
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,12 @@ With --epochs each row is also trained, to compare losses and metrics.
         metavar="FILE",
         help="also write the table to this file",
     )
-    add_settings(parser)
+    parser.add_argument(
+        "--epochs",
+        metavar="VALUE",
+        help="also train each row for this number of epochs (default: no row is trained)",
+    )
+    add_settings(parser, without=["epochs"])
     parser.set_defaults(function=_compare)
 
 
@@ -104,6 +110,7 @@ def _compare(options: argparse.Namespace) -> Answer:
     warm_up(options, surely=True)
     from lockstep.compare.advice import sentence
     from lockstep.compare.compare import compare
+    from lockstep.compare.comparison_folder import answer_of
     from lockstep.compare.comparison_table import csv_of
     from lockstep.pipelining.device_map import read_map
 
@@ -111,7 +118,6 @@ def _compare(options: argparse.Namespace) -> Answer:
     training = {}
     if options.epochs is not None:  # each is trained too
         training["epochs"] = options.epochs
-        options.epochs = None
     found = compare(
         job_in(options),
         strategies=_names(options.strategies),
@@ -126,10 +132,13 @@ def _compare(options: argparse.Namespace) -> Answer:
         **training,
     )
     if options.quiet:
+        for row in found.rows:
+            if row.reason:
+                print(f"{row.name}: failed: {row.reason}", file=sys.stderr)
         print(sentence(found))
     if options.csv is not None:
         Path(options.csv).write_text(csv_of(found))
-    answer = found.as_dict()
+    answer = answer_of(found)
     answer["repeat"] = answer.pop("command")
     return 0 if found.measured else 1, answer
 

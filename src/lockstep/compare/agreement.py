@@ -55,7 +55,7 @@ class Agreement:
     def __str__(self) -> str:
         if self.difference is None:
             return self.word
-        return f"{self.word} {abs(self.difference):.0e}".replace(" 0e+00", " 0")
+        return f"{self.word} {self.difference:.0e}".replace(" 0e+00", " 0")
 
 
 def agreement_of(job: Job | JobFile, entry: Entry) -> Agreement:

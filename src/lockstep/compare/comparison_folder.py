@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lockstep.compare.advice import best_of
 from lockstep.compare.comparison_page import write_page
 from lockstep.compare.comparison_table import csv_of, lines_of
 from lockstep.compare.planned_rows import job_words, option_words
@@ -61,7 +62,16 @@ def write(found: Comparison) -> None:
 
 def json_of(found: Comparison) -> str:
     """Return all that was found."""
-    return json_text(found.as_dict())
+    return json_text(answer_of(found))
+
+
+def answer_of(found: Comparison) -> dict[str, Any]:
+    """Return all that was found, and the name of the row to take, as plain values."""
+    best = best_of(found)
+    return {
+        **found.as_dict(),
+        "best": None if best is None else best.name,
+    }
 
 
 def command(source: Job | JobFile, asked: Mapping[str, Any]) -> str:

@@ -209,6 +209,8 @@ def line_up(
             references += alone
             one = alone[0]
             for name, options in compared:
+                if "devices" in sweep and len(chosen) == 1 and _takes(name, "device_map"):
+                    continue  # stages need several devices
                 for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}

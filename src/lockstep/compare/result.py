@@ -208,9 +208,10 @@ class Comparison:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Comparison:
-        """Return the comparison that ``as_dict`` gave the values of."""
-        rows = [_row(row) for row in values["rows"]]
-        return cls(**{**values, "rows": rows})
+        """Return the comparison that ``as_dict`` gave the values of; others are left out."""
+        kept = {one.name: values[one.name] for one in fields(cls)}
+        kept["rows"] = [_row(row) for row in values["rows"]]
+        return cls(**kept)
 
 
 def _row(values: Mapping[str, Any]) -> Row:

@@ -70,7 +70,7 @@ def largest(tensor: torch.Tensor) -> float:
     lowest, highest = map(float, tensor.aminmax())
     if math.isnan(highest):
         return math.inf
-    return max(-lowest, highest)
+    return max(highest, -lowest)  # of equal ones the first, and -0.0 would be written so
 
 
 def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
