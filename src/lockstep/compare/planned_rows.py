@@ -192,7 +192,6 @@ def line_up(
         if device_map is not None and _takes(name, "device_map"):
             options["device_map"] = device_map
     sweep = _checked(sweep, [name for name, _ in wanted])
-    compared = [one for one in wanted if one[0] != "single"]  # each reference is one
     of_job = {key: values for key, values in sweep.items() if key in SETTINGS}
     others = {key: values for key, values in sweep.items() if key not in SETTINGS}
 
@@ -208,9 +207,7 @@ def line_up(
             alone = _references(chosen, settings)
             references += alone
             one = alone[0]
-            for name, options in compared:
-                if "devices" in sweep and len(chosen) == 1 and _takes(name, "device_map"):
-                    continue  # stages need several devices
+            for name, options in _compared(wanted, len(chosen), sweep):
                 for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}
@@ -218,6 +215,30 @@ def line_up(
                     entries.append(Entry(row, "strategy", setup, chosen, one.name, one.cores))
     by_name = {entry.name: entry for entry in (*references, *entries)}
     return list(by_name.values())
+
+
+def _compared(
+    wanted: list[tuple[str, dict[str, Any]]],
+    devices: int,
+    sweep: Sweep,
+) -> list[tuple[str, dict[str, Any]]]:
+    """Return the strategies that have rows on a number of devices.
+
+    ``single`` has none, since each reference is one; in a sweep over devices, stages have none on
+    one device.
+
+    Args:
+        wanted: names, and settings of their own.
+        devices: how many.
+        sweep: the values to try.
+    """
+    alone = "devices" in sweep and devices == 1
+    found = []
+    for name, options in wanted:
+        is_staged = _takes(name, "device_map")
+        if name != "single" and not (alone and is_staged):
+            found.append((name, options))
+    return found
 
 
 def _taken(name: str, sweep: Sweep) -> Sweep:
