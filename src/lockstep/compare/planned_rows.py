@@ -200,6 +200,7 @@ def line_up(
     for count in sweep.get("devices", [devices]):
         chosen = _devices.parse_several(count)
         where = first_of(chosen, len(chosen))
+        compared = [one for one in wanted if _has_row(one[0], len(chosen), sweep)]
         for settings in _products(of_job):
             swept = dict(settings)
             if "devices" in sweep:
@@ -207,7 +208,7 @@ def line_up(
             alone = _references(chosen, settings)
             references += alone
             one = alone[0]
-            for name, options in _compared(wanted, len(chosen), sweep):
+            for name, options in compared:
                 for more in _products(_taken(name, others)):
                     setup = Setup(name, where, settings, {**options, **more})
                     shown = {**setup.options, **swept}
@@ -217,28 +218,12 @@ def line_up(
     return list(by_name.values())
 
 
-def _compared(
-    wanted: list[tuple[str, dict[str, Any]]],
-    devices: int,
-    sweep: Sweep,
-) -> list[tuple[str, dict[str, Any]]]:
-    """Return the strategies that have rows on a number of devices.
-
-    ``single`` has none, since each reference is one; in a sweep over devices, stages have none on
-    one device.
-
-    Args:
-        wanted: names, and settings of their own.
-        devices: how many.
-        sweep: the values to try.
+def _has_row(name: str, devices: int, sweep: Sweep) -> bool:
+    """Return whether a strategy has a row: ``single`` is a reference, and in a sweep over devices
+    stages need several of them.
     """
-    alone = "devices" in sweep and devices == 1
-    found = []
-    for name, options in wanted:
-        is_staged = _takes(name, "device_map")
-        if name != "single" and not (alone and is_staged):
-            found.append((name, options))
-    return found
+    is_alone = "devices" in sweep and devices == 1
+    return name != "single" and not (is_alone and _takes(name, "device_map"))
 
 
 def _taken(name: str, sweep: Sweep) -> Sweep:
