@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 275_613
+TOTAL = 275_684
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 7_919,
-    "compare": 15_252,
+    "compare": 15_323,
     "data": 14_154,
     "export": 5_649,
     "launch": 21_669,

@@ -350,6 +350,10 @@ def test_batch_norm_over_micro_batches_is_named_and_not_preferred(
     assert said.endswith(
         ", with the results of single in 4 micro-batches (BatchNorm normalizes over each of them)."
     )
+    machine(steady, lambda strategy: Agreement(True, 0.0, "fp64", without_dropout=True))
+    said = sentence(compared(strategies=["ddp"]))
+    assert "with single-device results but for the masks of dropout" in said
+    machine(lambda setup, turn: 9000.0 if setup.strategy in ("ddp", "pp") else 4000.0, cut)
     both = compared(strategies=["pp", "ddp"])
     assert sentence(both).startswith("Take ddp: "), "pp takes less memory, but cuts the batch"
 
@@ -753,6 +757,14 @@ def test_batch_norm_over_micro_batches_is_noted() -> None:
     normed = job(model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
     found = agreement_of(normed, line_up([PP(microbatches=2)], "2xcpu", {})[-1])
     assert found.equal and found.norms_cut and found.micro_batches == 2
+
+
+def test_dropout_is_left_out_where_its_masks_differ() -> None:
+    def drops() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+
+    found = agreement_of(job(model=drops), line_up(["ddp"], "2xcpu", {})[-1])
+    assert found.equal and found.without_dropout
 
 
 def test_an_agreement_in_words() -> None:

@@ -148,6 +148,8 @@ def _why(found: Comparison, best: Row) -> str:
             results = f"with the results of single {cut} (BatchNorm normalizes over each of them)"
         elif agreement.micro_batches > 1:
             results += f" {cut}"
+        if agreement.without_dropout:
+            results += " but for the masks of dropout"
         why.append(results)
     return ", ".join(why)
 

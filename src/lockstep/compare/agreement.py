@@ -38,6 +38,7 @@ class Agreement:
         micro_batches: in how many one device was given each batch, where the strategy cuts it for
             itself.
         norms_cut: whether BatchNorm normalizes over each of these micro-batches.
+        without_dropout: whether dropout, whose masks differ, is left out on both sides.
     """
 
     equal: bool | None
@@ -46,6 +47,7 @@ class Agreement:
     reason: str = ""
     micro_batches: int = 1
     norms_cut: bool = False
+    without_dropout: bool = False
 
     @property
     def word(self) -> str:
@@ -93,6 +95,11 @@ def _agreement(job: Job | JobFile, entry: Entry, precision: str) -> Agreement:
         job, strategy, entry.devices, parts, {"precision": loaded.precision}, updates=UPDATES
     )
     found = _compared(experiment)
+    masks_differ = experiment.shares > 1 or not entry.devices[0].is_slot
+    if found.drew and masks_differ:
+        experiment = experiment.but(still=frozenset({"dropout"}))
+        found = _compared(experiment)
+
     equal = Noise(_compared, experiment).hold(found)
     last = found.updates[-1]
     differences = [*last.parameters.values(), *last.buffers.values()]
@@ -103,6 +110,7 @@ def _agreement(job: Job | JobFile, entry: Entry, precision: str) -> Agreement:
         precision,
         micro_batches=cut,
         norms_cut=found.normalises and cut > 1,
+        without_dropout=bool(experiment.still) and found.drops,
     )
 
 
