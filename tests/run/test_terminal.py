@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import os
 import subprocess
 import sys
 import textwrap
@@ -216,3 +217,11 @@ def test_prints_of_ranks_that_cannot_be_written_end_no_training(
         display.output("printed by the model\n", "stdout")
         display.line("epoch 1")
     assert capsys.readouterr().err.count("the training goes on") == 1
+
+
+def test_notes_that_cannot_be_written_end_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full, Display(quiet="notes") as display:
+        monkeypatch.setattr(sys, "stderr", full)
+        display.show(Line.note("a note"))
+        monkeypatch.undo()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())  # what it holds is dropped

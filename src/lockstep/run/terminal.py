@@ -114,13 +114,13 @@ class Display:
 
     def line(self, text: str, *, note: bool = False) -> None:
         """Print a line above the live one."""
-        if self._quiet == "notes" and note:
-            print(text, file=sys.stderr, flush=True)
-        if self._quiet:
+        if self._quiet and not (self._quiet == "notes" and note):
             return
         self._printed = time.monotonic()
         with self._going_on():
-            if self._console is not None:
+            if self._quiet:
+                print(text, file=sys.stderr, flush=True)
+            elif self._console is not None:
                 self._console.print(text, style="yellow" if note else None, markup=False)
             else:
                 print(text, flush=True)
