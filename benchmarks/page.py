@@ -308,7 +308,7 @@ INTRODUCTION = """\
 
 What is compared takes turns in one run (A B C, A B C, ...), with the same settings. A ratio is the left side's rate
 divided by the right side's: above 1 the left side is faster. It is the median over the rounds, with the lowest and the
-highest; "–" is not recorded. [Benchmarks](../benchmarks/README.md) tells what each measures, how to run it, and what is
+highest; "–" is not recorded. [Benchmarks](../benchmarks/README.md) has what each measures, how to run it, and what is
 known of missed goals. Each row links to its file. The code has changed since: *recorded* is the day.
 """
 

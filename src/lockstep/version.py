@@ -6,7 +6,7 @@ import platform
 from importlib import metadata
 
 UNTAGGED = "0.2.0.dev0"
-"""The version where no tag tells it, and of a source folder that is used without installation."""
+"""The version where there is no tag, and of a source folder that is used without installation."""
 
 
 def version_of(package: str, otherwise: str) -> str:

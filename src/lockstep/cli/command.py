@@ -239,18 +239,15 @@ def _run(words: list[str]) -> int:
     if rest:
         raise commands.get(options.command, parser).unknown(rest, commands)
     if options.version:
-        print(_versions())
+        # Looking the versions up takes longer than parsing the words.
+        from lockstep.version import versions
+
+        print(versions())
         return 0
     if options.command is None:
         parser.print_help()
         return 0
     return answered(options)
-
-
-def _versions() -> str:
-    from lockstep.version import versions  # to look them up takes longer than to parse the words
-
-    return versions()
 
 
 def _complete(parser: _Parser) -> None:

@@ -34,7 +34,7 @@ _LARGE = 1 << 11
 """Bytes from which a tensor or an array isn't copied into the pickle."""
 
 _HEAD = 8
-"""Bytes of the number: where the pickles begin."""
+"""Bytes of the number that gives the place where the pickles begin."""
 
 _KEPT = 16 << 20
 """Bytes of a block that are kept for the next values, however small these are."""

@@ -84,10 +84,10 @@ class DataParallel(nn.Module, Generic[M]):
     one device, ``module`` itself is called.
 
     On CPU devices each replica's forward and backward run in a thread of its own, on the device's
-    cores. There, beyond what PyTorch's does: replicas draw random numbers (dropout) from streams of their
-    own, which follow from the caller's seed; a parameter that was not used has no gradient instead
-    of zeros; replicas that write a parameter are refused (written by its ``.data``, it is written
-    by every replica: that isn't seen).
+    cores. There, beyond what PyTorch's does: replicas draw random numbers (dropout) from streams of
+    their own, which follow from the caller's seed; a parameter that was not used has no gradient
+    instead of zeros; replicas that write a parameter are refused (written by its ``.data``, it is
+    written by every replica: that isn't seen).
 
     A tensor that wants gradients and is neither parameter, buffer nor argument (closed over, say)
     has them after ``backward()``; on CPU devices ``torch.autograd.grad`` doesn't find it.
@@ -152,8 +152,8 @@ class DataParallel(nn.Module, Generic[M]):
         self.dim = dim
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
-        self._warned = False
-        self._has_warned = False
+        self._warned_of_sizes = False
+        self._warned_of_scalars = False
         recompute.install()
         if len(self.devices) == 1:
             place_module(module, self.devices[0].torch)
@@ -246,18 +246,18 @@ class DataParallel(nn.Module, Generic[M]):
         another way.
         """
         line = 0
-        if self.dim == 0 and not self._has_warned and _has_scalars(outputs):
-            self._has_warned = True
+        if self.dim == 0 and not self._warned_of_scalars and _has_scalars(outputs):
+            self._warned_of_scalars = True
             line = _CALL + 1
         return gathered(outputs, output_device, self.dim, stacklevel=line)
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         """Warn once of a scalar from each of unequal shares."""
-        if self._warned or len(set(sizes)) < 2 or len(outputs) < 2:
+        if self._warned_of_sizes or len(set(sizes)) < 2 or len(outputs) < 2:
             return
         if not _has_scalars(outputs[0]):
             return
-        self._warned = True
+        self._warned_of_sizes = True
         shares = ", ".join(map(str, sizes))
         warnings.warn(
             f"each replica gave a scalar, of shares of {shares}: if they are means, their mean() "

@@ -33,9 +33,9 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     """Make a replica of ``network`` for each device.
 
     The parameters of a replica are no leaves: they share the original's memory where the device
-    already holds it (CPU devices always do), are copies elsewhere, and their gradients are summed into
-    the original's. Buffers of replica 0 are the original's, if those are on its device, so that
-    what it updates stays; the other replicas have copies. Modules and parameters that occur in
+    already holds it (CPU devices always do), are copies elsewhere, and their gradients are summed
+    into the original's. Buffers of replica 0 are the original's, if those are on its device, so
+    that what it updates stays; the other replicas have copies. Modules and parameters that occur in
     several places do so in the replicas too. Hooks, and attributes that are neither modules nor
     tensors of the module, are shared. Attributes that hold parts of the module (a list of layers, a
     method) hold those of the replica; a function that closes over them, or a partial, is shared.

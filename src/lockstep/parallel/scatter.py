@@ -40,8 +40,8 @@ def scatter(
     """Cut ``inputs`` along ``dim``, and bring each share to its device.
 
     The shares of a tensor are views of its memory where the device already holds it (CPU devices
-    always do), but have a gradient history and a version of their own: a replica may change its share in
-    place without disturbing others. Gradients of the shares come back to ``inputs``.
+    always do), but have a gradient history and a version of their own: a replica may change its
+    share in place without disturbing others. Gradients of the shares come back to ``inputs``.
 
     Args:
         inputs: a tensor, or any nesting of tensors in lists, tuples, named tuples, mappings and

@@ -63,8 +63,8 @@ class PP(Strategy):
     """Stages of layers on the devices of one process, micro-batches overlapped.
 
     Attributes:
-        device_map: prefixes of names and their stages, ``{"stem": 0, "": 1}``;
-            None finds one, by measuring the layers on the job's first batch.
+        device_map: prefixes of names and their stages, ``{"stem": 0, "": 1}``; None finds
+            one, by measuring the layers on the job's first batch.
         microbatches: the number of micro-batches of each global batch (or of each of its parts with
             ``accumulate``); "auto" chooses it by simulation (default: by ``split_size``, else 4).
         schedule: ``"1f1b"``, ``"gpipe"``, ``"interleaved"`` (several stages on each device), or

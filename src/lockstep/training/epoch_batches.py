@@ -18,7 +18,7 @@ class EpochBatches:
 
     Args:
         setup: what is trained.
-        progress: of the training; the batches end after them, and a signal is noted in it.
+        progress: decides where the batches end; a signal is noted in it.
         batches: the rest of the epoch.
     """
 

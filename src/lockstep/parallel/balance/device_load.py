@@ -72,8 +72,8 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
 
     It is called once uncounted (replicas and optimizer state are made then), once for the bytes,
     and ``repeat`` times for the seconds, whose least is taken. On CPU devices what the calling
-    thread makes and computes is the first one's, as the first accelerator has it: gathered outputs, their
-    loss, the optimizer's update. On accelerators it is nobody's.
+    thread makes and computes is the first one's, as the first accelerator has it: gathered outputs,
+    their loss, the optimizer's update. On accelerators it is nobody's.
 
     Args:
         step: a whole update, say, on a batch that is there already. What it changes stays changed.

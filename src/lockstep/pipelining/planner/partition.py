@@ -106,7 +106,7 @@ def found_for(
     Args:
         job: with as many accumulation parts as micro-batches.
         devices: one for each stage.
-        schedule: how many micro-batches a stage holds is its; each device has one.
+        schedule: gives the number of micro-batches that a stage holds; each device has one.
         capacity: bytes of each device; None doesn't look at memory.
         measure: False estimates times.
         seconds: how long to measure, at least.

@@ -42,7 +42,7 @@ class BatchSums:
 
     Args:
         step: the step.
-        job: how often to check, and whether differences are accepted, are its settings.
+        job: its settings decide how often to check, and whether differences are accepted.
 
     Attributes:
         last: the last update that is checked.

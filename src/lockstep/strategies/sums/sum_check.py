@@ -79,7 +79,7 @@ class Verdict:
     Attributes:
         difference: what is no sum, with the numbers; "" where all is one.
         where: the first module whose outputs show it.
-        error: an error that describes the loss closer.
+        error: an error that describes the loss more closely.
         unchecked: why nothing is known; "" where something is.
         communicates: whether the model or the loss communicates with other ranks; nothing else is
             known then.
