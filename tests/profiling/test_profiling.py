@@ -20,7 +20,7 @@ import lockstep
 from lockstep import Job, train
 from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.schedule import one_f_one_b
-from lockstep.pipelining.timeline import Action, Timeline
+from lockstep.pipelining.timeline import Action, Span, Timeline
 from lockstep.profiling.profile_table import lines_of
 from lockstep.profiling.time_breakdown import KINDS, StepTimes, Track, times_of
 from lockstep.run.events import Profile, TimesOf
@@ -450,6 +450,16 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
+def timeline_of(kept: list[list[list[Any]]]) -> Timeline:
+    """What ``Timeline.plain`` gave the values of."""
+    return Timeline(
+        [
+            [Span(Action(int(word[0]), word[1], int(word[2:])), *times) for word, *times in rows]
+            for rows in kept
+        ]
+    )
+
+
 def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_ideal(
     tmp_path, capsys
 ) -> None:
@@ -464,7 +474,7 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
     folder = run.folder / "profile"
     kept = json.loads((folder / "timeline.json").read_text())
     for kept_of in kept["timelines"].values():
-        timeline = Timeline.of(kept_of)
+        timeline = timeline_of(kept_of)
         assert [[span.action for span in device] for device in timeline.devices] == one_f_one_b(
             2, 4
         )
@@ -478,7 +488,7 @@ def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_id
         for m, span in enumerate(timeline.devices[1][::2]):
             assert span.start >= ends[Action(0, "F", m)] - 1e-9
     summary = json.loads((folder / "summary.json").read_text())
-    timelines = {title: Timeline.of(of) for title, of in kept["timelines"].items()}
+    timelines = {title: timeline_of(of) for title, of in kept["timelines"].items()}
     assert summary["bubbles"] == pytest.approx(
         {title: of.bubble for title, of in timelines.items()}
     )

@@ -29,9 +29,6 @@ from lockstep.compare.comparison_page import write_page
 from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
 from lockstep.compare.result import Comparison, Row
 from lockstep.errors import FolderError, SampleError
-from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.schedule import SCHEDULES
-from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.run.events import TimesOf
 from lockstep.training.records.run_page import command
@@ -309,16 +306,6 @@ def test_lines_that_differ_by_rounding_are_one_line() -> None:
     low, high = axes.get_ylim()
     assert high - low > 0.002
     assert [x for x in axes.get_xticks() if 0.9 < x < 1.1] == [1.0]
-
-
-def test_the_bubbles_of_a_pipelines_turns_stand_below_them() -> None:
-    turns = {
-        "measured": simulate(SCHEDULES["gpipe"](2, 2)),
-        "ideal": simulate(SCHEDULES["1f1b"](2, 4)),
-    }
-    chart, caption = turns_of({title: one.plain() for title, one in turns.items()})
-    assert caption.endswith("of the devices' time that is waited: measured: 33.3 %; ideal: 20.0 %.")
-    assert list(chart.timelines) == list(turns)
 
 
 def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_install(

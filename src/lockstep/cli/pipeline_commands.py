@@ -7,7 +7,6 @@ import math
 import shutil
 import textwrap
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli.options import Answer, above_zero, add_settings, job_in
@@ -185,16 +184,11 @@ examples:
         action="store_true",
         help="also print the actions: 2F0 is stage 2, forward 0",
     )
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="also draw it: .png, .svg or .pdf (needs matplotlib)",
-    )
     parser.set_defaults(function=_schedule)
 
 
 def _schedule(options: argparse.Namespace) -> Answer:
-    from lockstep.pipelining.planner.schedule_picture import draw, key
+    from lockstep.pipelining.planner.schedule_picture import key
     from lockstep.pipelining.schedule import printed
 
     if not 0 <= options.transfer < math.inf:
@@ -205,10 +199,6 @@ def _schedule(options: argparse.Namespace) -> Answer:
             "many to simulate: "
             f"at most {_MOST:,} together"
         )
-    if options.out is not None:
-        from lockstep.report.canvas import check_file
-
-        check_file(Path(options.out), "--out")
     width = shutil.get_terminal_size().columns
     timelines = {name: _simulated(name, options) for name in options.schedule.split(",")}
     for name, timeline in timelines.items():
@@ -221,8 +211,6 @@ def _schedule(options: argparse.Namespace) -> Answer:
         if options.words:
             print(printed([[span.action for span in spans] for spans in timeline.devices]))
     print("\n".join(key(width)))
-    if options.out is not None:
-        draw(timelines, options.out)
     return 0, {"schedules": {name: _numbers(timelines[name]) for name in timelines}}
 
 

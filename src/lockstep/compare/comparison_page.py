@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from lockstep.compare.observed_updates import DeviceBatch
 from lockstep.compare.result import Comparison, Row
 from lockstep.compare.sweep_figures import sweeps_of
 from lockstep.errors import counted
-from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks
 from lockstep.report.page import Figure, Page, Section, write
 from lockstep.report.table import Table
@@ -80,7 +78,7 @@ def _measured(found: Comparison) -> list[Section]:
         _failed(found),
         Section("Memory", [_memory(found)]),
         _time(found),
-        Section("Who computes when", list(_turns(found)), plans_of(found)),
+        Section("Who computes when", [], plans_of(found)),
         Section("What was learned", list(_outcome(found))),
         _same_results(found),
         Section("What each device gets of a batch", [_seen(found)]),
@@ -190,18 +188,6 @@ def _time(found: Comparison) -> Section:
     chart = Stacks("ms", names, parts)
     figure = Figure("time", "A step, in milliseconds", chart, caption)
     return Section(title, [figure], text)
-
-
-def _turns(found: Comparison) -> Iterator[Figure]:
-    """Yield a figure for each row that is a pipeline."""
-    for row in found.measured:
-        observed = row.observed
-        if observed is None or not observed.timelines:
-            continue
-        chart, caption = turns_of(observed.timelines)
-        name = re.sub(r"[\W_]", "-", f"turns-{row.name}")
-        title = f"{row.name}: the stages' turns in one step, in milliseconds"
-        yield Figure(name, title, chart, caption)
 
 
 def _outcome(found: Comparison) -> Iterator[Figure | Table]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.data import Batch, Part
@@ -51,14 +51,12 @@ class ObservedUpdates:
         overlaps: whether gradients were summed while backward ran: only the rest of it counts as
             communicating.
         moved: bytes that a device gives to the others in an update; None where that isn't known.
-        timelines: by title, when stages computed (``Timeline.plain``).
     """
 
     devices: Sequence[DeviceBatch]
     times: Sequence[TimesOf]
     overlaps: bool
     moved: int | None
-    timelines: dict[str, Any] = field(default_factory=dict)
 
 
 class UpdateObserver:
@@ -116,7 +114,6 @@ class UpdateObserver:
             times=times,
             overlaps=clock.overlaps,
             moved=step.bytes_communicated(),
-            timelines={title: one.plain() for title, one in clock.timelines.items()},
         )
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
-
-from lockstep.errors import StrategyError
 
 Kind = Literal["F", "B"]
 """Forward or backward."""
@@ -24,24 +21,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
-
-    @classmethod
-    def parse(cls, word: str) -> Action:
-        """Return the action of a word like ``2F0``.
-
-        Raises:
-            StrategyError: the word is no action.
-        """
-        match = re.fullmatch(r"(\d+)([FB])(\d+)", word.strip())
-        if match is None:
-            raise StrategyError(
-                f'schedule: "{word}" is no action: write 2F0 for stage 2, forward, micro-batch 0'
-            )
-        stage, letter, microbatch = match.groups()
-        kind: Kind = "B"
-        if letter == "F":
-            kind = "F"
-        return cls(int(stage), kind, int(microbatch))
 
 
 class Span(NamedTuple):
@@ -114,24 +93,6 @@ class Timeline:
                 rows.append([str(action), start - first, end - first])
             kept.append(rows)
         return kept
-
-    @classmethod
-    def of(cls, kept: Sequence[Sequence[Sequence[Any]]], factor: float = 1.0) -> Timeline:
-        """Return the timeline that ``plain`` gave the values of.
-
-        Args:
-            kept: those values.
-            factor: what times are multiplied by, for another unit.
-        """
-        devices = []
-        for rows in kept:
-            spans = []
-            for word, start, end in rows:
-                action = Action.parse(word)
-                span = Span(action, start * factor, end * factor)
-                spans.append(span)
-            devices.append(spans)
-        return cls(devices)
 
     def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
         """Return what each device holds at most, of micro-batches after their forward and before

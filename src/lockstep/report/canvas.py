@@ -1,11 +1,8 @@
-"""The canvas: figures of matplotlib, without its global state, and the files that they are
-written to.
-"""
+"""The canvas: figures of matplotlib, without its global state."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.errors import InputError
@@ -41,7 +38,7 @@ def new_figure(width: float, height: float, what: str) -> Figure:
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError(
-            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[pictures]', or leave "
+            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[report]', or leave "
             "it out"
         ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -69,38 +66,3 @@ def image(figure: Figure, format: str) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format=format, dpi=DPI)
     return out.getvalue()
-
-
-def check_file(path: Path, what: str) -> None:
-    """Refuse a file that can't be drawn to, before there is anything to draw.
-
-    A message calls what is drawn ``what``.
-
-    Raises:
-        InputError: matplotlib isn't installed, the format isn't known, or there is no such folder.
-    """
-    _format_of(path, new_figure(1.0, 1.0, what))
-    if not path.absolute().parent.is_dir():
-        raise InputError(f"{path}: there is no folder {path.parent}")
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write the figure to a file; its ending names the format.
-
-    Raises:
-        InputError: the format isn't known, or the file can't be written.
-    """
-    try:
-        figure.savefig(path, format=_format_of(path, figure), dpi=DPI)
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}") from error
-
-
-def _format_of(path: Path, figure: Figure) -> str:
-    ending = path.suffix.lstrip(".").lower()
-    if ending in figure.canvas.get_supported_filetypes():
-        return ending
-    what = "a name without an ending has no format"
-    if ending:
-        what = f'"{path.suffix}" is no picture that can be drawn'
-    raise InputError(f"{path}: {what}: take .png, .svg or .pdf")

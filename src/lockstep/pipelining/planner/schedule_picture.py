@@ -1,5 +1,4 @@
-"""Pictures of a timeline: a grid of characters for the terminal, a drawing for a file. Simulated or
-measured alike.
+"""The picture of a timeline, simulated or measured: a grid of characters for the terminal.
 
 ::
 
@@ -12,21 +11,18 @@ import itertools
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.pipelining.timeline import Span, Timeline
-from lockstep.pipelining.timeline_charts import Timelines
-from lockstep.report.canvas import save
 
 IDLE = "·"
 LONG = "─"
-CUT = " … "
-_NAME = "0123456789FB"
+CUT = "…"
+_NAME = "0123456789FB─"
 
 KEY = (
     "F0 is the forward of micro-batch 0, B0 its backward (2F0: on stage 2), ··· a device that "
-    "waits, F0── an action that goes on, … the middle, left out. "
+    "waits, F0── an action that goes on, … the rest, left out. "
     "Bubble: the share of the devices' time that is waited; speed-up: over one device that does "
     "the same alone; held: forward is done and backward is not, for each device"
 )
@@ -36,8 +32,8 @@ KEY = (
 def grid(timeline: Timeline, width: int = 80) -> list[str]:
     """Draw a line for each device, at most ``width`` columns wide.
 
-    The scale is one for all: an action of the usual length is as wide as its name. Where the whole
-    is wider than the terminal, its middle, in which the same goes on and on, is left out.
+    The scale is one for all: an action of the usual length is as wide as its name. What is beyond
+    the terminal is left out: the same goes on and on.
 
     Args:
         timeline: simulated or measured.
@@ -58,37 +54,19 @@ def grid(timeline: Timeline, width: int = 80) -> list[str]:
     longest = max(map(len, names.values()))
     last_device = len(timeline.devices) - 1
     digits = len(str(last_device))
-    room = max(width - digits - 2, 2 * longest + len(CUT))
+    room = max(width - digits - 2, longest + len(CUT))
     scale = _scale(timeline, longest + 1)
     wide = round(timeline.makespan * scale)
     if room < wide <= 1.15 * room:
         scale *= room / wide  # a little narrower is better than cut
-    rows = [_row(mine, timeline, scale, names) for mine in timeline.devices]
-    length = max(map(len, rows))
     lines = []
-    for device, row in enumerate(rows):
-        if length > room:
-            row = _without_middle(row, length, room)
+    for device, spans_here in enumerate(timeline.devices):
+        row = _row(spans_here, timeline, scale, names)
+        if len(row) > room:
+            # Half a name would be another one.
+            row = row[: room - len(CUT)].rstrip(_NAME) + CUT
         lines.append(f"{device:>{digits}}  {row}".rstrip())
     return lines
-
-
-def _without_middle(row: str, length: int, room: int) -> str:
-    """Keep the two ends of a row. What was cut through is left out: half a name would be another
-    one.
-
-    Args:
-        row: of one device.
-        length: of the longest row.
-        room: columns at most.
-    """
-    left = (room - len(CUT) + 1) // 2
-    right = room - len(CUT) - left
-    begin = row[:left]
-    end = row[length - right :]
-    whole_begin = begin.rstrip(_NAME).ljust(len(begin))
-    whole_end = end.lstrip(_NAME + LONG).rjust(len(end))
-    return whole_begin + CUT + whole_end
 
 
 def lines_of(title: str, timeline: Timeline, width: int = 80) -> list[str]:
@@ -167,23 +145,3 @@ def summary(timeline: Timeline) -> str:
 def key(width: int = 80) -> list[str]:
     """``KEY``, at most ``width`` columns wide."""
     return textwrap.wrap(KEY, width, break_on_hyphens=False)
-
-
-def draw(timelines: Mapping[str, Timeline], path: str | Path, unit: str = "") -> None:
-    """Draw timelines one above the other, on one scale, to a file: the ending says the format
-    (.png, .svg, .pdf).
-
-    Args:
-        timelines: by title: ``{"ideal": ..., "measured": ...}``.
-        path: the file.
-        unit: of the time axis.
-
-    Raises:
-        InputError: matplotlib isn't installed, can't write that format, or the file can't be
-            written.
-    """
-    titled = {}
-    for title, timeline in timelines.items():
-        titled[f"{title}: {summary(timeline)}"] = timeline
-    figure = Timelines(titled, unit).draw(12.0)
-    save(figure, Path(path))

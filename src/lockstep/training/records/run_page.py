@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import StrategyError, counted
-from lockstep.pipelining.timeline_charts import turns_of
 from lockstep.report.charts import Bars, Lines, Stacks, short
 from lockstep.report.page import Figure, Page, Section, write
 from lockstep.report.table import Table
@@ -141,13 +140,8 @@ def _sections(
         yield Section("What was learned", list(_curves(history)))
 
     profile = run.profile / "summary.json"
-    timeline = run.profile / "timeline.json"
     if profile.is_file():
         yield _time(run.read_json(profile))
-    if profile.is_file() and timeline.is_file():
-        chart, caption = turns_of(run.read_json(timeline)["timelines"])
-        title = "The stages' turns in one step, in milliseconds"
-        yield Section("Who computes when", [Figure("turns", title, chart, caption)])
 
     if summary.get("peak_memory_bytes"):
         yield Section("Memory", [_memory(summary)])
