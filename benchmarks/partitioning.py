@@ -67,8 +67,8 @@ def maps_of(job: lockstep.Job) -> Callable[[int], dict[str, int]]:
     """
     with alone(slots(2)[:1]) as world:
         bench = ModelBenchmark(job, world)
-        found = bench.blocks(bench.part(bench.first.size), measure=False)
-    return lambda place: map_of(bench.model, found, (0, place, len(found.blocks)))
+        blocks = bench.blocks(bench.first.size, seconds=0.0)
+    return lambda place: map_of(bench.model, blocks, (0, place, len(blocks)))
 
 
 def split(name: str) -> dict[str, Any]:

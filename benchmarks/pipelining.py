@@ -95,7 +95,7 @@ def found(job: lockstep.Job) -> Callable[[], Mapping[str, Callable[[], float]]]:
             partition.device_map,
             choice.best.microbatches,
             choice.best.schedule,
-            chunks=len(choice.best.plan.places) // 2,
+            chunks=choice.best.plan.chunks,
         )
         bound = Bound(job, way)
         return {

@@ -199,29 +199,29 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 275_680
+TOTAL = 270_772
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 7_908,
-    "compare": 15_323,
+    "cli": 7_727,
+    "compare": 15_195,
     "data": 14_154,
     "export": 5_649,
     "launch": 21_669,
     "map": 5_340,
     "model": 20_427,
     "parallel": 14_092,
-    "pipelining": 24_316,
+    "pipelining": 19_958,
     "prediction": 4_309,
     "profiling": 4_506,
-    "report": 3_332,
+    "report": 3_180,
     "run": 4_190,
-    "strategies": 55_501,
+    "strategies": 55_477,
     "tensors": 8_841,
     "threads": 7_364,
     "top": 8_289,
-    "training": 29_738,
+    "training": 29_673,
     "verify": 13_832,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the

@@ -323,5 +323,5 @@ def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(
         "--strategy ddp: this strategy has no stages: give pp, mp, ddp=2xpp=2"
         in capfd.readouterr().err
     )
-    assert main(["partition", str(job), "--strategy", "ddp=2xpp=2", "--estimate"]) == 2
+    assert main(["partition", str(job), "--strategy", "ddp=2xpp=2"]) == 2
     assert "2 stages, but the model has 1 block" in capfd.readouterr().err  # those of one replica

@@ -85,7 +85,7 @@ def test_what_is_asked_of_pipelines_and_machines(
 ) -> None:
     (schedule,) = answer(capfd, "schedule")["schedules"].values()
     assert fields({"schedules": 0, **schedule}) == DOCUMENTED["schedule"]
-    found = answer(capfd, "partition", "job.py", "--devices", "2xcpu", "--estimate")
+    found = answer(capfd, "partition", "job.py", "--devices", "2xcpu")
     assert fields(found) == DOCUMENTED["partition"] - {"schedule", "microbatches"}
     assert DOCUMENTED["devices"] - fields(answer(capfd, "devices")) <= {"accelerators"}
     monkeypatch.setattr(doctor, "_process_groups", lambda: iter([]))

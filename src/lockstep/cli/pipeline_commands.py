@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lockstep.cli.options import Answer, above_zero, add_settings, job_in
 from lockstep.errors import InputError, counted, nearest
 from lockstep.tensors.allocator import prepare
-from lockstep.tensors.byte_size import bytes_of
 
 if TYPE_CHECKING:
     from lockstep.job import Job
@@ -29,7 +28,7 @@ def add_partition(commands: Any) -> None:
         epilog="""\
 examples:
   lockstep partition job.py --devices 2 --microbatches auto
-  lockstep partition job.py --devices 4xcpu --estimate --memory 8GiB
+  lockstep partition job.py --devices 4xcpu
 """,
     )
     parser.add_argument("job", help="a Python file with a `job`")
@@ -53,16 +52,6 @@ examples:
         metavar="NAME",
         help="the schedule for which the number of micro-batches is chosen (default: auto)",
     )
-    parser.add_argument(
-        "--estimate",
-        action="store_true",
-        help="estimate times from operations and bytes, without a run",
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZES",
-        help="the memory of each device: 8GiB, or 8GiB,4GiB (default: what the device has)",
-    )
     add_settings(parser)
     parser.set_defaults(function=_partition)
 
@@ -81,17 +70,11 @@ def _partition(options: argparse.Namespace) -> Answer:
     devices = parse(options.devices)
     if options.strategy is not None:
         job, devices = _of_a_replica(options, the_job(job))
-    memory: list[int] | int | None = None
-    if options.memory is not None:
-        sizes = [bytes_of(word, "--memory") for word in options.memory.split(",")]
-        memory = sizes[0] if len(sizes) == 1 else sizes
     if options.microbatches == "auto":
-        if options.estimate:
-            raise InputError("--microbatches auto needs measured times: leave --estimate out")
         only = None
         if options.schedule != "auto":
             only = [_known(options.schedule)]
-        capacity = capacities(devices, memory)
+        capacity = capacities(devices)
         found, choice = planned(the_job(job), devices, schedules=only, capacity=capacity)
         print("\n".join([*found.lines(width), ""]))
         _print_timeline(choice.best.timeline, width)
@@ -105,8 +88,6 @@ def _partition(options: argparse.Namespace) -> Answer:
         job,
         devices=devices,
         microbatches=int(options.microbatches),
-        measured=not options.estimate,
-        memory=memory,
     )
     print("\n".join(found.lines(width)))
     return 0, asdict(found)

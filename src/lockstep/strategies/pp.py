@@ -213,12 +213,11 @@ class PP(Strategy):
         microbatches = self.microbatches
         if microbatches == "auto":
             microbatches = best.microbatches
-        chunks = len(best.plan.places) // len(world.devices)
         return replace(
             self,
             microbatches=microbatches,
             schedule=best.schedule,
-            chunks=chunks,
+            chunks=best.plan.chunks,
         )
 
     def _measured(self, job: Job, world: World) -> tuple[Partition, Choice | None]:
@@ -448,14 +447,13 @@ def _log_stages(found: Partition, world: World) -> None:
     for stage in found.stages:
         share = 100 * stage.time / whole
         stages.append(f"{stage.name} ({share:.0f} %)")
-    how = "measured" if found.measured else "estimated"
     listed = " | ".join(stages)
-    world.emit(Line(f"stages: {listed} of the time, {how}", "plan"))
+    world.emit(Line(f"stages: {listed} of the time, measured", "plan"))
 
 
 def _memory_of(world: World) -> list[float] | None:
     """Give the bytes that a stage may take on each device; slots share what the machine has."""
-    each = capacities(world.devices, None)
+    each = capacities(world.devices)
     if each is None or not world.device.is_slot:
         return each
     of_process = sum(each) / world.local_size

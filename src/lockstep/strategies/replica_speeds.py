@@ -27,7 +27,7 @@ from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.observer import Observer
 from lockstep.launch.placement import alone
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.trace import model_kept
+from lockstep.pipelining.planner.measured_blocks import model_kept
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.strategy import Strategy
 from lockstep.tensors.rows import weighted_sizes

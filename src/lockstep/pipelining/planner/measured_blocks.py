@@ -6,8 +6,9 @@ import copy
 import functools
 import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,15 +19,13 @@ from lockstep.data import Part, job_loader, resolve
 from lockstep.job import Job
 from lockstep.launch.cores import occupied
 from lockstep.launch.devices import Device
-from lockstep.launch.memory import is_out_of_memory
 from lockstep.launch.world import World
 from lockstep.model.build import build_model
 from lockstep.model.losses.counts import Counts
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.precision import Precision
-from lockstep.pipelining.planner.blocks import Block, ModelBlocks, blocks_of
-from lockstep.pipelining.planner.trace import model_kept, trace, watched
-from lockstep.tensors.placing import place_module
+from lockstep.model.snapshot import Snapshot
+from lockstep.pipelining.planner.blocks import Block, block_names
 from lockstep.tensors.pytree import call, clones, tensors, to_device
 from lockstep.tensors.rows import cut
 
@@ -45,24 +44,15 @@ class ModelBenchmark:
         world: of one device.
 
     Attributes:
-        model: the job's, on the device, or on the CPU where it doesn't fit there.
-        device: as given by the world.
+        model: the job's, on the device.
         first: the first micro-batch of the job's training data.
     """
 
     def __init__(self, job: Job, world: World) -> None:
         job = job.replace(loader_workers=0)
-        self.model = build_model(job, world, place=False)
-        self.device = world.device
-        self._place = self.device.torch
-        self._fits = True
-        try:
-            place_module(self.model, self._place)
-        except torch.OutOfMemoryError:
-            self._place = torch.device("cpu")
-            self._fits = False
-            place_module(self.model, self._place)
+        self.model = build_model(job, world)
         self.first = _first_part(job, world)
+        self._device = world.device
         self._state_copies = state_copies(job)
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
@@ -75,59 +65,22 @@ class ModelBenchmark:
         """
         return block.parameters + (1 + self._state_copies) * block.trained
 
-    def part(self, size: int) -> Part:
-        """Give the first samples of the first micro-batch, on the device, in the job's format and
-        layout.
+    def blocks(self, size: int, seconds: float = 1.0) -> tuple[Block, ...]:
+        """Find the blocks with their costs for the first samples of the first micro-batch.
 
         Args:
             size: how many samples.
+            seconds: how long to measure.
         """
         first = self.first
         inputs, targets = cut((first.inputs, first.targets), 0, size, first.size)
+        place = self._device.torch
         dtype = self._precision.whole
-        inputs = to_device(inputs, self._place, dtype, channels_last=self._channels_last)
-        targets = to_device(targets, self._place, dtype)
-        return Part(inputs, targets, size, first.of)
-
-    def blocks(self, part: Part, *, measure: bool = True, seconds: float = 1.0) -> ModelBlocks:
-        """Find the blocks with their costs for a part, estimated where the model and the part
-        don't fit on the device.
-
-        Args:
-            part: of the first micro-batch, as ``part`` gives it.
-            measure: False estimates the costs.
-            seconds: how long to measure.
-        """
-        if measure and self._fits:
-            try:
-                return self._measured(part, seconds)
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-        return self._traced(part, fake=True)
-
-    def _measured(self, part: Part, seconds: float) -> ModelBlocks:
-        # A forward on fake tensors might leave one of them where the training finds it.
-        found = self._traced(part, fake=False)
-        adds = part.size < self.first.size  # it is one of several of a batch
+        inputs = to_device(inputs, place, dtype, channels_last=self._channels_last)
+        targets = to_device(targets, place, dtype)
+        part = Part(inputs, targets, size, first.of)
         total = functools.partial(self._total, part)
-        blocks = measured(
-            self.model,
-            found.blocks,
-            total,
-            self.device,
-            adds=adds,
-            seconds=seconds,
-        )
-        return replace(found, blocks=blocks, measured=True)
-
-    def _traced(self, part: Part, *, fake: bool) -> ModelBlocks:
-        def forward(inputs: Any) -> Any:
-            with self._precision.autocast():
-                return call(self.model, inputs)
-
-        seen = trace(self.model, part.inputs, forward, self.device.type, fake=fake)
-        return blocks_of(self.model, seen)
+        return measured(self.model, total, self._device, seconds=seconds)
 
     def _total(self, part: Part) -> Tensor:
         """One forward of a part and its loss."""
@@ -176,15 +129,14 @@ def state_copies(job: Job) -> float:
 
 def measured(
     model: nn.Module,
-    blocks: Sequence[Block],
     total: Callable[[], Tensor],
     device: Device,
     *,
-    adds: bool = False,
     seconds: float = 1.0,
     rounds: int = 3,
 ) -> tuple[Block, ...]:
-    """Measure the times of blocks, as medians of a few rounds. The model is left as it is.
+    """Find a model's blocks, in the order in which forward comes to them, and measure their times,
+    as medians of a few rounds. The model is left as it is.
 
     One clock, and marks: when a block begins, the time until the next one begins is its own. In
     backward the gradient of a block's output shows that its backward begins. Nothing is put
@@ -193,28 +145,25 @@ def measured(
         forward   |block 0      |block 1   |block 2        |loss
         backward  |loss, block 2     |block 1    |block 0         marks at the gradients of their outputs
 
+    Gradients add up, as those of a batch's micro-batches do.
+
     Args:
         model: on the device, in the mode in which it trains.
-        blocks: as a look at the forward found them.
         total: one forward and the loss.
         device: the model's.
-        adds: whether backward adds to gradients that are there, as it does for every micro-batch
-            but a batch's first.
         seconds: how long to go on, after one round that doesn't count.
         rounds: how many there are at least.
     """
-    names = [block.name for block in blocks]
     taken: list[_Times] = []
     with model_kept(model), occupied(device):
         model.zero_grad()
-        _round(model, names, total, device)
+        blocks = _observed(model, total)
+        names = [block.name for block in blocks]
         end = time.perf_counter() + seconds
-        for number in range(_MOST_ROUNDS):
-            if number >= rounds and time.perf_counter() >= end:
-                break
-            if not adds:
-                model.zero_grad()
+        while len(taken) < rounds or time.perf_counter() < end:
             taken.append(_round(model, names, total, device))
+            if len(taken) == _MOST_ROUNDS:
+                break
 
     def usual(kind: str, name: str) -> float:
         times = [of_round[kind, name] for of_round in taken]
@@ -226,6 +175,77 @@ def measured(
         backward = usual("B", block.name)
         found.append(replace(block, forward=forward, backward=backward))
     return tuple(found)
+
+
+def _observed(model: nn.Module, total: Callable[[], Tensor]) -> list[Block]:
+    """Find the blocks, and their bytes, in one forward and backward.
+
+    Args:
+        model: on the device.
+        total: one forward and the loss.
+    """
+    begun = [""]  # modules, in the order in which they begin
+    kept = [0]  # bytes that are kept for backward, from each begin to the next
+    known = {_storage_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    name_of = {module: name for name, module in model.named_modules()}
+
+    def begins(module: nn.Module, args: Any) -> None:
+        begun.append(name_of[module])
+        kept.append(0)
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = _storage_of(tensor)
+        if storage not in known:
+            known.add(storage)
+            kept[-1] += _bytes_of([tensor])
+        return tensor
+
+    with ExitStack() as stack:
+        for module in name_of:
+            stack.enter_context(module.register_forward_pre_hook(begins))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
+        loss = total()
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+
+    calls = Counter(begun[1:])
+    repeated = {name for name, number in calls.items() if number > 1}
+    names = block_names(model, calls, repeated)
+    first = {name: place for place, name in reversed(list(enumerate(begun)))}
+    names.sort(key=lambda name: first.get(name, 0))
+    activations: Counter[str] = Counter()
+    here = names[0]
+    for name, size in zip(begun, kept, strict=True):
+        if name in names:
+            here = name
+        activations[here] += size
+    return [_block(model, name, activations[name]) for name in names]
+
+
+def _storage_of(tensor: Tensor) -> int:
+    """Give the number of a tensor's storage; of one that isn't strided its own."""
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _bytes_of(held: Iterable[Tensor]) -> int:
+    """Count the bytes of some tensors together."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+
+def _block(model: nn.Module, name: str, activations: int) -> Block:
+    """Count the bytes of a block.
+
+    Args:
+        model: whose block it is.
+        name: of its module.
+        activations: bytes that it keeps for backward.
+    """
+    module = model.get_submodule(name)
+    parameters = _bytes_of([*module.parameters(), *module.buffers()])
+    trained = _bytes_of(p for p in module.parameters() if p.requires_grad)
+    return Block(name, parameters=parameters, trained=trained, activations=activations)
 
 
 def _round(
@@ -244,37 +264,54 @@ def _round(
     """
     taken: _Times = defaultdict(float)
     here = "F", names[0]
+    name_of = {model.get_submodule(name): name for name in names}
 
-    def now() -> float:
-        if not device.is_slot:
-            torch.accelerator.synchronize(device.index)
-        return time.perf_counter()
-
-    since = now()
+    since = _now(device)
 
     def mark(kind: str, name: str) -> None:
         """Begin a block: the time until now was that of the block before."""
         nonlocal here, since
-        moment = now()
+        moment = _now(device)
         taken[here] += moment - since
         here = kind, name
         since = moment
 
-    def ended(name: str, outputs: object) -> None:
+    def begins(module: nn.Module, args: Any) -> None:
+        mark("F", name_of[module])
+
+    def ends(module: nn.Module, args: Any, outputs: Any) -> None:
         def backward_begins(gradient: Tensor) -> None:
-            mark("B", name)
+            mark("B", name_of[module])
 
         for tensor in tensors(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(backward_begins)  # type: ignore[no-untyped-call]
 
-    def begun(name: str, inputs: object) -> None:
-        mark("F", name)
-
-    with watched(model, names, begun, ended):
+    with ExitStack() as stack:
+        for module in name_of:
+            stack.enter_context(module.register_forward_pre_hook(begins))
+            stack.enter_context(module.register_forward_hook(ends))
         loss = total()
         mark("B", here[1])
         if loss.requires_grad:
             torch.autograd.backward(loss)
         mark("B", here[1])
     return taken
+
+
+def _now(device: Device) -> float:
+    """Give the time at which a device has done all that it was given."""
+    if not device.is_slot:
+        torch.accelerator.synchronize(device.index)
+    return time.perf_counter()
+
+
+@contextmanager
+def model_kept(model: nn.Module) -> Iterator[None]:
+    """Put attributes, buffers and the states of generators back afterwards, without gradients."""
+    snapshot = Snapshot(model, parameters=False)
+    try:
+        yield
+    finally:
+        snapshot.put_back()
+        model.zero_grad()

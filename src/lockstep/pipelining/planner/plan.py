@@ -2,29 +2,26 @@
 chosen.
 
 More micro-batches wait less, but cutting a batch costs: small operators are slower for each sample.
-So each stage's time is known for two sizes of micro-batch or more, and is taken to be a straight
-line between them::
-
-    time of a stage for n samples  =  a + b n        a: what each micro-batch costs, however small
-
-Every schedule is simulated with every number of micro-batches; what doesn't fit into the devices'
-memory is left out.
+So each stage's time is measured for several sizes of micro-batch, and is taken to lie on a straight
+line between them. Every schedule is simulated with every number of micro-batches; what doesn't fit
+into the devices' memory is left out.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy
 
 from lockstep.errors import StrategyError, counted
 from lockstep.job import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.placement import alone
 from lockstep.pipelining.device_map import DeviceMap
-from lockstep.pipelining.planner.blocks import Block, ModelBlocks
+from lockstep.pipelining.planner.blocks import Block
 from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import simulate
@@ -54,7 +51,7 @@ class Costs:
     """What one stage costs.
 
     Attributes:
-        forward: seconds by the samples of a micro-batch, for two sizes or more.
+        forward: seconds by the samples of a micro-batch.
         backward: the same.
         kept: bytes that a sample leaves for backward.
         fixed: bytes that are there always: parameters, gradients, the optimizer's state.
@@ -68,26 +65,27 @@ class Costs:
 
 @dataclass(frozen=True)
 class Plan:
-    """A way to lay the model over the devices.
+    """A way to lay the model over the devices: stage s is on device ``s % devices``.
 
     Attributes:
-        places: the device of each stage.
+        devices: how many.
         costs: what each stage costs.
+        partition: the layers of each stage.
     """
 
-    places: tuple[int, ...]
+    devices: int
     costs: tuple[Costs, ...]
+    partition: Partition | None = None
 
     @property
-    def devices(self) -> int:
-        """The number of devices."""
-        return max(self.places) + 1
+    def chunks(self) -> int:
+        """The number of stages on each device."""
+        return len(self.costs) // self.devices
 
     def schedules(self, microbatches: int) -> dict[str, Schedule]:
         """Return the schedules that this plan can have, by name."""
-        chunks = len(self.places) // self.devices
-        if chunks > 1:
-            return {"interleaved": interleaved(self.devices, microbatches, chunks)}
+        if self.chunks > 1:
+            return {"interleaved": interleaved(self.devices, microbatches, self.chunks)}
         return {
             "1f1b": one_f_one_b(self.devices, microbatches),
             "gpipe": gpipe(self.devices, microbatches),
@@ -103,23 +101,19 @@ class Candidate:
         schedule: its name.
         microbatches: how many.
         timeline: as simulated.
-        peak: bytes that each device holds at most.
-        filled: those, as shares of what each device has; 0 where memory isn't looked at.
-        cutting: how many times the work of the whole batch its micro-batches take together.
+        one_device: seconds of one device with the whole batch.
+        filled: the share of its memory that the fullest device holds, at most; 0 where memory isn't
+            looked at.
+        peak: bytes of that.
     """
 
     plan: Plan
     schedule: str
     microbatches: int
     timeline: Timeline
-    peak: tuple[float, ...]
-    filled: tuple[float, ...]
-    cutting: float
-
-    @property
-    def fits(self) -> bool:
-        """Whether each device has the memory."""
-        return max(self.filled) <= 1
+    one_device: float
+    filled: float
+    peak: float
 
     @property
     def seconds(self) -> float:
@@ -143,16 +137,13 @@ class Choice:
         """A sentence or two."""
         best = self.best
         seconds = best.seconds
-        timeline = best.timeline
-        whole = seconds * timeline.speed_up / best.cutting
         samples = counted(self.samples, "sample")
-        bubble = f"bubble {100 * timeline.bubble:.1f} %"
         why = (
             f"{best}: {seconds * 1e3:.3g} ms of forward and backward for {samples}, "
-            f"{whole / seconds:.3g} times as fast as one device with the whole batch "
-            f"({bubble}, cutting costs {best.cutting:.2f})"
+            f"{best.one_device / seconds:.3g} times as fast as one device with the whole batch "
+            f"(bubble {100 * best.timeline.bubble:.1f} %)"
         )
-        if whole < seconds and best.plan.devices > 1:
+        if best.one_device < seconds and best.plan.devices > 1:
             why += (
                 "; micro-batches cost more here than overlap gains: one device, or larger "
                 "batches, would be faster"
@@ -178,69 +169,48 @@ def choose_schedule(
         microbatches: the numbers that may be taken.
 
     Raises:
-        StrategyError: nothing fits (the message has both sizes), or there is nothing to choose
-            from.
+        StrategyError: nothing fits, or there is nothing to choose from.
     """
     found: list[Candidate] = []
     for plan, number in itertools.product(plans, microbatches):
-        if 1 <= number <= batch:
-            found += _candidates(batch, plan, number, capacity, schedules)
+        if number <= batch:
+            for candidate in _candidates(batch, plan, number, capacity):
+                if schedules is None or candidate.schedule in schedules:
+                    found.append(candidate)
     if not found:
         raise StrategyError(
-            f"schedule: there is nothing to choose from: {len(plans)} plans, schedules "
-            f"{schedules or 'all'}, micro-batches {list(microbatches)} of a batch of {batch}"
+            f"schedule: no {schedules or 'schedule'} with {list(microbatches)} micro-batches of a "
+            f"batch of {batch}"
         )
     found.sort(key=lambda candidate: candidate.seconds)
-    fitting = [candidate for candidate in found if candidate.fits]
-    if not fitting and capacity is not None:
-        nearest = min(found, key=lambda candidate: max(candidate.filled))
-        fullest = max(nearest.filled)
-        device = nearest.filled.index(fullest)
-        needed = size_text(nearest.peak[device])
-        has = size_text(capacity[device])
+    fitting = [candidate for candidate in found if candidate.filled <= 1]
+    if not fitting:
+        nearest = min(found, key=lambda candidate: candidate.filled)
         raise StrategyError(
-            f"schedule: nothing fits: {nearest} needs {needed} on device {device}, which has "
-            f"{has}: use more devices, a smaller batch_size, or activation_checkpointing"
+            f"schedule: nothing fits: {nearest} needs {size_text(nearest.peak)} on a device that "
+            f"has {size_text(nearest.peak / nearest.filled)}: use more devices, a smaller "
+            "batch_size, or activation_checkpointing"
         )
     limit = _NEAR * fitting[0].seconds
     as_fast = [candidate for candidate in fitting if candidate.seconds <= limit]
-    best = min(as_fast, key=_preference)
+    best = min(as_fast, key=lambda one: (one.plan.chunks, one.filled, one.seconds))
     return Choice(best, batch, tuple(found))
 
 
-def _preference(candidate: Candidate) -> tuple[int, float, int]:
-    """Give the key of a candidate among those that are as fast; the least is taken."""
-    stages = len(candidate.plan.places)
-    peak = max(candidate.peak)
-    return stages, peak, candidate.microbatches
-
-
 def at(points: Mapping[int, float], samples: int) -> float:
-    """Give the time for a number of samples, on the straight line through the two nearest sizes.
-
-    Below the smallest size it is at least in proportion to samples: a sample of a small micro-batch
-    is never cheaper.
+    """Give the time for a number of samples, on the straight lines between the sizes that were
+    measured. A micro-batch below the smallest one isn't cheaper.
 
     Args:
         points: seconds by samples.
         samples: how many.
     """
-    if samples in points:
-        return points[samples]
     sizes = sorted(points)
-    smallest = sizes[0]
-    in_proportion = points[smallest] * samples / smallest
-    if len(sizes) == 1:
-        return in_proportion
-    right = bisect.bisect(sizes, samples, 1, len(sizes) - 1)
-    low = sizes[right - 1]
-    high = sizes[right]
-    slope = (points[high] - points[low]) / (high - low)
-    # A line that would fall, by noise, is taken as level.
-    value = points[low] + max(slope, 0.0) * (samples - low)
-    if samples < smallest:
-        value = max(value, in_proportion)
-    return value
+    seconds = [points[size] for size in sizes]
+    if len(sizes) == 1:  # in proportion
+        sizes.insert(0, 0)
+        seconds.insert(0, 0.0)
+    return float(numpy.interp(samples, sizes, seconds))
 
 
 def _candidates(
@@ -248,7 +218,6 @@ def _candidates(
     plan: Plan,
     microbatches: int,
     capacity: Sequence[float] | None,
-    schedules: Sequence[str] | None,
 ) -> Iterator[Candidate]:
     """Simulate each schedule of a plan with a number of micro-batches.
 
@@ -257,35 +226,25 @@ def _candidates(
         plan: whose schedules they are.
         microbatches: how many.
         capacity: bytes of each device; None doesn't look at memory.
-        schedules: those that may be taken; None is all.
     """
     sizes = share_sizes(batch, microbatches)
     forward = []
     backward = []
     kept = {}
-    whole = 0.0
-    cut = 0.0
+    one_device = 0.0
     for stage, cost in enumerate(plan.costs):
         forward.append([at(cost.forward, size) for size in sizes])
         backward.append([at(cost.backward, size) for size in sizes])
         kept[stage] = cost.kept * sizes[0]
-        whole += at(cost.forward, batch) + at(cost.backward, batch)
-        cut += sum(forward[stage]) + sum(backward[stage])
-    cutting = 1.0
-    if whole:
-        cutting = cut / whole
-    room = capacity or [math.inf] * plan.devices
+        one_device += at(cost.forward, batch) + at(cost.backward, batch)
     for name, schedule in plan.schedules(microbatches).items():
-        if schedules is not None and name not in schedules:
-            continue
         timeline = simulate(schedule, forward, backward)
-        peak = list(timeline.held(kept))
-        for device, cost in zip(plan.places, plan.costs, strict=True):
-            peak[device] += cost.fixed
-        filled = []
-        for need, there in zip(peak, room, strict=True):
-            filled.append(need / max(there, 1.0))
-        yield Candidate(plan, name, microbatches, timeline, tuple(peak), tuple(filled), cutting)
+        full = []
+        for device, held in enumerate(timeline.held(kept)):
+            room = math.inf if capacity is None else max(capacity[device], 1.0)
+            peak = held + sum(cost.fixed for cost in plan.costs[device :: plan.devices])
+            full.append((peak / room, peak))
+        yield Candidate(plan, name, microbatches, timeline, one_device, *max(full))
 
 
 def planned(
@@ -330,35 +289,32 @@ def planned(
         near = min(by_size)
     blocks = by_size[near]
     plans: list[Plan] = []
-    partitions: dict[tuple[int, ...], Partition] = {}  # by the places of a plan's stages
     for each in chunks:
-        stages = each * len(devices)
-        is_further = bool(plans) and device_map is None
-        if is_further and (stages > len(blocks.blocks) or len(devices) == 1):
+        of_stages = [*devices] * each
+        if plans and (len(of_stages) > len(blocks) or len(devices) == 1):
             continue
-        places = tuple(stage % len(devices) for stage in range(stages))
         # What is held is looked at by the simulation, which knows the schedule.
-        of_stages = [devices[place] for place in places]
         found = divided(bench, blocks, near, of_stages, given=device_map)
-        partitions[places] = found
-        plans.append(Plan(places, _costs(bench, by_size, found)))
+        plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, batch) for number in microbatches})
     possible = [number for number in numbers if batch // number > too_small]
-    if not possible:
-        # They were asked for, and the first update says what is wrong with them.
-        possible = numbers
     choice = choose_schedule(
         batch,
         plans,
         capacity=capacity,
         schedules=schedules,
-        microbatches=possible,
+        # If none is possible, the first update says what is wrong with them.
+        microbatches=possible or numbers,
     )
-    return partitions[choice.best.plan.places], choice
+    chosen = choice.best.plan.partition
+    assert chosen is not None
+    return chosen, choice
 
 
-def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int, ModelBlocks], int]:
+def _measured_at_sizes(
+    bench: ModelBenchmark, seconds: float
+) -> tuple[dict[int, tuple[Block, ...]], int]:
     """Measure the blocks by the samples of a micro-batch, and the first size that the model can't
     take (0: none).
 
@@ -367,23 +323,21 @@ def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> tuple[dict[int,
         seconds: how long to measure, for each size.
     """
     whole = bench.first.size
-    near = max(1, whole // _NEAR_CUT)
-    small = max(1, whole // _SMALL_CUT)
-    by_size: dict[int, ModelBlocks] = {}
-    for size in sorted({whole, near, small}, reverse=True):
+    by_size = {whole: bench.blocks(whole, seconds)}
+    for number in (_NEAR_CUT, _SMALL_CUT):
+        size = max(1, whole // number)
+        if size in by_size:
+            continue
         try:
-            part = bench.part(size)
-            by_size[size] = bench.blocks(part, seconds=seconds)
+            by_size[size] = bench.blocks(size, seconds)
         except Exception:
-            if size == whole:
-                raise
             return by_size, size  # BatchNorm, say, has nothing to normalise over in one sample
     return by_size, 0
 
 
 def _costs(
     bench: ModelBenchmark,
-    by_size: Mapping[int, ModelBlocks],
+    by_size: Mapping[int, Sequence[Block]],
     found: Partition,
 ) -> tuple[Costs, ...]:
     """Sum what each stage of a partition costs, at each size with which forward goes the same way.
@@ -394,21 +348,17 @@ def _costs(
         found: the partition.
     """
     names = {block.name for block in found.blocks}
-    same: dict[int, dict[str, Block]] = {}
-    for size, of_size in by_size.items():
-        by_name = {block.name: block for block in of_size.blocks}
-        if set(by_name) == names:
-            same[size] = by_name
     costs = []
     for stage in found.stages:
+        own = {block.name for block in stage.blocks}
         forward = {}
         backward = {}
-        for size, by_name in same.items():
-            own = [by_name[block.name] for block in stage.blocks]
-            forward[size] = sum(block.forward for block in own)
-            backward[size] = sum(block.backward for block in own)
+        for size, blocks in by_size.items():
+            if {block.name for block in blocks} == names:
+                here = [block for block in blocks if block.name in own]
+                forward[size] = sum(block.forward for block in here)
+                backward[size] = sum(block.backward for block in here)
         kept = stage.activations / found.samples
         fixed = sum(bench.fixed(block) for block in stage.blocks)
-        cost = Costs(forward, backward, kept, fixed)
-        costs.append(cost)
+        costs.append(Costs(forward, backward, kept, fixed))
     return tuple(costs)

@@ -37,7 +37,7 @@ class Stage:
         """The first and the last block."""
         if not self.blocks:
             return "nothing"
-        names = [block.name or "the model" for block in (self.blocks[0], self.blocks[-1])]
+        names = [self.blocks[0].name or "the model", self.blocks[-1].name or "the model"]
         return " to ".join(dict.fromkeys(names))
 
     @property
@@ -101,15 +101,11 @@ class Partition:
         device_map: prefixes of names and their stages, for the strategies ``mp`` and ``pp``.
         stages: in order.
         samples: of the micro-batch that was measured.
-        measured: whether times were measured, or estimated.
-        notes: what a person should know.
     """
 
     device_map: dict[str, int]
     stages: tuple[Stage, ...]
     samples: int
-    measured: bool
-    notes: tuple[str, ...] = ()
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -132,19 +128,17 @@ class Partition:
         """Give a bar, the costs and the blocks of each stage, and the map to paste, at most
         ``width`` columns wide.
         """
-        how = f"measured on {self.stages[0].device}" if self.measured else "estimated, not measured"
         stages = counted(len(self.stages), "stage")
         blocks = counted(len(self.blocks), "block")
         samples = counted(self.samples, "sample")
-        lines = textwrap.wrap(f"{stages} of {blocks}; {how}, a micro-batch of {samples}", width)
+        measured = f"measured on {self.stages[0].device}, a micro-batch of {samples}"
+        lines = textwrap.wrap(f"{stages} of {blocks}; {measured}", width)
         slowest = max(stage.time for stage in self.stages) or 1.0
         for number, stage in enumerate(self.stages):
             lines += stage.lines(number, stage.time / slowest, width)
         if len(self.stages) > 1:
             speed_up = f"at most {self.speed_up:.3g} times as fast as one device"
             lines += textwrap.wrap(speed_up, width)
-        for note in self.notes:
-            lines += textwrap.wrap(f"note: {note}", width)
         pasting = "below, for MP and PP; --map takes what is in braces, or a file of it"
         lines += [*textwrap.wrap(pasting, width), ""]
         pasted = f"device_map={json.dumps(self.device_map)}"
