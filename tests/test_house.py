@@ -199,15 +199,15 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 270_772
+TOTAL = 269_032
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 7_727,
+    "cli": 7_667,
     "compare": 15_195,
     "data": 14_154,
-    "export": 5_649,
+    "export": 3_969,
     "launch": 21_669,
     "map": 5_340,
     "model": 20_427,

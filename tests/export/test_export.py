@@ -23,11 +23,9 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep import Job, Run
-from lockstep.checkpoint.weights import save_weights
 from lockstep.cli.command import main
 from lockstep.errors import InputError, NotEqual
 from lockstep.export import Exported
-from lockstep.export.weight_parts import write_parts
 
 from harness import same_bits  # isort: skip
 from zoo import Tagger, drawn, labels, mlp, plain_sgd, right
@@ -89,44 +87,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # ---- what a file computes ------------------------------------------------------------------------
 
 
-def test_safetensors_in_parts_have_an_index(run: Run, tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    found = lockstep.export(run, path, format="safetensors", max_shard_size="300B", quiet=True)
-    assert found.path == tmp_path / "model.safetensors.index.json"
-    index = json.loads(found.path.read_text())
-    weights = run.model().state_dict()
-    assert index["metadata"] == {"total_size": sum(value.nbytes for value in weights.values())}
-    files = sorted(set(index["weight_map"].values()))
-    assert (
-        files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
-        and len(files) > 1
-    )
-    for name, value in weights.items():
-        assert torch.equal(load_file(tmp_path / index["weight_map"][name])[name], value)
-    for file in files:
-        of = load_file(tmp_path / file)
-        assert len(of) == 1 or sum(value.nbytes for value in of.values()) <= 300
-    refused("it is there already", run, out=path, format="safetensors", max_shard_size="1kB")
-    refused("onnx is one file", run, format="onnx", max_shard_size="1kB")
-    refused(
-        "max_shard_size 5 apples: write a size",
-        run,
-        format="safetensors",
-        max_shard_size="5 apples",
-    )
-
-
-def test_transformers_loads_weights_in_parts(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-    save_weights(tmp_path / "weights.safetensors", model.state_dict())
-    write_parts(tmp_path / "weights.safetensors", tmp_path / "model.safetensors", 8000)
-    config.save_pretrained(tmp_path)
-    (tmp_path / "weights.safetensors").unlink()
-    assert same_bits(transformers.GPT2LMHeadModel.from_pretrained(tmp_path), model)
-
-
 def test_safetensors_has_the_weights_by_one_device_names(run: Run, tmp_path: Path) -> None:
     found = lockstep.export(run, tmp_path / "a.safetensors", format="safetensors", quiet=True)
     weights, state = load_file(found.path), run.model().state_dict()
@@ -180,7 +140,7 @@ def test_tied_weights_are_in_the_file_by_each_name(tmp_path: Path) -> None:
 
 def test_a_program_takes_batches_of_any_size(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     found = lockstep.export(run, format="torch-export", overwrite=True)
-    assert found == Exported(run.folder / "exported.pt2", 0.0, {})
+    assert found == Exported(run.folder / "exported.pt2", 0.0)
     module = program(found.path)
     for size in (1, 2, 33):
         assert module(drawn(size, 6)).equal(run.model()(drawn(size, 6)))
@@ -346,53 +306,13 @@ def test_a_run_without_evaluation_data_is_compared_on_training_samples(
     tmp_path: Path, capsys: Any
 ) -> None:
     run = trained(tmp_path, eval_data=None, metrics={})
-    found = lockstep.export(run, format="torch-export", dtype="bfloat16")
-    out = capsys.readouterr().out
-    assert "compared on 8 training samples" in out and "note: no metrics: no evaluation data" in out
-    assert found.metrics == {}
-
-
-# ---- computing in less ---------------------------------------------------------------------------
-
-
-def test_bfloat16_has_its_metrics_beside_those_of_the_run(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    found = lockstep.export(run, format="torch-export", dtype="bfloat16")
-    assert found.path.name == "exported-bfloat16.pt2" and 1e-4 < found.difference < 0.02
-    assert found.metrics["float32"] == pytest.approx(lockstep.evaluate(run, devices=1), rel=1e-6)
-    assert found.metrics["bfloat16"]["loss"] == pytest.approx(
-        found.metrics["float32"]["loss"], rel=0.01
-    )
-    module = program(found.path)
-    assert {t.dtype for t in module.state_dict().values()} == {torch.bfloat16}
-    assert (
-        module(drawn(3, 6)).dtype == torch.float32
-    )  # what it takes and gives is what the run does
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:5]]
-    assert [row[0] for row in rows] == ["float32", "loss", "accuracy"] and rows[0][1] == "bfloat16"
-
-
-def test_int8_weights_of_linear_layers_have_their_metrics_beside_those_of_the_run(run: Run) -> None:
-    needs_onnx()
-    import onnx
-
-    found = lockstep.export(run, format="onnx", quantize="int8", quiet=True)
-    assert found.path.name == "exported-int8.onnx" and 1e-5 < found.difference < 0.05
-    assert found.metrics["float32"] == pytest.approx(lockstep.evaluate(run, devices=1), rel=1e-6)
-    assert found.metrics["int8"]["loss"] == pytest.approx(
-        found.metrics["float32"]["loss"], rel=0.05
-    )
-    assert [node.op_type for node in onnx.load(found.path).graph.node].count("MatMulInteger") == 2
+    lockstep.export(run, format="torch-export")
+    assert "compared on 8 training samples" in capsys.readouterr().out
 
 
 def test_weights_in_float32_of_a_run_in_mixed_precision_are_exported(tmp_path: Path) -> None:
     run = trained(tmp_path, precision="bf16", compile="eager", channels_last=True)
     assert lockstep.export(run, format="torch-export", quiet=True).difference == 0
-    halves = load_file(
-        lockstep.export(run, format="safetensors", dtype="bfloat16", quiet=True).path
-    )
-    assert {t.dtype for t in halves.values()} == {torch.bfloat16}
 
 
 # ---- strategies ----------------------------------------------------------------------------------
@@ -508,15 +428,6 @@ def test_a_file_that_differs_is_not_kept(run: Run, tmp_path: Path) -> None:
             'format: \'onxx\' is not "safetensors" or "torch-export" or "onnx" or "tensorrt"',
         ),
         ({"format": "onnx", "dynamic": "all"}, 'dynamic: \'all\' is not "batch" or "none"'),
-        (
-            {"format": "torch-export", "dtype": "int8"},
-            'dtype: \'int8\' is not "bfloat16" or "float32"',
-        ),
-        ({"format": "torch-export", "quantize": "int8"}, "quantize: int8 is for onnx"),
-        (
-            {"format": "onnx", "dtype": "bfloat16"},
-            "onnxruntime has no bfloat16 on CPUs.*: take torch-export",
-        ),
         ({"format": "onnx", "out": "a.pt2"}, "out: a.pt2 should end in .onnx"),
         (
             {"format": "safetensors", "out": "nowhere/a.safetensors"},
@@ -637,20 +548,12 @@ def test_the_command_trusts_a_job_file_as_evaluate_does(
 
 
 def test_the_command_ends_with_3_where_the_file_differs(
-    kept: Path, capsys: pytest.CaptureFixture[str]
+    kept: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = sorted(kept.rglob("*"))
-    words = [
-        "export",
-        str(kept),
-        "--format",
-        "torch-export",
-        "--dtype",
-        "bfloat16",
-        "--tolerance",
-        "1e-9",
-    ]
-    assert main(words) == 3
+    module = sys.modules["lockstep.export.export_run"]
+    monkeypatch.setattr(module, "_difference", lambda run, file: 1e-3)
+    assert main(["export", str(kept), "--format", "torch-export"]) == 3
     captured = capsys.readouterr()
     assert re.fullmatch(r"lockstep: not equal: outputs of the file differ by .*\n", captured.err)
     assert "exported" not in captured.out and sorted(kept.rglob("*")) == before

@@ -62,21 +62,6 @@ def split(given: dict[Any, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return tuple(given.values()), {}
 
 
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """Return the dtype of a model's floating point parameters."""
-    for p in model.parameters():
-        if p.is_floating_point():
-            return p.dtype
-    return torch.float32
-
-
-def converted(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return a tensor in a dtype, if it holds floating point numbers; None is its own dtype."""
-    if tensor.is_floating_point():
-        return tensor.to(dtype)
-    return tensor
-
-
 class Exportable:
     """A model in evaluation mode whose forward takes and gives plain tensors.
 
@@ -84,7 +69,6 @@ class Exportable:
         model: of the run. It is changed.
         batches: inputs of several batches. The first one is the example.
         sizes: the samples of each batch.
-        dtype: the model computes in it, and takes and gives the run's; None is the run's.
 
     Attributes:
         model: with the new forward.
@@ -96,13 +80,7 @@ class Exportable:
         InputError: the batches differ in more than the sizes of tensors.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: list[Any],
-        sizes: list[int],
-        dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, batches: list[Any], sizes: list[int]) -> None:
         kinds = set()
         for batch in batches:
             kind = each(lambda t: f"{t.dtype} {t.dim()}", batch)
@@ -114,7 +92,7 @@ class Exportable:
             )
         self.model = model.eval().requires_grad_(False)
         self.example = arguments(batches[0])
-        parameters = self._replace_forward(batches[0], dtype)
+        parameters = self._replace_forward(batches[0])
         named = dict(zip(parameters, self.example.values(), strict=True))
         self.names = [name for name, _ in named_tensors(named)]
 
@@ -129,12 +107,11 @@ class Exportable:
                     dims[d] = "batch" if is_batch else f"{name}_{d}"
             self.dims.append(dims)
 
-    def _replace_forward(self, inputs: Any, dtype: torch.dtype | None) -> list[str]:
+    def _replace_forward(self, inputs: Any) -> list[str]:
         """Give the model a forward with a parameter for each argument that holds tensors.
 
         Args:
             inputs: of the example.
-            dtype: the model computes in it; None is the run's.
 
         Returns:
             The names of these parameters.
@@ -142,26 +119,18 @@ class Exportable:
         forward = self.model.forward
         every = all_arguments(inputs)
         keys = list(self.example)
-        own = dtype_of(self.model)
 
         def exported(*args: Any, **kwargs: Any) -> Any:
             """Compute the outputs; arguments without tensors are those of the example."""
             by_position = dict(zip(keys, args, strict=False))
-            given = {**every, **by_position, **kwargs}
-            if dtype is not None:
-                given = each(lambda t: converted(t, dtype), given)
-            args, kwargs = split(given)
-            outputs = plain(forward(*args, **kwargs))
-            if dtype is not None:
-                outputs = each(lambda t: converted(t, own), outputs)
-            return outputs
+            args, kwargs = split({**every, **by_position, **kwargs})
+            return plain(forward(*args, **kwargs))
 
         names = _names_of(forward, keys)
         # torch.export calls inputs by the names in a signature.
         named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         exported.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
         self.model.forward = exported
-        self.model.to(dtype)
         return names
 
     def __str__(self) -> str:

@@ -146,32 +146,6 @@ def _write_engine(what: Exportable, path: Path, most: int) -> None:
     torch_tensorrt.save(engine, str(path), arg_inputs=args, kwarg_inputs=kwargs)
 
 
-def quantize_linear_layers(path: Path) -> None:
-    """Convert the weights of an ONNX file's linear layers to int8.
-
-    Convolutions would be slower, and off by a fifth.
-
-    Raises:
-        InputError: there are no linear layers.
-    """
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    quantize_dynamic(
-        path,
-        path,
-        weight_type=QuantType.QUInt8,
-        op_types_to_quantize=["MatMul"],
-    )
-    # A large file had a second one; now all is in one.
-    path.with_name(f"{path.name}.data").unlink(missing_ok=True)
-    nodes = onnx.load(path).graph.node
-    if not any(node.op_type == "MatMulInteger" for node in nodes):
-        raise InputError(
-            "quantize: the model has no linear layer, and nothing else becomes int8: leave it out"
-        )
-
-
 def read(format: str, what: Exportable, path: Path, outputs: Any) -> nn.Module:
     """Load what was written, as a module that computes by the file.
 
