@@ -199,12 +199,12 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 269_032
+TOTAL = 266_450
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 7_667,
+    "cli": 6_830,
     "compare": 15_195,
     "data": 14_154,
     "export": 3_969,
@@ -212,9 +212,9 @@ TOKENS = {
     "map": 5_340,
     "model": 20_427,
     "parallel": 14_092,
-    "pipelining": 19_958,
+    "pipelining": 18_633,
     "prediction": 4_309,
-    "profiling": 4_506,
+    "profiling": 4_086,
     "report": 3_180,
     "run": 4_190,
     "strategies": 55_477,

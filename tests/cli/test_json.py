@@ -83,10 +83,13 @@ def test_what_is_done_with_a_run(job: Path, capfd: pytest.CaptureFixture[str]) -
 def test_what_is_asked_of_pipelines_and_machines(
     job: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (schedule,) = answer(capfd, "schedule")["schedules"].values()
-    assert fields({"schedules": 0, **schedule}) == DOCUMENTED["schedule"]
     found = answer(capfd, "partition", "job.py", "--devices", "2xcpu")
-    assert fields(found) == DOCUMENTED["partition"] - {"schedule", "microbatches"}
+    assert fields(found) == DOCUMENTED["partition"] - {
+        "schedule",
+        "microbatches",
+        "time",
+        "bubble",
+    }
     assert DOCUMENTED["devices"] - fields(answer(capfd, "devices")) <= {"accelerators"}
     monkeypatch.setattr(doctor, "_process_groups", lambda: iter([]))
     assert fields(answer(capfd, "doctor")) == DOCUMENTED["doctor"]

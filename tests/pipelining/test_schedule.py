@@ -8,9 +8,10 @@ import re
 import pytest
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.simulate import Timeline, simulate
 from lockstep.pipelining.schedule import (
     SCHEDULES,
+    Action,
     Schedule,
     devices_of,
     gpipe,
@@ -18,14 +19,12 @@ from lockstep.pipelining.schedule import (
     merged,
     one_f_one_b,
     orders_of,
-    printed,
     straight,
 )
-from lockstep.pipelining.timeline import Action, Timeline
 
 
 def parse(text: str) -> Schedule:
-    """The schedule that ``printed`` printed."""
+    """A schedule of words."""
     return [[action_of(word) for word in line.split()] for line in text.strip().splitlines()]
 
 
@@ -41,7 +40,7 @@ def picture(timeline: Timeline) -> list[str]:
         timeline.devices
     )
     for spans in timeline.devices:
-        row = ["."] * round(timeline.end)
+        row = ["."] * round(timeline.makespan)
         for action, start, end in spans:
             row[round(start) : round(end)] = [str(action)[0 if several else 1 :]] * round(
                 end - start
@@ -76,7 +75,7 @@ def test_interleaved_passes_twice_over_the_devices() -> None:
 
 
 def test_fewer_microbatches_than_stages_are_a_schedule_too() -> None:
-    assert printed(one_f_one_b(3, 1)) == "0F0 0B0\n1F0 1B0\n2F0 2B0" == printed(gpipe(3, 1))
+    assert one_f_one_b(3, 1) == parse("0F0 0B0\n1F0 1B0\n2F0 2B0") == gpipe(3, 1)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -85,7 +84,6 @@ def test_every_schedule_can_be_run_and_sums_gradients_in_the_order_of_one_device
         for microbatches in range(1, 15):
             schedule = SCHEDULES[name](devices, microbatches)
             simulate(schedule)
-            assert parse(printed(schedule)) == schedule
             places = devices_of(schedule)
             actions = sorted(itertools.chain(*schedule))
             assert actions == sorted(
@@ -150,27 +148,15 @@ def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
             (Action(1, "B", 1), 12, 17),
         ],
     ]
-    assert (
-        even.makespan == 19 and even.busy == (6, 16) and even.bubble == pytest.approx(1 - 22 / 38)
-    )
+    assert even.makespan == 19 and even.bubble == pytest.approx(1 - 22 / 38)
     smaller_last = simulate(one_f_one_b(2, 2), [[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
     assert smaller_last.makespan == 14
     assert simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0], transfer=0.5).makespan == 20
 
 
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        (
-            "0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0",
-            "wait for each other for ever: device 0 waits with 0B0 for 1B0, device 1 waits with "
-            "1F1 for 0F1",
-        ),
-        ("0B0 0F0", "device 0 waits with 0B0 for 0F0"),
-    ],
-)
-def test_a_schedule_that_cannot_be_run_is_refused_with_the_action(text: str, says: str) -> None:
-    with pytest.raises(StrategyError, match=".*".join(says.split("  "))):
+@pytest.mark.parametrize("text", ["0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "0B0 0F0"])
+def test_a_schedule_that_cannot_be_run_is_refused(text: str) -> None:
+    with pytest.raises(StrategyError, match="wait for each other for ever"):
         simulate(parse(text))
 
 

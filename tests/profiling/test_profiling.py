@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import subprocess
 import sys
@@ -18,9 +17,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import lockstep
 from lockstep import Job, train
-from lockstep.pipelining.planner.simulate import ideal
-from lockstep.pipelining.schedule import one_f_one_b
-from lockstep.pipelining.timeline import Action, Span, Timeline
 from lockstep.profiling.profile_table import lines_of
 from lockstep.profiling.time_breakdown import KINDS, StepTimes, Track, times_of
 from lockstep.run.events import Profile, TimesOf
@@ -450,53 +446,10 @@ class Late(nn.Linear):
         return super().forward(x)
 
 
-def timeline_of(kept: list[list[list[Any]]]) -> Timeline:
-    """What ``Timeline.plain`` gave the values of."""
-    return Timeline(
-        [
-            [Span(Action(int(word[0]), word[1], int(word[2:])), *times) for word, *times in rows]
-            for rows in kept
-        ]
-    )
-
-
-def test_the_stages_of_a_pipeline_are_shown_as_they_went_beside_what_would_be_ideal(
-    tmp_path, capsys
-) -> None:
+def test_a_device_of_a_pipeline_waits_for_the_stages_of_others(tmp_path) -> None:
     way = PP({"0": 0, "1": 1}, 4)
     run = train(job(model=Sleeper), strategy=way, devices="2xcpu", folder=tmp_path, profile=True)
-    said = capsys.readouterr().out
-    assert (
-        "measured:" in said
-        and "ideal, with the same stage times:" in said
-        and said.count("bubble") == 2
-    )
-    folder = run.folder / "profile"
-    kept = json.loads((folder / "timeline.json").read_text())
-    for kept_of in kept["timelines"].values():
-        timeline = timeline_of(kept_of)
-        assert [[span.action for span in device] for device in timeline.devices] == one_f_one_b(
-            2, 4
-        )
-        assert all(
-            a.end <= b.start + 1e-9
-            for device in timeline.devices
-            for a, b in itertools.pairwise(device)
-        )
-        # A stage's forward begins when the one before it is done.
-        ends = {span.action: span.end for device in timeline.devices for span in device}
-        for m, span in enumerate(timeline.devices[1][::2]):
-            assert span.start >= ends[Action(0, "F", m)] - 1e-9
-    summary = json.loads((folder / "summary.json").read_text())
-    timelines = {title: timeline_of(of) for title, of in kept["timelines"].items()}
-    assert summary["bubbles"] == pytest.approx(
-        {title: of.bubble for title, of in timelines.items()}
-    )
-    # Of this one update (what is shown has the median times of all).
-    assert (
-        ideal(one_f_one_b(2, 4), [timelines["measured"]]).bubble
-        <= timelines["measured"].bubble + 1e-9
-    )
+    summary = json.loads((run.folder / "profile" / "summary.json").read_text())
     first, second = summary["devices"]
     assert second["shares"]["computing"] > first["shares"]["computing"]
     assert first["shares"]["waiting"] > max(0.4, second["shares"]["waiting"])

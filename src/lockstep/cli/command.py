@@ -27,7 +27,7 @@ from lockstep.cli.options import (
     warm_up,
     with_lone_json,
 )
-from lockstep.cli.pipeline_commands import add_partition, add_schedule
+from lockstep.cli.pipeline_commands import add_partition
 from lockstep.cli.run_commands import (
     add_audit,
     add_checkpoints,
@@ -270,7 +270,7 @@ _TASKS = {
         add_report,
     ),
     "choose a strategy": (add_compare, add_verify, add_tune),
-    "look at pipelines": (add_partition, add_schedule),
+    "look at pipelines": (add_partition,),
     "this machine": (add_doctor, add_devices),
 }
 """The commands by what a person wants to do."""

@@ -27,8 +27,7 @@ import torch
 from lockstep.errors import StrategyError
 from lockstep.pipelining.card_queues import CardQueues
 from lockstep.pipelining.device_turns import Turns
-from lockstep.pipelining.schedule import Key, Route, Visit
-from lockstep.pipelining.timeline import Kind
+from lockstep.pipelining.schedule import Key, Kind, Route, Visit
 from lockstep.tensors.pytree import tensors
 
 _here = threading.local()

@@ -33,7 +33,6 @@ from lockstep.pipelining.microbatch import MicroBatch
 from lockstep.pipelining.overlap import Overlap
 from lockstep.pipelining.schedule import Key, Route, Schedule, is_forward_first, merged, orders_of
 from lockstep.pipelining.stage_threads import StageThreads
-from lockstep.pipelining.timeline import Action, Span, Timeline
 from lockstep.tensors.seeding import states
 
 T = TypeVar("T")
@@ -77,8 +76,6 @@ class Runner:
         schedule: as given.
         threads: compute on the devices of the stages.
         on_abort: called where a micro-batch has failed, to free others that wait.
-        timelines: when each stage computed in each update, where that is noted (a list is there),
-            not on accelerators.
     """
 
     def __init__(
@@ -92,7 +89,6 @@ class Runner:
         self.overlaps = False
         self.streamed = False
         self.on_abort: list[Callable[[], None]] = []
-        self.timelines: list[Timeline] | None = None
         self._world = world
         self._places = tuple(places)
         self._devices = [world.devices[place] for place in places]  # of each stage
@@ -103,6 +99,7 @@ class Runner:
         self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
         self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
         self._shared: dict[int, torch.Tensor] = {}
+        self._latest: list[MicroBatch] = []
 
     def run(self, work: Work) -> list[Any]:
         """Compute forward and backward of each micro-batch.
@@ -160,7 +157,7 @@ class Runner:
             microbatches.append(microbatch)
             with self._overlap.observing(microbatch, work.count):
                 results.append(self._compute(microbatch, work))
-        self._note_timeline(microbatches)
+        self._latest = microbatches
         return results
 
     def _overlapped(self, work: Work) -> list[Any]:
@@ -182,7 +179,7 @@ class Runner:
         self._overlap.begin()
         results = self.threads.run(functions, [turns.abort, *self.on_abort])
         self._overlap.end(microbatches)
-        self._note_timeline(microbatches)
+        self._latest = microbatches
         return results
 
     def _orders_for(self, route: Route, count: int) -> list[list[Key]]:
@@ -275,17 +272,15 @@ class Runner:
             error.add_note(f"raised in stage {stage} ({device}), {what}, at step {step}")
             raise
 
-    def _note_timeline(self, microbatches: Sequence[MicroBatch]) -> None:
-        """Keep when the stages computed in an update that is over."""
-        # (Threads of accelerators only queue work.)
-        if self.timelines is None or not self._is_on_slots:
-            return
-        spans: list[list[Span]] = [[] for _ in self._world.devices]
-        for microbatch in microbatches:
+    @property
+    def busy(self) -> list[float]:
+        """Give the seconds that each device computed in the last update; none on accelerators,
+        whose threads only queue work.
+        """
+        if not self._is_on_slots or not self._latest:
+            return []
+        seconds = [0.0] * len(self._world.devices)
+        for microbatch in self._latest:
             for visit, start, end in microbatch.stays:
-                action = Action(visit.stage, visit.kind, microbatch.number)
-                place = self._places[visit.stage]
-                spans[place].append(Span(action, start, end))
-        for of_device in spans:
-            of_device.sort(key=lambda span: span.start)
-        self.timelines.append(Timeline(spans))
+                seconds[self._places[visit.stage]] += end - start
+        return seconds

@@ -18,10 +18,26 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.timeline import Action, Kind
+
+Kind = Literal["F", "B"]
+"""Forward or backward."""
+
+
+class Action(NamedTuple):
+    """One turn of a stage: the forward (``"F"``) or the backward (``"B"``) of a micro-batch,
+    each from 0.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
 
 Schedule = list[list[Action]]
 """For each device its actions, in order."""
@@ -160,11 +176,6 @@ def devices_of(schedule: Schedule) -> dict[int, int]:
         for action in order:
             found[action.stage] = device
     return found
-
-
-def printed(schedule: Schedule) -> str:
-    """Write a line of words for each device."""
-    return "\n".join(" ".join(map(str, order)) for order in schedule)
 
 
 def _checked(stages: int, microbatches: int) -> None:

@@ -7,7 +7,6 @@ profile has nothing of it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,9 +19,7 @@ from torch.profiler import record_function
 
 from lockstep.data import Batch
 from lockstep.launch.observer import Kind, Observer
-from lockstep.pipelining.planner.simulate import ideal
 from lockstep.pipelining.runner import Runner
-from lockstep.pipelining.timeline import Timeline
 from lockstep.profiling.time_breakdown import StepTimes, Track
 from lockstep.strategies.steps.step import Step
 
@@ -57,7 +54,6 @@ class Clock(Observer):
     Attributes:
         track: of the thread that runs the loop.
         overlaps: whether gradients were summed while backward ran.
-        timelines: by title, when stages computed, once it has observed.
         whose: what has a track; threads have one where they compute.
     """
 
@@ -66,7 +62,6 @@ class Clock(Observer):
         self._world = world
         self.track = Track(world.rank, str(world.device))
         self.overlaps = False
-        self.timelines: dict[str, Timeline] = {}
         self.whose = step.timed
         self._runner: Runner | None = getattr(step, "runner", None)
         self._threads: list[Track] = []
@@ -95,21 +90,12 @@ class Clock(Observer):
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Be among the step's observers meanwhile; a step that is open at the end is forgotten."""
-        runner = self._runner
-        world = self._world
-        world.observers.append(self)
-        if runner is not None:
-            runner.timelines = []
+        observers = self._world.observers
+        observers.append(self)
         try:
             yield
         finally:
-            world.observers.remove(self)
-            if runner is not None:
-                whose = ""
-                if world.size > 1:
-                    whose = ", rank 0"
-                self.timelines = _timelines_of(runner, whose)
-                runner.timelines = None
+            observers.remove(self)
             self.forget_step()
 
     def over(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -256,7 +242,8 @@ class Clock(Observer):
         if runner is None:
             return
         is_queued = self.whose == "rank" and runner.overlaps
-        if not runner.timelines and not is_queued:
+        busy = runner.busy
+        if not busy and not is_queued:
             return
         self.wait()
         seconds = now() - began
@@ -264,12 +251,10 @@ class Clock(Observer):
         place.took(seconds)
         if is_queued:  # on accelerators, by threads that have no times of their own
             place.times.add("computing", "stages", seconds)
-        if runner.timelines:
-            busy = runner.timelines[-1].busy
-            for track, computed in zip(self._threads, busy, strict=True):
-                own = track.steps[-1]
-                own.add("computing", "stages", computed)
-                own.add("waiting", "other stages", max(0.0, seconds - computed))
+        for track, computed in zip(self._threads, busy, strict=False):
+            own = track.steps[-1]
+            own.add("computing", "stages", computed)
+            own.add("waiting", "other stages", max(0.0, seconds - computed))
 
     @contextlib.contextmanager
     def replica(self, number: int) -> Iterator[None]:
@@ -337,38 +322,3 @@ def _add_those_of_loop(own: StepTimes, times: StepTimes) -> None:
         if parties > 1:  # the wait for another rank is part of it
             for entered, left in stays:
                 own.add("communicating", name, left - entered)
-
-
-def _timelines_of(runner: Runner, whose: str) -> dict[str, Timeline]:
-    """Return when each stage computed in the update of middle length, and when it ideally would
-    have; empty where nothing was noted.
-
-    Args:
-        runner: of the pipeline.
-        whose: the end of the title of what was measured, where each rank has its own.
-    """
-    noted = []
-    for timeline in runner.timelines or ():
-        if any(timeline.devices):
-            noted.append(timeline)
-    if not noted:
-        return {}
-    noted.sort(key=lambda timeline: timeline.makespan)
-    usual = noted[(len(noted) - 1) // 2]
-    count = _microbatches(usual)
-    alike = [timeline for timeline in noted if _microbatches(timeline) == count]
-    return {
-        f"measured{whose}": usual,
-        "ideal, with the same stage times": ideal(runner.schedule(count), alike),
-    }
-
-
-def _microbatches(timeline: Timeline) -> int:
-    """Return the number of micro-batches of an update.
-
-    Args:
-        timeline: of the update; micro-batches are counted from 0.
-    """
-    spans = itertools.chain(*timeline.devices)
-    last = max(span.action.microbatch for span in spans)
-    return last + 1

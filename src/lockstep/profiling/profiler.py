@@ -16,7 +16,7 @@ import functools
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,6 @@ from lockstep.data import Batch
 from lockstep.errors import SaveError
 from lockstep.launch.memory import begin_step_peak, step_peak
 from lockstep.launch.world import World
-from lockstep.pipelining.planner.schedule_picture import key, lines_of
-from lockstep.pipelining.timeline import Timeline
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of as table_of
 from lockstep.profiling.time_breakdown import Track, times_of
@@ -159,18 +157,9 @@ class Profiler:
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
         )
-        drawings: list[Callable[[int], list[str]]] = [functools.partial(table_of, found)]
-        plain = {}
-        for title, timeline in clock.timelines.items():
-            drawings.append(functools.partial(lines_of, title, timeline))
-            plain[title] = timeline.plain()
-        summary = _summary(found, clock.timelines, bytes_of)
-        self._folder.write_json(folder / "summary.json", summary)
-        if plain:
-            drawings.append(key)
-            turns = {"unit": "seconds", "timelines": plain}
-            self._folder.write_json(folder / "timeline.json", turns)
-        world.emit(dataclasses.replace(found, drawings=tuple(drawings)))
+        self._folder.write_json(folder / "summary.json", _summary(found, bytes_of))
+        table = functools.partial(table_of, found)
+        world.emit(dataclasses.replace(found, drawings=(table,)))
 
     def _save(self) -> None:
         """Write this rank's trace.
@@ -219,16 +208,11 @@ _WAITING = {
 """What waiting means, by what has a track."""
 
 
-def _summary(
-    found: Profile,
-    timelines: Mapping[str, Timeline],
-    bytes_of: Sequence[tuple[int, int | None]],
-) -> dict[str, Any]:
+def _summary(found: Profile, bytes_of: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
     """Return what ``summary.json`` holds.
 
     Args:
         found: the profile.
-        timelines: of a pipeline, by title.
         bytes_of: of each process, the bytes that it keeps, and the peak of a step.
     """
     rows = []
@@ -257,8 +241,6 @@ def _summary(
         "last_step": found.last,
         f"{found.whose}s": rows,
     }
-    if timelines:
-        summary["bubbles"] = {title: timeline.bubble for title, timeline in timelines.items()}
     summary["processes"] = processes
     summary["notes"] = found.notes
     return summary

@@ -24,10 +24,9 @@ from lockstep.pipelining.device_map import DeviceMap
 from lockstep.pipelining.planner.blocks import Block
 from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.partition import divided
-from lockstep.pipelining.planner.simulate import simulate
+from lockstep.pipelining.planner.simulate import Timeline, simulate
 from lockstep.pipelining.planner.stage_table import Partition
 from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
-from lockstep.pipelining.timeline import Timeline
 from lockstep.tensors.byte_size import size as size_text
 from lockstep.tensors.rows import share_sizes
 

@@ -12,19 +12,79 @@ on. So::
 
 from __future__ import annotations
 
-import itertools
-import statistics
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from lockstep.errors import StrategyError
-from lockstep.pipelining.schedule import Schedule, devices_of
-from lockstep.pipelining.timeline import Action, Span, Timeline
+from lockstep.pipelining.schedule import Action, Schedule, devices_of
 
 Times = float | Sequence[float] | Sequence[Sequence[float]]
 """Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for
 each micro-batch.
 """
+
+
+class Span(NamedTuple):
+    """An action, and when it began and ended."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each device did what.
+
+    Attributes:
+        devices: the spans of each device, in order.
+    """
+
+    devices: Sequence[Sequence[Span]]
+
+    @property
+    def makespan(self) -> float:
+        """The time when the last action ended."""
+        return max((spans[-1].end for spans in self.devices if spans), default=0.0)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the devices' time in which they waited, from 0 to 1."""
+        if not self.makespan:
+            return 0.0
+        return 1 - self.speed_up / len(self.devices)
+
+    @property
+    def speed_up(self) -> float:
+        """The time of one device that does the same actions one after another, over this one's."""
+        if not self.makespan:
+            return 1.0
+        busy = sum(span.end - span.start for spans in self.devices for span in spans)
+        return busy / self.makespan
+
+    def held(self, sizes: Mapping[int, float] | None = None) -> tuple[float, ...]:
+        """Return what each device holds at most, of micro-batches after their forward and before
+        their backward.
+
+        Args:
+            sizes: by stage, what one micro-batch leaves there (bytes, say); None counts
+                micro-batches of stages.
+        """
+        peaks = []
+        for spans in self.devices:
+            now = peak = 0.0
+            for action, _, _ in spans:
+                size = 1.0
+                if sizes is not None:
+                    size = sizes[action.stage]
+                if action.kind == "B":
+                    size = -size
+                now += size
+                peak = max(peak, now)
+            peaks.append(peak)
+        return tuple(peaks)
 
 
 def simulate(
@@ -73,61 +133,9 @@ def simulate(
                 free[device] = end
                 ended[action] = end
                 spans[device].append(Span(action, start, end))
-    _refuse_waiting(waiting, last)
+    if any(waiting):
+        raise StrategyError("schedule: the devices wait for each other for ever")
     return Timeline(spans)
-
-
-def _refuse_waiting(waiting: Sequence[Sequence[Action]], last: int) -> None:
-    """Refuse a schedule whose devices have actions left, which wait for each other.
-
-    Args:
-        waiting: the actions that are left, for each device.
-        last: the last stage.
-
-    Raises:
-        StrategyError: there are some.
-    """
-    waits = []
-    for device, order in enumerate(waiting):
-        if order:
-            action = order[0]
-            waits.append(f"device {device} waits with {action} for {_before(action, last)}")
-    if waits:
-        raise StrategyError(
-            f"schedule: the devices wait for each other for ever: {', '.join(waits)}"
-        )
-
-
-def ideal(schedule: Schedule, measured: Sequence[Timeline]) -> Timeline:
-    """Find what a schedule would take if nobody waited but for what it needs, with the stage times
-    that were measured.
-
-    Args:
-        schedule: for each device its actions.
-        measured: timelines of it, of equal updates. Several visits of a stage count as one; an
-            action that is in none (the backward of a frozen stage) takes no time.
-    """
-    taken = [_seconds_of_actions(timeline) for timeline in measured]
-    actions = list(itertools.chain(*schedule))
-    stages = len(devices_of(schedule))
-    microbatches = 1 + max(action.microbatch for action in actions)
-    forward = [[0.0] * microbatches for _ in range(stages)]
-    backward = [[0.0] * microbatches for _ in range(stages)]
-    for action in actions:
-        times = backward
-        if action.kind == "F":
-            times = forward
-        of_updates = [of_update[action] for of_update in taken]
-        times[action.stage][action.microbatch] = statistics.median(of_updates)
-    return simulate(schedule, forward, backward)
-
-
-def _seconds_of_actions(timeline: Timeline) -> defaultdict[Action, float]:
-    """Add up the visits that make each action."""
-    seconds: defaultdict[Action, float] = defaultdict(float)
-    for action, start, end in itertools.chain(*timeline.devices):
-        seconds[action] += end - start
-    return seconds
 
 
 def _before(action: Action, last: int) -> Action | None:
