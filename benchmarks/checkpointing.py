@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.live_memory import LiveBytes
 from benchmarks.timing import Benchmark, Ratio
 from lockstep.data import Loader
 from lockstep.jobfile import JobFile
 from lockstep.launch.devices import parse
 from lockstep.launch.world import World
-from lockstep.parallel.balance.live_memory import LiveBytes
 from lockstep.strategies import choose
 
 CHAR_LM = Path(__file__).parent.parent / "examples" / "char_lm.py"

@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 import lockstep
+from benchmarks.device_load import Level, level_of
+from benchmarks.largest_batch import largest_batch
 from benchmarks.timing import keep
 from lockstep.launch.cores import occupied
 from lockstep.launch.devices import Device
-from lockstep.parallel import Balanced, DataParallel, Level, ParallelLoss, largest_batch, level_of
+from lockstep.parallel import Balanced, DataParallel, ParallelLoss
 
 INPUTS, WIDTH, CLASSES, BATCH = 1024, 512, 50_000, 256
 CHUNK = 32

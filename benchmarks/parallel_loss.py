@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import nn
 
+from benchmarks.live_memory import LiveBytes
 from benchmarks.timing import Benchmark, Ratio
 from lockstep.launch.devices import Device, usable_cores
 from lockstep.parallel import ParallelLoss
-from lockstep.parallel.balance.live_memory import LiveBytes
 from lockstep.threads.thread_pool import ThreadPool
 
 WORDS, WIDTH, BATCH, TIME = 32_000, 512, 32, 64

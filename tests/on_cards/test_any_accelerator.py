@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.largest_batch import largest_batch
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import StrategyError
@@ -14,7 +15,6 @@ from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.losses.loss_check import LossCheck
-from lockstep.parallel import largest_batch
 from lockstep.pipelining.stage_layers import place_tensors
 from lockstep.tensors.placing import place_module
 from lockstep.tensors.pytree import to_device

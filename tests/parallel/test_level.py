@@ -11,18 +11,16 @@ import torch
 from torch import nn
 
 import lockstep
+from benchmarks.device_load import Level, busy_seconds, covered, level_of
+from benchmarks.largest_batch import largest_batch
 from lockstep.errors import InputError, OutOfMemory
 from lockstep.launch.devices import slots
 from lockstep.parallel import (
     Balanced,
     DataParallel,
-    Level,
     ParallelLoss,
-    largest_batch,
-    level_of,
     parallel_apply,
 )
-from lockstep.parallel.balance.device_load import busy_seconds, covered
 
 BATCH, WIDTH, CLASSES = 64, 64, 2000
 TWO = slots(2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from benchmarks.live_memory import LiveBytes
 from lockstep.launch.devices import slots
 from lockstep.parallel import parallel_apply
-from lockstep.parallel.balance.live_memory import LiveBytes
 
 KB = 1024
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.live_memory import LiveBytes
 from lockstep.errors import InputError, LossError
 from lockstep.launch.devices import slots
 from lockstep.parallel import Balanced, DataParallel, ParallelLoss
-from lockstep.parallel.balance.live_memory import LiveBytes
 
 BATCH, TIME, WIDTH, WORDS = 7, 11, 6, 13
 PADDING = 0

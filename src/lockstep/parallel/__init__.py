@@ -14,9 +14,6 @@ as on accelerators.
 
     ParallelLoss(generator, criterion, devices)  output layer and loss on every device, chunk by chunk
 
-    level_of(step, devices)                   peak bytes and busy seconds of each device, as a table
-    largest_batch(step, devices, budget)      the one that fits in every device's memory
-
 Each can be used alone, for anything that is to run side by side. Below them lie
 ``backward_threads`` (each replica's in its own thread), and the room ``threads``: the pool of
 threads, a stream of random numbers for each.
@@ -24,8 +21,6 @@ threads, a stream of random numbers for each.
 
 from __future__ import annotations
 
-from lockstep.parallel.balance.device_load import Level, level_of
-from lockstep.parallel.balance.largest_batch import largest_batch
 from lockstep.parallel.data_parallel import Balanced, DataParallel, data_parallel
 from lockstep.parallel.gather import gather
 from lockstep.parallel.loss.parallel_loss import ParallelLoss
@@ -37,13 +32,10 @@ from lockstep.parallel.trace_shapes import Shapes, trace_shapes
 __all__ = [
     "Balanced",
     "DataParallel",
-    "Level",
     "ParallelLoss",
     "Shapes",
     "data_parallel",
     "gather",
-    "largest_batch",
-    "level_of",
     "parallel_apply",
     "replicate",
     "scatter",

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 
@@ -18,25 +18,6 @@ from lockstep.launch.devices import Device
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-
-
-Follower = Callable[[Device], contextlib.AbstractContextManager[Any]]
-
-_followers: contextvars.ContextVar[tuple[Follower, ...]]
-_followers = contextvars.ContextVar("followers", default=())
-
-
-@contextlib.contextmanager
-def followed_by(make: Follower) -> Iterator[None]:
-    """Have threads that compute for this one do so inside ``make(device)``, in a ``with``.
-
-    Modes of PyTorch's are per thread.
-    """
-    token = _followers.set((*_followers.get(), make))
-    try:
-        yield
-    finally:
-        _followers.reset(token)
 
 
 class Caller:
@@ -88,12 +69,9 @@ class Caller:
     def _run_in_modes(self, function: Callable[[], T], device: Device) -> T:
         """Call ``function`` in the caller's context variables, and in modes that are contexts."""
         context = self.context.copy()  # one context can't be entered by two threads
-        followers = context.get(_followers, ())
-        if device.is_slot and not self.inference and not followers:
+        if device.is_slot and not self.inference:
             return context.run(function)
         with contextlib.ExitStack() as stack:
-            for make in followers:
-                stack.enter_context(make(device))
             if self.inference:
                 stack.enter_context(torch.inference_mode())
             if self.default.type == device.type and not device.is_slot:

@@ -22,12 +22,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.live_memory import LiveBytes, followed_by
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import target_devices
-from lockstep.parallel.balance.live_memory import LiveBytes
 from lockstep.report.table import Table
-from lockstep.threads import thread_context
 
 _WIDTH = 80
 """Columns of the table."""
@@ -88,7 +87,7 @@ def level_of(step: Callable[[], object], devices: Devices = None, *, repeat: int
     Example::
 
         step = lockstep.parallelize(model, loss, optimizer, strategy="dp", devices="2xcpu")
-        print(lockstep.parallel.level_of(lambda: step(inputs, targets), "2xcpu"))
+        print(level_of(lambda: step(inputs, targets), "2xcpu"))
     """
     if repeat < 1:
         raise InputError(f"repeat {repeat}: a step is timed at least once")
@@ -159,7 +158,7 @@ def busy_seconds(caller: str = "cpu") -> Iterator[Counter[str]]:
         def counted_on(device: Device) -> contextlib.AbstractContextManager[None]:
             return counted(str(device) if device.is_slot else caller)
 
-        stack.enter_context(thread_context.followed_by(counted_on))
+        stack.enter_context(followed_by(counted_on))
         stack.enter_context(counted(caller))
         yield seconds
 

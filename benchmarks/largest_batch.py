@@ -7,7 +7,7 @@
 
 An accelerator raises an error of its own where its memory is not enough. Slots share the memory of
 one machine, so each is given a number of bytes. Where there is such a budget the live bytes of each
-device are counted (`lockstep.parallel.balance.live_memory`).
+device are counted (`benchmarks.live_memory`).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.device_load import peaks_of
 from lockstep.errors import InputError, OutOfMemory
 from lockstep.launch.devices import Devices
 from lockstep.parallel import target_devices
-from lockstep.parallel.balance.device_load import peaks_of
 
 
 def largest_batch(
@@ -60,7 +60,7 @@ def largest_batch(
         def step(batch: int) -> None:
             loss_of(net(torch.randn(batch, 512)), torch.randint(1000, (batch,))).backward()
 
-        lockstep.parallel.largest_batch(step, "2xcpu", budget=400_000_000)
+        largest_batch(step, "2xcpu", budget=400_000_000)
     """
     places = tuple(dict.fromkeys(target_devices.many(devices)))
     if multiple < 1 or (budget is not None and budget < 1):

@@ -21,7 +21,9 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,9 +31,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lockstep.launch.devices import Device
-from lockstep.threads import thread_context
+from lockstep.threads.thread_context import Caller
 
 _ALL = "all"
+
+Follower = Callable[[Device], contextlib.AbstractContextManager[Any]]
+
+
+@contextlib.contextmanager
+def followed_by(make: Follower) -> Iterator[None]:
+    """Have the threads of pools compute inside ``make(device)``: modes of PyTorch's are per
+    thread.
+    """
+    run = Caller._run_in_modes
+
+    def following(self: Caller, function: Callable[[], Any], device: Device) -> Any:
+        with make(device):
+            return run(self, function, device)
+
+    with mock.patch.object(Caller, "_run_in_modes", following):
+        yield
 
 
 class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
@@ -51,7 +70,7 @@ class LiveBytes(contextlib.AbstractContextManager["LiveBytes"]):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> LiveBytes:
-        self._stack.enter_context(thread_context.followed_by(self._mode_of))
+        self._stack.enter_context(followed_by(self._mode_of))
         self._stack.enter_context(_Mode(self, self._caller))
         return self
 

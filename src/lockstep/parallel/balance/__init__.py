@@ -1,1 +1,0 @@
-"""How evenly devices are loaded, in bytes and in time, and the largest batch that fits."""
