@@ -1,11 +1,10 @@
-"""Dropout, attention and recurrent layers, written out so that they draw their masks from a given
-generator.
+"""Dropout and attention, written out so that they draw their masks from a given generator.
 
 PyTorch's own take no generator, and have too many operators below them for each to be watched. Each
 function here computes the same with the same calls in the same order as PyTorch does on the CPU, so
 that from one state of a generator the same bits come. It takes a function that gives the generator,
-the function that it stands for, and that one's arguments; it gives NotImplemented in cases that are
-not written out.
+and the arguments of the function that it stands for; it gives NotImplemented in cases that are not
+written out.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ Generator = Callable[[], torch.Generator]
 
 def _dropout(
     generator: Generator,
-    func: Any,
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
@@ -43,7 +41,6 @@ def _noise(generator: Generator, like: Tensor, p: float) -> Tensor:
 
 def _attention(
     generator: Generator,
-    func: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -93,50 +90,8 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -math.inf)
 
 
-def _recurrent(generator: Generator, func: Any, *args: Any) -> Any:
-    """Compute layers of an LSTM, GRU or RNN one after the other, with dropout between them.
-
-    The arguments are those of ``torch._VF.lstm``, in either form: input, hidden, weights, ..., or
-    with the batch sizes of packed data after the input. hidden: (layers x directions, batch, width).
-    """
-    is_packed = isinstance(args[3], list | tuple)
-    at = 3 if is_packed else 2
-    hidden = args[at - 1]
-    weights = args[at]
-    layers, dropout, trains = args[at + 2 : at + 5]
-    if not trains or dropout == 0 or layers == 1 or not args[0].is_cpu:
-        return func(*args)
-    if dropout == 1:
-        return NotImplemented
-
-    each = len(weights) // layers
-    given = list(args)
-    given[at + 2] = 1
-    given[at + 3] = 0.0
-    ends: list[list[Tensor]] = []
-    for layer in range(layers):
-        given[at - 1] = _of_layer(hidden, layer, layers)
-        given[at] = weights[layer * each : (layer + 1) * each]
-        output, *end = func(*given)
-        ends.append(end)
-        if layer < layers - 1:
-            given[0] = output * _noise(generator, output, dropout)
-    return output, *(torch.cat(end) for end in zip(*ends, strict=True))
-
-
-def _of_layer(hidden: Any, layer: int, layers: int) -> Any:
-    """Give the hidden state of one layer: of an LSTM there are two tensors."""
-    if isinstance(hidden, Tensor):
-        return hidden.chunk(layers)[layer]
-    return [state.chunk(layers)[layer] for state in hidden]
-
-
 WRITTEN: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     F.scaled_dot_product_attention: _attention,
-    torch.lstm: _recurrent,
-    torch.gru: _recurrent,
-    torch.rnn_tanh: _recurrent,
-    torch.rnn_relu: _recurrent,
 }
 """The functions here, by the function that each stands for."""

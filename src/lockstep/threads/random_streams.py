@@ -8,9 +8,10 @@ without, one thread computes the same bits.
 
 It is a ``TorchFunctionMode``, which sees every call of a PyTorch function in its thread (and only
 there). What may draw is called inside a ``TorchDispatchMode``, which gives our generator to each
-operator below it that takes one: ``F.gumbel_softmax``, say, draws by ``aten.exponential_``. Dropout,
-attention and recurrent layers are written out instead (see random_functions): watched operator by
-operator, a small transformer took a fifth longer. All other functions are called as they are.
+operator below it that takes one: ``F.gumbel_softmax``, say, draws by ``aten.exponential_``. Dropout and
+attention are written out instead (see random_functions): watched operator by operator, a small
+transformer took a fifth longer. Recurrent layers with dropout between them are watched, and slower
+for it. All other functions are called as they are.
 
 Not seen: what custom operators draw (``torch.ops``, C++ extensions), compiled code, and Python's
 and NumPy's random. Accelerators have a generator per device already, and what is drawn there is
@@ -134,7 +135,7 @@ class _Stream(TorchFunctionMode):
             with self:
                 return _attention_forward(*args, **kwargs)
         if func in WRITTEN:
-            found = WRITTEN[func](lambda: self.generator, func, *args, **kwargs)
+            found = WRITTEN[func](lambda: self.generator, *args, **kwargs)
             if found is not NotImplemented:
                 return found
         with _Draws(self):
