@@ -2,7 +2,7 @@
 
 ::
 
-    order.py           the indices of an epoch, computed slice by slice where they are many
+    order.py           the indices of an epoch
     shares.py          which samples make a global batch, and which of them a process gets
     own_batches.py     the batches of a loop of one's own, cut in micro-batches
     fetch.py           samples made into (inputs, targets), with random numbers of their own

@@ -15,12 +15,12 @@ from lockstep.data.costs import costs_of
 from lockstep.data.dataset_state import state_of
 from lockstep.data.fetch import Collate, Fetcher, Pair, number_of
 from lockstep.data.loader_workers import Workers, workers_here
-from lockstep.data.order import Ascending, Placed, by_person, permutation
-from lockstep.data.shares import Batch, Cutting, Order, Row, over_ranks
+from lockstep.data.order import by_person, permutation
+from lockstep.data.shares import Batch, Cutting, Row, over_ranks
 from lockstep.errors import JobError
 from lockstep.launch import world as _world
 from lockstep.launch.world import World
-from lockstep.tensors.pytree import may_pin
+from lockstep.tensors.pytree import may_pin, to_device
 
 _KEPT = 4
 """States that are kept: of the batch in use, of one that is copied ahead, and of one that shows
@@ -255,7 +255,7 @@ class Loader(AnyLoader):
 
     def _count_samples(self) -> None:
         """Find out how many samples the first epoch has."""
-        self._held: tuple[int, Order] | None = None  # the last epoch asked for
+        self._held: tuple[int, torch.Tensor] | None = None  # the last epoch asked for
         self.samples = len(self.orders(0))
 
     @property
@@ -305,23 +305,18 @@ class Loader(AnyLoader):
             self._compare(f"order: for epoch {epoch} the indices", order, "epoch")
         return self._cutting.rows(order, start)
 
-    def _agreed(self, epoch: int, rows: Iterator[Row]) -> Iterator[Row]:
-        """Yield rows that are the same on all ranks."""
-        return rows
-
     def _fetched(
         self, epoch: int, start: int, rows: Iterator[Row]
     ) -> Iterator[tuple[Row, list[Pair]]]:
         """Yield each row, with inputs and targets of its shares that aren't empty."""
         if not self._count and self._fetching.tensors is not None:  # the hot path of a small step
-            rows = self._agreed(epoch, rows)
             held = self._held_on
             if held is None or self._cuts_each:
                 for row in rows:
                     yield row, self._indexed(row)
                 return
 
-            placed = self._cutting.rows(Placed(self.orders(epoch), held), start)
+            placed = self._cutting.rows(to_device(self.orders(epoch), held), start)
             for row, at in zip(rows, placed, strict=True):
                 yield row, self._indexed(at)
             return
@@ -330,7 +325,7 @@ class Loader(AnyLoader):
         requests = (
             (epoch, [share.tolist() for share in shares if len(share)]) for _, _, *shares in asked
         )
-        yield from zip(self._agreed(epoch, rows), self._answers(requests), strict=True)
+        yield from zip(rows, self._answers(requests), strict=True)
 
     @property
     def _cuts_each(self) -> bool:
@@ -345,7 +340,7 @@ class Loader(AnyLoader):
                 found.append(self._fetching.indexed(share, self._pin))
         return found
 
-    def orders(self, epoch: int) -> Order:
+    def orders(self, epoch: int) -> torch.Tensor:
         """Return the order of an epoch; the last one asked for is kept.
 
         Raises:
@@ -356,12 +351,12 @@ class Loader(AnyLoader):
             self._held = epoch, self._order_of(epoch)
         return self._held[1]
 
-    def _order_of(self, epoch: int) -> Order:
+    def _order_of(self, epoch: int) -> torch.Tensor:
         if self._by_person is not None:
             return by_person(self._by_person, self._length, self._seed, epoch)
         if self._shuffle:
             return permutation(self._length, self._seed, epoch)
-        return Ascending(self._length)
+        return torch.arange(self._length)
 
     def _compare(self, what: str, by_person: Any, of: str) -> None:
         """Raise on every rank where the person doesn't give the same on all of them.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +31,6 @@ _MASK = (1 << 64) - 1
 _AT_ONCE = 256
 """Batches whose views are made by one operation: enough to hide its cost, few enough to start an
 epoch at once.
-"""
-
-_INDICES_AT_ONCE = 1 << 16
-"""Indices that an order is asked for at once, where one batch has fewer: 4 ms of computing,
-where it is computed.
 """
 
 TRAINING = 1
@@ -216,11 +211,8 @@ class Cutting:
         shares = [samples[start:end] for start, end, _ in spans]
         return samples, spans, *shares
 
-    def rows(self, order: Order, start: int = 0) -> Iterator[Row]:
-        """Yield the row of each global batch from number ``start`` on.
-
-        The order is asked for in blocks of some batches.
-        """
+    def rows(self, order: Tensor, start: int = 0) -> Iterator[Row]:
+        """Yield the row of each global batch from number ``start`` on."""
         size = self.batch_size
         if self.costs is not None:
             for first in range(start * size, len(order), size):
@@ -228,9 +220,8 @@ class Cutting:
             return
 
         full = len(order) // size
-        at_once = max(1, min(_AT_ONCE, _INDICES_AT_ONCE // size))
-        for first in range(start, full, at_once):
-            end = min(first + at_once, full)
+        for first in range(start, full, _AT_ONCE):
+            end = min(first + _AT_ONCE, full)
             block = order[first * size : end * size].view(-1, size)  # (batches, samples)
             shares = [block[:, a:b].unbind() for a, b, _ in self._of_full]
             spans = [self._of_full] * len(block)
@@ -283,15 +274,3 @@ def over_ranks(world: World, *numbers: int) -> list[list[int]]:
     every[world.rank] = torch.tensor(numbers)
     found: list[list[int]] = world.all_reduce(every.to(world.exchange_device)).tolist()
     return found
-
-
-class Order(Protocol):
-    """The indices of an epoch: a tensor, or what computes them slice by slice (see
-    ``order.py``).
-    """
-
-    def __len__(self) -> int:
-        """Return the number of samples of the epoch."""
-
-    def __getitem__(self, span: slice, /) -> Tensor:
-        """Return some of the indices."""
