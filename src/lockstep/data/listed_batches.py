@@ -1,8 +1,7 @@
 """Global batches that a person's function lists: ``batches(epoch)`` gives lists of indices.
 
-What has a length (a list, a tensor, a sampler of PyTorch) is taken whole. Anything else, as a
-generator, is drawn a few batches ahead of their use, and only its end tells how many there are. All
-of it draws random numbers from streams of its own, made of (seed, epoch).
+A list, a tensor, a sampler of PyTorch or a generator is drawn whole where the epoch begins, under a
+seed made of (seed, epoch).
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from lockstep.data.loader import Loader
 from lockstep.data.order import indices_of
 from lockstep.data.shares import ORDER, Row, mixed
 from lockstep.errors import JobError, RunError, error_line
-from lockstep.tensors.seeding import kept_states, put_states, seed_all, states
+from lockstep.tensors.seeding import kept_states, seed_all
 
-_AHEAD = 16
-"""Batches that ranks compare at once, where their number isn't known."""
-
-_END = object()
+_MOST = 1 << 20
+"""Batches that an epoch may have: a generator may not end."""
 
 
-class ListedBatches:
-    """The batches of one epoch.
+def listed(function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: int) -> list[Tensor]:
+    """Return the batches of one epoch.
 
     Args:
         function: the person's.
@@ -34,65 +31,30 @@ class ListedBatches:
         seed: of the run.
         epoch: the number of the epoch.
 
-    Attributes:
-        whole: all batches; None where only going through them tells.
-
     Raises:
-        JobError: the function raised, or gave something else than lists of indices that exist.
+        JobError: the function raised, gave something else than lists of indices that exist, or
+            doesn't end.
     """
+    with kept_states():
+        seed_all(mixed(seed, ORDER, epoch))
+        try:
+            given = list(itertools.islice(function(epoch), _MOST + 1))
+        except Exception as error:
+            raise JobError(f"batches: for epoch {epoch} it raised {error_line(error)}") from error
 
-    def __init__(
-        self, function: Callable[[int], Iterable[Any]], n: int, seed: int, epoch: int
-    ) -> None:
-        self._n = n
-        self._epoch = epoch
-        self.whole: list[Tensor] | None = None
-        with kept_states():
-            seed_all(mixed(seed, ORDER, epoch))
-            try:
-                given = function(epoch)
-                self._left = iter(given)
-                if hasattr(given, "__len__"):
-                    self._left = iter(list(self._left))
-            except Exception as error:
-                raise JobError(
-                    f"batches: for epoch {epoch} it raised {error_line(error)}"
-                ) from error
-            self._states = states()
+    if not given:
+        raise JobError(f"batches: for epoch {epoch} it gave no batch")
+    if len(given) > _MOST:
+        raise JobError(
+            f"batches: for epoch {epoch} it gave more than {_MOST:,} batches: let it end, and set "
+            "epochs"
+        )
 
-        if hasattr(given, "__len__"):
-            self.whole = list(self._checked(self._left))
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the batches, those without a known number once only."""
-        return iter(self.whole or self._checked(self._drawn()))
-
-    def _drawn(self) -> Iterator[Any]:
-        """Yield batches as the function gives them, each drawn from streams of its own."""
-        while True:
-            with kept_states():
-                put_states(self._states)
-                try:
-                    batch = next(self._left, _END)
-                except Exception as error:
-                    raise JobError(
-                        f"batches: for epoch {self._epoch} it raised {error_line(error)}"
-                    ) from error
-                self._states = states()
-
-            if batch is _END:
-                return
-            yield batch
-
-    def _checked(self, given: Iterator[Any]) -> Iterator[Tensor]:
-        """Yield batches as indices."""
-        number = -1
-        for number, batch in enumerate(given):
-            where = f"batches: as batch {number} of epoch {self._epoch} it"
-            yield indices_of(batch, self._n, where)
-
-        if number < 0:
-            raise JobError(f"batches: for epoch {self._epoch} it gave no batch")
+    found = []
+    for number, batch in enumerate(given):
+        where = f"batches: as batch {number} of epoch {epoch} it"
+        found.append(indices_of(batch, n, where))
+    return found
 
 
 class ListLoader(Loader):
@@ -101,64 +63,34 @@ class ListLoader(Loader):
     _cuts_each = True
 
     def _count_samples(self) -> None:
-        self._last: tuple[int, ListedBatches] | None = None
-        whole = self._listed(0).whole
-        self._first = None if whole is None else len(whole)
-        self.samples = None if whole is None else sum(map(len, whole))
+        self._last = 0, self._listed(0)
+        self._first = len(self._last[1])
+        self.samples = sum(map(len, self._last[1]))
 
-    def _listed(self, epoch: int) -> ListedBatches:
-        """Return the batches of an epoch; the last ones that were taken whole are kept."""
-        if self._last is not None and self._last[0] == epoch:
-            return self._last[1]
+    def _listed(self, epoch: int) -> list[Tensor]:
         assert self._lists_by_person is not None
-        self._last = None
-        listed = ListedBatches(self._lists_by_person, self._length, self._seed, epoch)
-        if listed.whole is not None:
-            self._last = epoch, listed
-        return listed
+        return listed(self._lists_by_person, self._length, self._seed, epoch)
+
+    def _batches_in(self, epoch: int) -> list[Tensor]:
+        """Return the batches of an epoch; the last ones that were asked for are kept."""
+        if self._last[0] != epoch:
+            self._last = epoch, self._listed(epoch)
+        return self._last[1]
 
     def __len__(self) -> int:
-        """Return the number of global batches of the first epoch.
-
-        Raises:
-            TypeError: only going through them tells.
-        """
-        if self._first is None:
-            raise TypeError("batches gives a generator, whose length isn't known")
+        """Return the number of global batches of the first epoch."""
         return self._first
 
-    def batches_of(self, epoch: int) -> int | None:
-        """Return the number of global batches of this epoch; None where only its end tells."""
-        if self._first is None or epoch == 0:
-            return self._first
-        whole = self._listed(epoch).whole
-        return None if whole is None else len(whole)
+    def batches_of(self, epoch: int) -> int:
+        """Return the number of global batches of this epoch."""
+        return len(self._batches_in(epoch)) if epoch else self._first
 
     def _rows(self, epoch: int, start: int) -> Iterator[Row]:
-        listed = self._listed(epoch)
-        if listed.whole is not None:
-            self._compare_indices(epoch, listed.whole)
-
-        batches = iter(listed)
-        skipped = sum(1 for _ in itertools.islice(batches, start))
-        if skipped < start:
+        batches = self._batches_in(epoch)
+        self._compare(f"batches: for epoch {epoch} the indices", batches, "epoch")
+        if len(batches) < start:
             raise RunError(
-                f"batches: for epoch {epoch} it gave {skipped} batches, but the run had used "
+                f"batches: for epoch {epoch} it gave {len(batches)} batches, but the run had used "
                 f"{start}: they must depend on the epoch only"
             )
-        return map(self._cutting.row, batches)
-
-    def _agreed(self, epoch: int, rows: Iterator[Row]) -> Iterator[Row]:
-        if self._first is not None:
-            yield from rows
-            return
-
-        block = None
-        while block != []:
-            block = list(itertools.islice(rows, _AHEAD))
-            self._compare_indices(epoch, [row[0] for row in block])
-            yield from block
-
-    def _compare_indices(self, epoch: int, indices: list[Tensor]) -> None:
-        """Refuse batches that differ between the ranks."""
-        self._compare(f"batches: for epoch {epoch} the indices", indices, "epoch")
+        return map(self._cutting.row, batches[start:])

@@ -69,8 +69,8 @@ class Triggers:
         if self._epochs and batches_of(0) is None:
             name = f"{next(iter(self._epochs))}_every"
             raise JobError(
-                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream, or batches "
-                "of a generator, have no length that is known: give steps (100) or a time (10min)"
+                f"{name}: {getattr(job, name)!r} is a part of an epoch, and a stream has no "
+                "length that is known: give steps (100) or a time (10min)"
             )
 
         # Rank 0 logs by itself, unless functions see the log that may stop the training, or the
