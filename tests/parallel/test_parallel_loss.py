@@ -75,12 +75,10 @@ def kl(log_p: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.
 WEIGHTS = torch.linspace(0.5, 2, WORDS, dtype=torch.float64)
 CRITERIA: dict[str, Callable[[], Any]] = {
     "cross-entropy": lambda: nn.CrossEntropyLoss(ignore_index=PADDING),
-    "cross-entropy, a sum": lambda: nn.CrossEntropyLoss(ignore_index=PADDING, reduction="sum"),
     "smoothed, weighted": lambda: nn.CrossEntropyLoss(
         WEIGHTS, ignore_index=PADDING, label_smoothing=0.1
     ),
     "NLL": lambda: nn.NLLLoss(ignore_index=PADDING),
-    "NLL, a sum": lambda: functools.partial(F.nll_loss, ignore_index=PADDING, reduction="sum"),
     "KL": lambda: kl,
 }
 
@@ -95,12 +93,7 @@ def plain(
     """The loss as one would write it."""
     logits = generator(hidden).flatten(0, 1)
     found = criterion(logits, targets.flatten())
-    if isinstance(found, tuple):
-        return found[0] / found[1]
-    is_sum = getattr(criterion, "reduction", None) == "sum" or getattr(
-        criterion, "keywords", {}
-    ).get("reduction")
-    return found / (targets != PADDING).sum() if is_sum else found
+    return found[0] / found[1] if isinstance(found, tuple) else found
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -298,6 +291,26 @@ def test_a_criterion_that_gives_a_scalar_is_divided_by_the_count_of_the_call() -
     same(gradients(model), expected)
     assert found.count is count
     with pytest.raises(LossError, match=r"smoothed returned a scalar.*count=tokens"):
+        loss_of(model(inputs), targets)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        nn.CrossEntropyLoss(ignore_index=PADDING, reduction="sum"),
+        functools.partial(F.cross_entropy, ignore_index=PADDING, reduction="sum"),
+    ],
+)
+def test_a_sum_of_pytorch_is_divided_by_the_count_of_the_call(criterion: Any) -> None:
+    model = Tied()
+    inputs, targets = tokens()
+    count = (targets != PADDING).sum()
+    (plain(model.generator, criterion, model(inputs), targets) / count).backward()
+    expected = gradients(model)
+    loss_of = ParallelLoss(model.generator, criterion, "2xcpu", 3)
+    loss_of(model(inputs), targets, count=count).loss.backward()
+    same(gradients(model), expected)
+    with pytest.raises(LossError, match=r"without the number of tokens.*count=tokens"):
         loss_of(model(inputs), targets)
 
 
@@ -628,9 +641,9 @@ def test_what_it_is_made_of_is_checked() -> None:
     generator, criterion = nn.Linear(WIDTH, WORDS), nn.CrossEntropyLoss()
     with pytest.raises(InputError, match="generator is a function"):
         ParallelLoss(tokens, criterion, "2xcpu")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="chunk_size 0"):
+    with pytest.raises(InputError, match="chunk_size is 0"):
         ParallelLoss(generator, criterion, "2xcpu", 0)
-    with pytest.raises(InputError, match="chunk_size is a float"):
+    with pytest.raises(InputError, match=r"chunk_size is 2\.5"):
         ParallelLoss(generator, criterion, "2xcpu", 2.5)  # type: ignore[arg-type]
     with pytest.raises(LossError, match="write CrossEntropyLoss"):
         ParallelLoss(generator, nn.CrossEntropyLoss, "2xcpu")

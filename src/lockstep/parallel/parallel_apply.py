@@ -77,20 +77,24 @@ def parallel_apply(
         return team.run(calls)
 
 
-def in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
-    """Call a function that draws its random numbers from ``source``."""
-    with random_streams.stream(source):
-        return call()
-
-
 def in_streams(calls: Sequence[Callable[[], T]]) -> list[Callable[[], T]]:
-    """Let each call draw from a stream of its own, seeded by the caller's."""
+    """Let each of several calls draw from a stream of its own, seeded by the caller's; one draws
+    from the caller's.
+    """
     streams = random_streams.Streams()
     drawing: list[Callable[[], T]] = []
     for i, call in enumerate(calls):
-        source = functools.partial(streams.generator, i)
-        drawing.append(functools.partial(in_stream, source, call))
+        source = random_streams.source()
+        if len(calls) > 1:
+            source = functools.partial(streams.generator, i)
+        drawing.append(functools.partial(_in_stream, source, call))
     return drawing
+
+
+def _in_stream(source: random_streams.Source | None, call: Callable[[], T]) -> T:
+    """Call a function that draws its random numbers from ``source``."""
+    with random_streams.stream(source):
+        return call()
 
 
 def _one_after_another(calls: Sequence[Callable[[], Any]], device: Device) -> list[Any]:

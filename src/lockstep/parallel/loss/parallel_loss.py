@@ -33,12 +33,12 @@ from lockstep.parallel import target_devices
 from lockstep.parallel.data_parallel import Balanced
 from lockstep.parallel.loss.loss_chunks import Share
 from lockstep.parallel.loss.token_loss import Criterion
-from lockstep.parallel.parallel_apply import in_stream, in_streams
+from lockstep.parallel.parallel_apply import in_streams
 from lockstep.parallel.replicate import replicate
 from lockstep.parallel.scatter import refuse_uncuttable, scatter
 from lockstep.tensors import pytree
 from lockstep.tensors.rows import batch_size_of, share_sizes
-from lockstep.threads import random_streams, recompute
+from lockstep.threads import recompute
 from lockstep.threads.thread_pool import borrowed
 
 TOKENS = 256
@@ -124,13 +124,10 @@ class ParallelLoss:
             raise InputError(
                 f"generator is a {type(generator).__name__}, a module or None is expected"
             )
-        if chunk_size is not None and type(chunk_size) is not int:
+        if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
             raise InputError(
-                f"chunk_size is a {type(chunk_size).__name__}, an int (time steps) or None is "
-                "expected"
+                f"chunk_size is {chunk_size!r}, a whole number of time steps from 1 is expected"
             )
-        if chunk_size is not None and chunk_size < 1:
-            raise InputError(f"chunk_size {chunk_size}: a chunk has at least 1 time step")
 
         self.generator = generator
         self.criterion = criterion
@@ -257,8 +254,11 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
     home = inputs[0].device
     with torch.no_grad():
         replicas = _give_replicas(shares, generator)
+        calls: list[Callable[[], Any]] = [functools.partial(one.work, learns) for one in shares]
+        if shares[0].device.is_slot:
+            calls = in_streams(calls)
         with borrowed([share.device for share in shares]) as team:
-            results = [result for result in team.run(_calls(shares, learns)) if result is not None]
+            results = [result for result in team.run(calls) if result is not None]
 
         # In the order of the shares: the same bits each time.
         total = torch.zeros((), device=home)
@@ -286,16 +286,6 @@ def _total_of(shares: list[Share], generator: nn.Module | None) -> tuple[Tensor,
 
 def _trained(module: nn.Module) -> list[Tensor]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-
-def _calls(shares: list[Share], learns: bool) -> list[Callable[[], Any]]:
-    """Return the work of each share; slots draw from streams of their own."""
-    calls: list[Callable[[], Any]] = [functools.partial(share.work, learns) for share in shares]
-    if not all(share.device.is_slot for share in shares):
-        return calls
-    if len(calls) > 1:
-        return in_streams(calls)
-    return [functools.partial(in_stream, random_streams.source(), *calls)]
 
 
 def _give_replicas(shares: list[Share], generator: nn.Module | None) -> list[nn.Module]:

@@ -1,12 +1,10 @@
 """Criterion: a loss over rows of tokens as (total, count), whatever it calls its result.
 
-A parallel loss adds up what many devices find in many chunks, so it needs sums. Four kinds of
+A parallel loss adds up what many devices find in many chunks, so it needs sums. Three kinds of
 criterion give them:
 
 ==============================================  =====================================================
 PyTorch's means                                 the same sum and count as for a job (``lockstep.model.losses.loss``)
-its cross-entropy and NLL with                  their sum, and the count that their mean would have
-``reduction="sum"``                             divided by
 what returns ``(total, count)``                 is taken at its word
 any other that returns a scalar                 a sum over rows, *probed*; its count is given with the call
 ==============================================  =====================================================
@@ -14,15 +12,12 @@ any other that returns a scalar                 a sum over rows, *probed*; its c
 
 from __future__ import annotations
 
-import copy
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import LossError
 from lockstep.model.losses.loss import Totalled
@@ -39,7 +34,7 @@ class Criterion:
     """
 
     def __init__(self, criterion: Callable[..., Any]) -> None:
-        self._totalled = Totalled(_as_mean(criterion))
+        self._totalled = Totalled(criterion)
         self._probed = self._totalled.is_known
 
     def __call__(
@@ -83,12 +78,8 @@ class Criterion:
         together = sum(found)
         scale = max(abs(value), sum(map(abs, found)))
 
-        formats = {tensor.dtype for tensor in pytree.tensors(outputs) if tensor.is_floating_point()}
-        tolerance = 1e-4
-        if formats & set(HALF):
-            tolerance = 2e-2
-        elif formats <= {torch.float64}:
-            tolerance = 1e-8
+        is_half = any(tensor.dtype in HALF for tensor in pytree.tensors(outputs))
+        tolerance = 2e-2 if is_half else 1e-4
         if abs(together - value) > tolerance * scale:
             raise LossError(
                 f"{self._totalled.name} is not a sum over tokens ({value:.6g} for all of them, and "
@@ -96,23 +87,3 @@ class Criterion:
                 "count)"
             )
         self._probed = value != 0  # zeros (all ignored, say) show nothing
-
-
-def _as_mean(criterion: Any) -> Any:
-    """Give the mean that belongs to PyTorch's sum, since its count is known; anything else as it
-    is.
-    """
-    if isinstance(criterion, (nn.CrossEntropyLoss, nn.NLLLoss)) and criterion.reduction == "sum":
-        mean = copy.copy(criterion)
-        mean.reduction = "mean"
-        if Totalled(mean).is_known:  # a subclass may compute anything
-            return mean
-        return criterion
-
-    if not isinstance(criterion, functools.partial) or criterion.args:
-        return criterion
-    settings = criterion.keywords
-    is_torchs = criterion.func in (F.cross_entropy, F.nll_loss)
-    if is_torchs and settings.get("reduction") == "sum":
-        return functools.partial(criterion.func, **{**settings, "reduction": "mean"})
-    return criterion
