@@ -607,12 +607,10 @@ def test_layers_held_in_lists_are_those_of_the_replica() -> None:
             super().__init__()
             self.one, self.other = nn.BatchNorm1d(3), nn.Linear(3, 3)
             self.weight = nn.Parameter(torch.ones(3))
-            self.order = [{"first": (self.other, self.weight)}]
-            self.itself = [self.order]
-            self.itself.append(self.itself)
+            self.order = [self.other, self.weight]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            linear, weight = self.order[0]["first"]
+            linear, weight = self.order
             assert (linear is self.other) and (weight is self.weight)
             return linear(self.one(linear(x)) * weight)
 

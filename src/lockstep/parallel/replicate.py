@@ -25,8 +25,6 @@ M = TypeVar("M", bound=nn.Module)
 
 _BARE = frozenset(vars(nn.Module()))
 _PLAIN = frozenset((bool, int, float, complex, str, type(None), torch.dtype, torch.device))
-_DEPTH = 4
-"""How deep in containers is looked for parts of a module; they may hold themselves."""
 
 
 def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
@@ -37,8 +35,8 @@ def replicate(network: M, devices: Devices, detach: bool = False) -> list[M]:
     into the original's. Buffers of replica 0 are the original's, if those are on its device, so
     that what it updates stays; the other replicas have copies. Modules and parameters that occur in
     several places do so in the replicas too. Hooks, and attributes that are neither modules nor
-    tensors of the module, are shared. Attributes that hold parts of the module (a list of layers, a
-    method) hold those of the replica; a function that closes over them, or a partial, is shared.
+    tensors of the module, are shared. Attributes that are parts of the module, lists of them, and
+    methods are those of the replica; what holds them in other ways (a dict, a function) is shared.
 
     Args:
         network: the original.
@@ -188,41 +186,28 @@ def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     for key, value in vars(module).items():
         if key in _BARE or type(value) in _PLAIN:
             continue
-        if type(value) is tuple and _PLAIN.issuperset(map(type, value)):
-            continue
         found.append((key, value))
 
     return found
 
 
-def _of_replica(value: Any, known: Mapping[int, Any], depth: int = _DEPTH) -> Any:
+def _of_replica(value: Any, known: Mapping[int, Any]) -> Any:
     """Return an attribute with the replica's parts in the place of the original's.
 
-    It is the same object where there are none.
+    A list without parts of the module stays the same object.
 
     Args:
         value: of the original.
         known: the replica's modules and tensors by the id of the original's.
-        depth: how deep in containers is looked.
     """
-    if isinstance(value, (nn.Module, Tensor)):
-        return known.get(id(value), value)
-    kind = type(value)
-    if kind is types.MethodType:
-        owner = known.get(id(value.__self__))
-        if owner is None:
-            return value
+    if type(value) is types.MethodType:
+        owner = known.get(id(value.__self__), value.__self__)
         return types.MethodType(value.__func__, owner)
-    if not depth or kind not in (list, tuple, dict):
-        return value
+    if type(value) is not list:
+        return known.get(id(value), value)
 
-    inside = list(value.values() if kind is dict else value)
-    changed = [_of_replica(part, known, depth - 1) for part in inside]
-    if all(map(operator.is_, inside, changed)):
-        return value
-    if kind is dict:
-        return dict(zip(value, changed, strict=True))
-    return kind(changed)
+    changed = [known.get(id(part), part) for part in value]
+    return value if all(map(operator.is_, value, changed)) else changed
 
 
 def _spread(
