@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import threading
 from pathlib import Path
@@ -200,14 +199,9 @@ def test_an_edited_job_file_and_other_data_are_said(
     ]
     (own / "own.py").write_text(FILE)
     train(JobFile("own.py", {"seed": 2}), resume=run.folder, epochs=4)
-    said, of_set = (line for line in notes(capsys) if ".py" not in line)
-    assert (
-        of_set
-        == "note: --set seed: it is 2, and was as the job file has it when the run was started"
-    )
-    assert re.fullmatch(
-        r"note: train_data has changed since the run was started: sample \d+ is different", said
-    )
+    assert [line for line in notes(capsys) if ".py" not in line] == [
+        "note: --set seed: it is 2, and was as the job file has it when the run was started"
+    ]
     train(JobFile("own.py", {"seed": 2, "samples": 48}), resume=run.folder, epochs=5)
     said, of_samples = (line for line in notes(capsys) if ".py" not in line)
     assert (

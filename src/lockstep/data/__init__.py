@@ -14,11 +14,10 @@
     stream.py          the same for a stream: every rank reads it, and keeps its share
     dataset_state.py   the state of a dataset that has one
     source.py          the dataset of a job, or the callable that gives one; evaluation sets by name
-    fingerprint.py     whether data are the same on every rank, and as when a run was begun
+    fingerprint.py     whether data are the same on every rank
     job_loaders.py     the loaders of a job, and of a loop of one's own
 """
 
-from lockstep.data.fingerprint import change_of, fingerprint
 from lockstep.data.job_loaders import batches, eval_loaders, job_loader
 from lockstep.data.loader import AnyLoader, Loader
 from lockstep.data.loader_workers import default_workers
@@ -34,10 +33,8 @@ __all__ = [
     "Part",
     "StreamLoader",
     "batches",
-    "change_of",
     "default_workers",
     "eval_loaders",
-    "fingerprint",
     "is_stream",
     "job_loader",
     "mixed",

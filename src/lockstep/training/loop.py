@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import Batch, fingerprint, is_stream
+from lockstep.data import Batch, is_stream
 from lockstep.job import Job
 from lockstep.jobfile import the_job
 from lockstep.launch.hang_report import Watch
@@ -282,10 +282,8 @@ class _Training:
     def _update(self, batch: Batch, sums: Sums) -> None:
         """Make one update, count it, and pass it on to all that follows updates."""
         progress = self.progress
-        if not progress.data:
-            data = self.setup.train_data
-            length = None if is_stream(data) else len(data)
-            progress.data = fingerprint(batch, length, self.job.collate)
+        if not progress.data and not is_stream(self.setup.train_data):
+            progress.data = {"samples": len(self.setup.train_data)}
 
         self.step.seed(self.job.seed)
         self.step.measures_norm = self.triggers.wants_norm(progress.epoch, progress.position)

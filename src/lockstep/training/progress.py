@@ -36,7 +36,7 @@ class TrainingProgress:
         position: completed batches of the next epoch.
         step: completed updates.
         record: the last record of an epoch in ``metrics.jsonl``; None before the first one.
-        data: a fingerprint of the training data; empty before the first batch.
+        data: the number of samples of the training data; empty before the first batch.
         stopped: what ended the training early: ``on_event``, or the name of a callback.
         ends_unevaluated: whether the training ends where no evaluation was due.
         owed: whether an evaluation is due at this step.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lockstep.data import change_of, is_stream, stream_notes
+from lockstep.data import is_stream, stream_notes
 from lockstep.errors import counted
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
@@ -220,7 +220,7 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
 
     Args:
         setup: what is trained now.
-        data: a fingerprint of the training data of then.
+        data: the number of samples of the training data of then.
     """
     before = setup.before
     job = setup.job
@@ -231,7 +231,7 @@ def changes(setup: Setup, data: dict[str, Any]) -> list[str]:
         lines.append(_changed_file(before, file.path))
         resumed_with = {*file.unfollowed, *file.settings}
 
-    lines.append(change_of(data, setup.train_data, seed=job.seed, name="train_data"))
+    lines.append(_other_length(data, setup.train_data))
     if file is not None:
         lines += _not_followed(file, job)
         for name, (then, now) in changed_parameters(before, file).items():
@@ -266,6 +266,16 @@ _MAY_CHANGE = (
     "keep_memory",
 )
 """Settings that a run may well be resumed with another value of."""
+
+
+def _other_length(before: dict[str, Any], dataset: Any) -> str | None:
+    """Return a line where the training data have another number of samples than before."""
+    if not before or is_stream(dataset) or before["samples"] == len(dataset):
+        return None
+    return (
+        f"train_data has {len(dataset):,} samples, and had {before['samples']:,} when the run was "
+        "started: the batches are different now"
+    )
 
 
 def _changed_file(before: Mapping[str, Any], path: str) -> str | None:
