@@ -51,19 +51,13 @@ class Shapes:
 
     def __str__(self) -> str:
         tables = []
-        first = second = 0
         for number, call in enumerate(self.calls, start=1):
             rows = [(f"call {number}", "inputs", "outputs"), *call.rows]
-            tables.append(rows)
-            for where, inputs, _ in rows:
-                first = max(first, len(where))
-                second = max(second, len(inputs))
-
-        texts = []
-        for rows in tables:
+            first = max(len(where) for where, _, _ in rows)
+            second = max(len(inputs) for _, inputs, _ in rows)
             lines = [f"{a:<{first}}  {b:<{second}}  {c}" for a, b, c in rows]
-            texts.append("\n".join(lines))
-        return "\n\n".join(texts)
+            tables.append("\n".join(lines))
+        return "\n\n".join(tables)
 
 
 _traced: contextvars.ContextVar[Shapes | None] = contextvars.ContextVar(
