@@ -199,19 +199,19 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 266_450
+TOTAL = 262_224
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_830,
     "compare": 15_195,
-    "data": 14_154,
+    "data": 12_787,
     "export": 3_969,
     "launch": 21_669,
     "map": 5_340,
     "model": 20_427,
-    "parallel": 14_092,
+    "parallel": 11_662,
     "pipelining": 18_633,
     "prediction": 4_309,
     "profiling": 4_086,
@@ -219,9 +219,9 @@ TOKENS = {
     "run": 4_190,
     "strategies": 55_477,
     "tensors": 8_841,
-    "threads": 7_364,
+    "threads": 6_912,
     "top": 8_289,
-    "training": 29_673,
+    "training": 29_696,
     "verify": 13_832,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_488
+    assert bars.lines_of_the_reading_path() <= 2_486
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

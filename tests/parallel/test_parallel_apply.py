@@ -47,16 +47,11 @@ def test_devices_are_found_where_none_are_named() -> None:
         return threading.current_thread().name
 
     assert parallel_apply([name] * 2, [torch.zeros(1), 0]) == ["lockstep cpu:0", "lockstep cpu:1"]
-    assert (
-        parallel_apply([name] * 2, [torch.zeros(1), 0], devices=[None, None])[1] == "lockstep cpu:1"
-    )
     assert parallel_apply([name], [0], devices=devices.slots(2)[1]) == ["lockstep cpu:1"]
     assert parallel_apply([], []) == []
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"inputs": [1]}, {"kwargs_tup": [{}]}, {"devices": "3xcpu"}, {"devices": [None]}]
-)
+@pytest.mark.parametrize("wrong", [{"inputs": [1]}, {"kwargs_tup": [{}]}, {"devices": "3xcpu"}])
 def test_lists_of_different_lengths_are_refused(wrong: dict[str, object]) -> None:
     given: dict[str, object] = {"inputs": [1, 2], **wrong}
     with pytest.raises(InputError, match=r"2 modules, but [13]"):

@@ -38,10 +38,10 @@ def test_they_are_printed_as_a_table() -> None:
         data_parallel(net.module, None, "2xcpu", module_kwargs={"input": torch.randn(3, 5)})
     net(torch.randn(30, 5))
     table = """\
-        call 1   inputs               outputs
-        outside  float32(30, 5)       float32(30, 2)
-        cpu:0    float32(15, 5)       float32(15, 2)
-        cpu:1    float32(15, 5)       float32(15, 2)
+        call 1   inputs          outputs
+        outside  float32(30, 5)  float32(30, 2)
+        cpu:0    float32(15, 5)  float32(15, 2)
+        cpu:1    float32(15, 5)  float32(15, 2)
 
         call 2   inputs               outputs
         outside  input=float32(3, 5)  float32(3, 2)

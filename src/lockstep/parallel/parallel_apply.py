@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from lockstep.errors import InputError
 from lockstep.launch import devices as _devices
 from lockstep.launch.cores import occupied
@@ -29,7 +27,7 @@ def parallel_apply(
     modules: Sequence[Callable[..., Any]],
     inputs: Sequence[Any],
     kwargs_tup: Sequence[Mapping[str, Any] | None] | None = None,
-    devices: Devices | Sequence[Device | torch.device | str | int | None] = None,
+    devices: Devices = None,
 ) -> list[Any]:
     """Call ``modules[i](*inputs[i], **kwargs_tup[i])`` for every i, all at the same time.
 
@@ -42,9 +40,9 @@ def parallel_apply(
         inputs: for each a list or tuple of its positional arguments; anything else is its only
             argument.
         kwargs_tup: for each its keyword arguments.
-        devices: where each computes; the arguments must be there already. None (also inside a list)
-            is the accelerator that its first tensor is on, or else a CPU device: the machine's
-            cores are cut in as many as there are modules.
+        devices: where each computes; the arguments must be there already. None is the
+            accelerator that its first tensor is on, or else a CPU device: the machine's cores are
+            cut in as many as there are modules.
 
     Returns:
         What each returned, in order.
@@ -118,18 +116,13 @@ def _same_length(count: int, other: int, name: str) -> None:
 
 
 def _places(devices: Any, inputs: Sequence[Any], named: Sequence[Any]) -> tuple[Device, ...]:
-    wanted = [None] * len(inputs) if devices is None else devices
-    if not isinstance(wanted, (list, tuple)) or None not in wanted:
-        return target_devices.many(wanted)
-    _same_length(len(inputs), len(wanted), "devices")
+    if devices is not None:
+        return target_devices.many(devices)
 
     slots = _devices.slots(len(inputs))
     found = []
-    for place, given, kwargs, slot in zip(wanted, inputs, named, slots, strict=True):
-        if place is None:
-            found.append(_device_of((given, kwargs), slot))
-        else:
-            found += target_devices.many([place])
+    for given, kwargs, slot in zip(inputs, named, slots, strict=True):
+        found.append(_device_of((given, kwargs), slot))
     return tuple(found)
 
 
