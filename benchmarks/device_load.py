@@ -62,7 +62,7 @@ class Level:
             busy = f"{self.seconds[name]:.3f} s"
             rows.append([name, peak, busy])
         rows.append(["most to mean", f"{self.fullest:.2f}", f"{self.busiest:.2f}"])
-        table = Table("", "", ["", "peak", "busy"], rows)
+        table = Table(["", "peak", "busy"], rows)
         return "\n".join(table.lines(_WIDTH))
 
 

@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 262_224
+TOTAL = 257_592
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_830,
-    "compare": 15_195,
+    "cli": 6_071,
+    "compare": 12_477,
     "data": 12_787,
     "export": 3_969,
     "launch": 21_669,
@@ -214,15 +214,15 @@ TOKENS = {
     "parallel": 11_662,
     "pipelining": 18_633,
     "prediction": 4_309,
-    "profiling": 4_086,
-    "report": 3_180,
+    "profiling": 4_082,
+    "report": 2_030,
     "run": 4_190,
     "strategies": 55_477,
     "tensors": 8_841,
     "threads": 6_912,
     "top": 8_289,
-    "training": 29_696,
-    "verify": 13_832,
+    "training": 29_699,
+    "verify": 13_828,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

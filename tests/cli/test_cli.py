@@ -230,46 +230,6 @@ def test_ctrl_c_says_what_that_command_keeps(
     assert said(capfd) == [f"lockstep: stopped by Ctrl-C{kept}"]
 
 
-PRESSED = """
-import os, signal, sys, time
-if sys.argv[0] == "-c":  # the process that forks the ranks, which hears no key
-    time.sleep(60)
-try:
-    for _ in range({times}):
-        os.kill(os.getpid(), signal.SIGINT)
-except KeyboardInterrupt:
-    {then}
-"""
-SWALLOWED, REPLACED, PASSED_ON = "pass", "raise ImportError('numpy failed to import')", "raise"
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    ("name", "then"),
-    [
-        ("torch/__init__.py", SWALLOWED),
-        ("torch/__init__.py", REPLACED),
-        pytest.param("job.py", REPLACED, marks=pytest.mark.slow),
-        ("job.py", PASSED_ON),
-    ],
-)
-@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_ctrl_c_while_modules_are_imported_is_one_line(
-    name: str, then: str, times: int, tmp_path: Path
-) -> None:
-    """They swallow it, and make other exceptions of it; a person may press it more than once."""
-    for path in ("torch/__init__.py", "job.py")[name == "job.py" :]:
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(PRESSED.format(times=times, then=then) if path == name else "")
-    where = ["--devices", "1"] if name == "job.py" else ["--strategy", "ddp", "--devices", "2xcpu"]
-    words = [sys.executable, "-m", "lockstep", "train", "job.py", *where]
-    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
-    in_training = (name, then) == ("job.py", PASSED_ON)
-    assert found.stdout == ("nothing was saved yet, so no run is kept\n" if in_training else "")
-    assert found.stderr == "lockstep: stopped by Ctrl-C\n"
-    assert found.returncode == 130
-
-
 @pytest.mark.slow
 def test_torchrun_starts_the_same_job(job: Path) -> None:
     command = [
@@ -318,10 +278,3 @@ def test_a_number_behind_a_strategy_and_stages_of_one_without_any_are_refused(
     assert 'there is no strategy "fsdp=2": take fsdp on 2 devices' in capfd.readouterr().err
     assert main(["train", str(job), "--strategy", "mp", "--microbatches", "2"]) == 2
     assert 'strategy "mp" has no setting "microbatches": pp has it' in capfd.readouterr().err
-    assert main(["partition", str(job), "--strategy", "ddp", "--devices", "2xcpu"]) == 2
-    assert (
-        "--strategy ddp: this strategy has no stages: give pp, mp, ddp=2xpp=2"
-        in capfd.readouterr().err
-    )
-    assert main(["partition", str(job), "--strategy", "ddp=2xpp=2"]) == 2
-    assert "2 stages, but the model has 1 block" in capfd.readouterr().err  # those of one replica

@@ -101,7 +101,6 @@ SEVERAL = "for several inputs return ((a, b), targets), for model(a, b)"
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--out x", "there is no option --out here; there is one for predict, export"),
         (
             "--lr 0.2",
             "there is no option --lr here: for a parameter of the job's function write --set "

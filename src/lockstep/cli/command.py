@@ -7,13 +7,12 @@ where ranks will be needed their server starts to import torch while this proces
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,7 +24,6 @@ from lockstep.cli.options import (
     answered,
     refuse_settings,
     warm_up,
-    with_lone_json,
 )
 from lockstep.cli.pipeline_commands import add_partition
 from lockstep.cli.run_commands import (
@@ -45,7 +43,6 @@ from lockstep.errors import (
     nearest,
     own_traceback,
 )
-from lockstep.launch.processes import fork_server
 
 
 class _Parser(argparse.ArgumentParser):
@@ -78,93 +75,35 @@ class _Parser(argparse.ArgumentParser):
             message = f'there is no command "{wrong[1]}"; {nearest(wrong[1], known)}'
         raise InputError(f"{message} ({self.prog} --help lists all)")
 
-    def unknown(self, words: list[str], others: Mapping[str, _Parser]) -> InputError:
-        """Return the error for words that no option takes; ``others`` has the parser of each
-        command.
-        """
+    def unknown(self, words: list[str]) -> InputError:
+        """Return the error for words that no option takes."""
         word = words[0].split("=")[0]
         if not word.startswith("-"):
             return InputError(f'unexpected argument "{word}" ({self.prog} --help lists all)')
-        having = [name for name, parser in others.items() if word in parser._option_string_actions]
         options = list(self._option_string_actions)
+        what = ""
         if near_names(word, options):
             what = f"; {nearest(word, options)}"
-        elif having:
-            what = f"; there is one for {', '.join(having)}"
         elif "--set" in options:
             what = f": for a parameter of the job's function write --set {word.strip('-')}=VALUE"
-        else:
-            what = ""
         return InputError(f"there is no option {word} here{what} ({self.prog} --help lists all)")
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command with these words; gives the exit code (the table is in docs/verify.md)."""
     before = signal.signal(signal.SIGTERM, _terminated)
-    words = with_lone_json(sys.argv[1:] if words is None else words)
+    words = list(sys.argv[1:] if words is None else words)
     # The other commands keep nothing before they are done; a training has printed what it keeps.
     kept = "" if words[:1] == ["train"] else "; nothing was kept"
-    interrupt = Interrupt(f"lockstep: stopped by Ctrl-C{kept}")
     try:
         return _ended(_run(words))
     except KeyboardInterrupt:
-        return interrupt.report()
+        _print_error(f"lockstep: stopped by Ctrl-C{kept}")
+        return 130
     except Exception as error:
-        if interrupt.just_now():
-            return interrupt.report()
         return _ended(_report_error(error))
     finally:
-        interrupt.close()
         signal.signal(signal.SIGTERM, before)
-
-
-class Interrupt:
-    """Listens for Ctrl-C from now until ``close``; pressed twice in a row it is one, since ending
-    takes a moment.
-
-    Modules that are being imported make other exceptions of it (NumPy an `ImportError`), so its
-    time is kept; and torch swallows it when it looks for NumPy, but then nothing was begun, and the
-    process may end where it stands.
-
-    Args:
-        line: what is printed then.
-    """
-
-    _ONE = 2.0
-    """Seconds that belong to one Ctrl-C."""
-
-    def __init__(self, line: str) -> None:
-        self._line = line
-        self._pressed = -math.inf
-        self._before = signal.getsignal(signal.SIGINT)
-        # Another handler is somebody's decision: that of nohup, say.
-        self._listens = self._before is signal.default_int_handler
-        if self._listens:
-            signal.signal(signal.SIGINT, self._press)
-
-    def _press(self, number: int, frame: FrameType | None) -> None:
-        if self.just_now():
-            return
-        self._pressed = time.monotonic()
-        torch_spec = getattr(sys.modules.get("torch"), "__spec__", None)
-        if getattr(torch_spec, "_initializing", False):
-            fork_server.stop()
-            os._exit(self.report())
-        raise KeyboardInterrupt
-
-    def just_now(self) -> bool:
-        """Return whether an exception that is raised now may come from Ctrl-C."""
-        return time.monotonic() - self._pressed < self._ONE
-
-    def report(self) -> int:
-        """Print the line, and return the exit code of a command that was stopped by Ctrl-C."""
-        _print_error(self._line)
-        return 130
-
-    def close(self) -> None:
-        """Listen no more."""
-        if self._listens:
-            signal.signal(signal.SIGINT, self._before)
 
 
 def _report_error(error: Exception) -> int:
@@ -237,7 +176,7 @@ def _run(words: list[str]) -> int:
             options, rest = parser.parse_known_args(words)
         refuse_settings(rest, options.strategy)
     if rest:
-        raise commands.get(options.command, parser).unknown(rest, commands)
+        raise commands.get(options.command, parser).unknown(rest)
     if options.version:
         # Looking the versions up takes longer than parsing the words.
         from lockstep.version import versions

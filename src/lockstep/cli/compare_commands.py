@@ -9,7 +9,6 @@ import functools
 import shutil
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from lockstep.cli.options import (
@@ -18,7 +17,6 @@ from lockstep.cli.options import (
     add_placement,
     add_quiet,
     add_settings,
-    check_writable,
     job_in,
     strategy_in,
     warm_up,
@@ -75,11 +73,6 @@ With --epochs each row is also trained, to compare losses and metrics.
         help="where the folder with the report is made (default: runs)",
     )
     parser.add_argument(
-        "--csv",
-        metavar="FILE",
-        help="also write the table to this file",
-    )
-    parser.add_argument(
         "--epochs",
         metavar="VALUE",
         help="also train each row for this number of epochs (default: no row is trained)",
@@ -111,10 +104,8 @@ def _compare(options: argparse.Namespace) -> Answer:
     from lockstep.compare.advice import sentence
     from lockstep.compare.compare import compare
     from lockstep.compare.comparison_folder import answer_of
-    from lockstep.compare.comparison_table import csv_of
     from lockstep.pipelining.device_map import read_map
 
-    check_writable("--csv", options.csv)
     training = {}
     if options.epochs is not None:  # each is trained too
         training["epochs"] = options.epochs
@@ -136,8 +127,6 @@ def _compare(options: argparse.Namespace) -> Answer:
             if row.reason:
                 print(f"{row.name}: failed: {row.reason}", file=sys.stderr)
         print(sentence(found))
-    if options.csv is not None:
-        Path(options.csv).write_text(csv_of(found))
     answer = answer_of(found)
     answer["repeat"] = answer.pop("command")
     return 0 if found.measured else 1, answer

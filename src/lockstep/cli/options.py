@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.errors import FolderError, InputError
+from lockstep.errors import InputError
 from lockstep.job import SETTINGS, Job
 from lockstep.launch.processes import fork_server
 from lockstep.run.run_folder import json_text
@@ -39,24 +37,6 @@ def above_zero(kind: Callable[[str], float]) -> Callable[[str], float]:
     return number
 
 
-def check_writable(option: str, file: str | None) -> None:
-    """Refuse a file that can't be written, now and not after the work; the try leaves nothing.
-
-    Raises:
-        FolderError: it can't.
-    """
-    if file in (None, "-"):
-        return
-    is_new = not os.path.exists(file)
-    try:
-        with open(file, "a"):
-            pass
-        if is_new:
-            os.remove(file)
-    except OSError as error:
-        raise FolderError(f"{option} {file}: {error.strerror}") from error
-
-
 Answer = tuple[int, dict[str, Any]]
 """What a command returns: the exit code, and what ``--json`` writes."""
 
@@ -68,10 +48,8 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     """Add the option by which a command answers as JSON."""
     parser.add_argument(
         "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="print the answer as JSON, and all else on standard error; FILE.json: write it there",
+        action="store_true",
+        help="print the answer as JSON, and all else on standard error",
     )
 
 
@@ -85,36 +63,18 @@ def add_quiet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def with_lone_json(words: Sequence[str]) -> list[str]:
-    """Return the words with ``--json=-`` for a ``--json`` without a file.
-
-    The parser would take the job or the run that follows for the file.
-    """
-    found = []
-    for word, after in itertools.pairwise([*words, ""]):
-        is_alone = word == "--json" and after != "-" and not after.endswith(".json")
-        found.append("--json=-" if is_alone else word)
-    return found
-
-
 def answered(options: argparse.Namespace) -> int:
     """Run a command, and write its answer as JSON where that is asked for.
 
     Returns:
         The exit code.
     """
-    file = options.json
-    check_writable("--json", file)
-    elsewhere = _printing_on_stderr() if file == "-" else contextlib.nullcontext()
+    elsewhere = _printing_on_stderr() if options.json else contextlib.nullcontext()
     code: int
     with elsewhere:
         code, answer = options.function(options)
-    if file is not None and is_first():
-        text = json_text({"schema": SCHEMA, "command": options.command, **answer})
-        if file == "-":
-            sys.stdout.write(text)
-        else:
-            Path(file).write_text(text)
+    if options.json and is_first():
+        sys.stdout.write(json_text({"schema": SCHEMA, "command": options.command, **answer}))
     return code
 
 

@@ -6,16 +6,11 @@ import argparse
 import shutil
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.cli.options import Answer, add_settings, job_in
 from lockstep.errors import InputError, nearest
 from lockstep.tensors.allocator import prepare
-
-if TYPE_CHECKING:
-    from lockstep.job import Job
-    from lockstep.jobfile import JobFile
-    from lockstep.launch.devices import Device
 
 
 def add_partition(commands: Any) -> None:
@@ -34,9 +29,6 @@ examples:
         "--devices",
         default="auto",
         help="the devices, one for each stage: 2, 2xcpu, cuda:0,2 (default: auto)",
-    )
-    parser.add_argument(
-        "--strategy", help="a product such as ddp=2xpp=2, to find the stages of one replica"
     )
     parser.add_argument(
         "--microbatches",
@@ -63,10 +55,8 @@ def _partition(options: argparse.Namespace) -> Answer:
     from lockstep.pipelining.planner.plan import planned
 
     width = shutil.get_terminal_size().columns
-    job: Job | JobFile = job_in(options)
+    job = job_in(options)
     devices = parse(options.devices)
-    if options.strategy is not None:
-        job, devices = _of_a_replica(options, the_job(job))
     if options.microbatches == "auto":
         only = None
         if options.schedule != "auto":
@@ -90,26 +80,6 @@ def _partition(options: argparse.Namespace) -> Answer:
     )
     print("\n".join(found.lines(width)))
     return 0, asdict(found)
-
-
-def _of_a_replica(options: argparse.Namespace, job: Job) -> tuple[Job, tuple[Device, ...]]:
-    """Return the job with what one replica of a product is given of each batch, and its devices.
-
-    Raises:
-        InputError: the strategy has no stages.
-    """
-    from lockstep.launch.devices import parse
-    from lockstep.strategies import choose, devices_for
-    from lockstep.strategies.pp import PP
-
-    every = parse(devices_for(options.strategy, options.devices))
-    strategy = choose(options.strategy, every)
-    if not isinstance(strategy, PP):
-        raise InputError(
-            f"--strategy {options.strategy}: this strategy has no stages: give pp, mp, "
-            "ddp=2xpp=2 or ddp=2xmp=2"
-        )
-    return strategy.seen_by_a_replica(job), every[: strategy.layout(len(every)).devices_per_process]
 
 
 def _known(name: str) -> str:

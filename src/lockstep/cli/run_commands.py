@@ -391,28 +391,21 @@ def add_report(commands: Any) -> None:
     """Options of ``report``."""
     parser = commands.add_parser(
         "report",
-        help="make a page of a run, or of a comparison",
+        help="make a page of a run",
         epilog="""\
-examples:
+example:
   lockstep report runs/job-ddp-20261121-093000
-  lockstep report runs/job-compare-20261121-100000
 """,
     )
-    parser.add_argument("folder", help="the folder of a run, or of a comparison")
+    parser.add_argument("folder", help="the folder of a run")
     parser.set_defaults(function=_report)
 
 
 def _report(options: argparse.Namespace) -> Answer:
-    """Write the page of a run, or once more that of a comparison."""
-    if os.path.isfile(os.path.join(options.folder, "compare.json")):
-        from lockstep.compare.comparison_folder import read
-        from lockstep.compare.comparison_page import write_page as of_comparison
+    """Write the page of a run."""
+    from lockstep.training.records.run_page import write_page
 
-        page = of_comparison(read(options.folder))
-    else:
-        from lockstep.training.records.run_page import write_page as of_run
-
-        page = of_run(options.folder)
+    page = write_page(options.folder)
     print(page)
     return 0, {"file": page}
 

@@ -52,27 +52,17 @@ def unsteady(found: Comparison) -> str:
     """Return a warning where turns of the same row differ so much that something else must have
     been computing; else "".
     """
-    spans = {}
-    references = []
+    spans = []
     for row in found.measured:
         lowest, highest = row.timing.spread
         span = (highest - lowest) / row.timing.median
         if span > _STEADY:
-            spans[row.name] = span
-            if row.role != "strategy":
-                references.append(row.name)
+            spans.append(f"{row.name} differ by {100 * span:.0f} %")
     if not spans:
         return ""
-
-    widest = sorted(spans, key=spans.__getitem__, reverse=True)
-    shown = [f"{name} differ by {100 * spans[name]:.0f} %" for name in widest[:3]]
-    turns = ", those of ".join(shown)
-    doubtful = "small differences"
-    if references:
-        doubtful = f"any ratio to {_listed(references)}"
     return (
-        f"The turns of {turns}: was something else running on this machine? Measure again on an "
-        f"idle machine before relying on {doubtful}."
+        f"The turns of {', those of '.join(spans)}: was something else running on this machine? "
+        "Measure again on an idle machine before relying on these rows."
     )
 
 
@@ -85,37 +75,15 @@ def sentence(found: Comparison) -> str:
     if not names:
         return "Nothing here can train this job: each row has the reason."
     if best is None:
-        return (
-            f"Take none of them: the results of {_listed(names)} differ from single-device "
-            "training."
-        )
+        return f"Take none: the results of {', '.join(names)} differ from single-device training."
     parts = [f"Take {best.name}: {_why(found, best)}"]
-    others = [row for row in found.measured if row.name != best.name]
-    exact = [row for row in others if row.is_exact and row.role == "strategy"]
-    if exact and best.role == "strategy":
-        parts.append(_next(exact, best))
-    for row in others:
+    for row in found.measured:
         if not row.is_exact and row.timing.over(best.timing).median > _SAME:
             times = _times(row, best)
             parts.append(
                 f"{row.name} is {times} times as fast, but with other results than one device"
             )
     return "; ".join(parts) + "."
-
-
-def _next(exact: list[Row], best: Row) -> str:
-    """Return which of the other strategies come next.
-
-    Args:
-        exact: the others with single-device results.
-        best: the row to take.
-    """
-    alike = [row.name for row in exact if _is_as_fast(row, best)]
-    if alike:
-        verb = "is" if len(alike) == 1 else "are"
-        return f"{_listed(alike)} {verb} as fast"
-    second = max(exact, key=lambda row: row.timing.median)
-    return f"{second.name} comes next, at {_times(second, best)} of its rate"
 
 
 def _why(found: Comparison, best: Row) -> str:
@@ -156,20 +124,13 @@ def _why(found: Comparison, best: Row) -> str:
 
 def _why_no_strategy(found: Comparison, best: Row) -> str:
     """Return why ``single`` is the row to take."""
-    asked = [row for row in found.rows if row.role == "strategy"]
-    exact = [row for row in asked if row.rates and row.is_exact]
-    if exact:
-        ahead = max(exact, key=lambda row: row.timing.median)
-        what = "the strategies gain nothing"
-        if _is_as_fast(ahead, best):
-            what = "no strategy is clearly faster"
-        return f"{what} here, {ahead.name} is at {_times(ahead, best)} of its rate"
-    failed = [row.name for row in asked if not row.rates]
-    if failed:
-        return f"{_listed(failed)} could not be measured (each row has the reason)"
-    if asked:
-        return "no strategy has single-device results here"
-    return "no strategy was measured"
+    exact = [row for row in found.measured if row.role == "strategy" and row.is_exact]
+    if not exact:
+        return "no strategy with single-device results was measured"
+    ahead = max(exact, key=lambda row: row.timing.median)
+    return (
+        f"no strategy is clearly faster here, {ahead.name} is at {_times(ahead, best)} of its rate"
+    )
 
 
 def _times(row: Row, other: Row) -> str:
@@ -184,11 +145,3 @@ def all_cores(found: Comparison) -> str:
     if cores == 1:
         return "all cores"
     return f"all {cores} cores"
-
-
-def _listed(names: list[str]) -> str:
-    """Return ``dp, ddp and pp``."""
-    *others, last = names
-    if not others:
-        return last
-    return f"{', '.join(others)} and {last}"

@@ -1,6 +1,6 @@
 """The turns of a comparison::
 
-a look at each    A B C      sizes, sample ids, where the time goes, parity; nothing of it is timed
+a look at each    A B C      sizes, where the time goes, parity; nothing of it is timed
 rounds            A B C  A B C   A B C  ...      each in fresh processes that warm up for themselves
 with epochs       A B C      each trained, for its losses and metrics
 """
@@ -18,7 +18,7 @@ from lockstep.compare import comparison_folder
 from lockstep.compare.agreement import agreement_of
 from lockstep.compare.planned_rows import Entry, Sweep, line_up
 from lockstep.compare.result import Comparison, Row
-from lockstep.compare.timed_run import TrialResult, attempt
+from lockstep.compare.timed_run import Turns, attempt, in_turns
 from lockstep.errors import DeviceError, LockstepError, first_line
 from lockstep.job import Job
 from lockstep.jobfile import JobFile, as_job, the_job, with_settings
@@ -86,17 +86,18 @@ def compare(
         name = source.name
         path = source.path
     kept = None
-    folder_of_runs = None
     if folder is not None:
         kept = RunFolder.new(folder, f"{name}-compare")
-        folder_of_runs = kept.path / "runs"
     log = log or (lambda line: None)
-    turns = _Turns(source, entries, log)
     try:
-        turns.look(parity=parity)
-        turns.time(rounds, seconds)
+        rows = _measured(source, entries, rounds, seconds, log, parity=parity)
         if settings.get("epochs") is not None:
-            turns.train(folder_of_runs)
+            with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
+                where = Path(scratch) if kept is None else kept.path / "runs"
+                rows = [
+                    _trained(source, entry, row, where, log)
+                    for entry, row in zip(entries, rows, strict=True)
+                ]
     except BaseException:
         if kept is not None:
             kept.remove()
@@ -120,151 +121,133 @@ def compare(
         seconds=seconds,
         machine=machine(),
         on_slots=all(entry.devices[0].is_slot for entry in entries),
-        rows=list(turns.rows.values()),
+        rows=rows,
         folder="" if kept is None else str(kept.path),
     )
     comparison_folder.log_comparison(found, log)
     return found
 
 
-class _Turns:
-    """What is measured of each entry.
+def _measured(
+    source: Job | JobFile,
+    entries: Sequence[Entry],
+    rounds: int,
+    seconds: float,
+    log: Callable[[str], None],
+    *,
+    parity: bool,
+) -> list[Row]:
+    """Return the row of each entry, after a look at each and all turns.
 
     Args:
         source: the job, or its file.
-        entries: what is to be measured, in this order.
+        entries: what is measured.
+        rounds: how many turns each has.
+        seconds: how long the timed updates of a turn take at least.
         log: called with each line of the report.
-
-    Attributes:
-        rows: the row of each entry, by name.
+        parity: also hold the numbers of each strategy against those of one device.
     """
+    rows = {}
+    setups = {}
+    for entry in entries:
+        row = _look(source, entry, log, parity=parity)
+        rows[entry.name] = row
+        if not row.reason:
+            setups[entry.name] = entry.setup
+    for name, turns in in_turns(source, setups, rounds, seconds, log).items():
+        rows[name] = _timed(rows[name], turns)
+    return list(rows.values())
 
-    def __init__(
-        self,
-        source: Job | JobFile,
-        entries: Sequence[Entry],
-        log: Callable[[str], None],
-    ) -> None:
-        self.source = source
-        self.entries = entries
-        self.log = log
-        self.rows = {entry.name: _row_of(entry, source) for entry in entries}
 
-    def alive(self) -> list[Entry]:
-        """Return the entries that didn't fail."""
-        alive = []
-        for entry in self.entries:
-            if not self.rows[entry.name].reason:
-                alive.append(entry)
-        return alive
+def _look(
+    source: Job | JobFile,
+    entry: Entry,
+    log: Callable[[str], None],
+    *,
+    parity: bool,
+) -> Row:
+    """Return the row of an entry with what one trial shows; a failure is its reason, and it isn't
+    timed.
 
-    def note(self, entry: Entry, **found: Any) -> None:
-        """Add what was found to the row of an entry.
+    Args:
+        source: the job, or its file.
+        entry: what is tried.
+        log: called with each line of the report.
+        parity: also hold the numbers of a strategy against those of one device.
+    """
+    row = _row_of(entry, source)
+    try:
+        tried = attempt(source, entry.setup, seconds=_LOOK, looks=True)
+    except LockstepError as error:
+        log(f"{entry.name}: failed: {first_line(error)}")
+        return replace(row, reason=first_line(error))
+    caveats = [str(caveat) for caveat in tried.caveats]
+    row = replace(
+        row,
+        caveats=caveats,
+        plans=list(tried.plans),
+        observed=tried.observed,
+    )
+    line = f"{entry.name}: works, started in {tried.started:.1f} s"
+    if parity and entry.role == "strategy":
+        agreement = agreement_of(source, entry)
+        row = replace(row, agreement=agreement)
+        line += f", {agreement}"
+        if agreement.reason:
+            caveats.append(f"parity is not known: {agreement.reason}")
+    log(line)
+    return row
 
-        Args:
-            entry: what was measured.
-            found: fields of the row.
-        """
-        row = self.rows[entry.name]
-        self.rows[entry.name] = replace(row, **found)
 
-    def look(self, *, parity: bool) -> None:
-        """Try each once; what fails here isn't timed.
+def _timed(row: Row, turns: Turns) -> Row:
+    """Return a row with what its turns found."""
+    if turns.reason:
+        return replace(row, reason=turns.reason)
+    peaks = zip(*(tried.peaks for tried in turns.tries), strict=True)
+    return replace(
+        row,
+        rates=turns.timing.rates,
+        started=statistics.median(tried.started for tried in turns.tries),
+        peaks=[max(of_one) for of_one in peaks],
+    )
 
-        Args:
-            parity: also hold the numbers of each strategy against those of one device.
-        """
-        for entry in self.entries:
-            tried = self._attempt(entry, seconds=_LOOK, looks=True)
-            if tried is None:
-                self.log(f"{entry.name}: failed: {self.rows[entry.name].reason}")
-                continue
-            self.note(
-                entry,
-                caveats=[str(caveat) for caveat in tried.caveats],
-                plans=list(tried.plans),
-                observed=tried.observed,
-            )
-            line = f"{entry.name}: works, started in {tried.started:.1f} s"
-            if parity and entry.role == "strategy":
-                agreement = agreement_of(self.source, entry)
-                self.note(entry, agreement=agreement)
-                line += f", {agreement}"
-            self.log(line)
 
-    def time(self, rounds: int, seconds: float) -> None:
-        """Give each its turns. What fails in one of them has no more.
+def _trained(
+    source: Job | JobFile,
+    entry: Entry,
+    row: Row,
+    folder: Path,
+    log: Callable[[str], None],
+) -> Row:
+    """Return a row with the history of a training, if it is one that is trained; a failure is a
+    caveat of it.
 
-        Args:
-            rounds: how many turns.
-            seconds: how long the timed updates of a turn take at least.
-        """
-        tries: dict[str, list[TrialResult]] = {entry.name: [] for entry in self.alive()}
-        for turn in range(rounds):
-            for entry in self.alive():
-                tried = self._attempt(entry, seconds=seconds)
-                if tried is not None:
-                    tries[entry.name].append(tried)
-            self.log(f"round {turn + 1}/{rounds} done")
-        for entry in self.alive():
-            turns = tries[entry.name]
-            peaks = zip(*(tried.peaks for tried in turns), strict=True)
-            self.note(
-                entry,
-                rates=[tried.rate for tried in turns],
-                started=statistics.median(tried.started for tried in turns),
-                peaks=[max(of_one) for of_one in peaks],
-            )
-
-    def _attempt(self, entry: Entry, *, seconds: float, looks: bool = False) -> TrialResult | None:
-        """Make one trial; if it fails, note why, and return None.
-
-        Args:
-            entry: what is tried.
-            seconds: how long the timed updates take at least.
-            looks: whether a few more updates are observed.
-        """
-        try:
-            return attempt(self.source, entry.setup, seconds=seconds, looks=looks)
-        except LockstepError as error:
-            self.note(entry, reason=first_line(error))
-            return None
-
-    def train(self, folder: Path | None) -> None:
-        """Train each strategy, and ``single`` on one device, for the job's epochs.
-
-        Args:
-            folder: where the runs are made; None keeps none.
-        """
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as scratch:
-            for entry in self.alive():
-                if entry.role == "all cores":
-                    continue
-                self._train(entry, folder or Path(scratch))
-                if folder is None:
-                    self.note(entry, run="")
-
-    def _train(self, entry: Entry, folder: Path) -> None:
-        """Train an entry, and note its history; a failure is a caveat of its row."""
-        setup = entry.setup
-        try:
-            run = train(
-                with_settings(self.source, setup.settings),
-                strategy=choose(setup.strategy, entry.devices, **setup.options),
-                devices=entry.devices,
-                folder=folder,
-                quiet=True,
-            )
-        except LockstepError as error:
-            failed = f"its training failed: {first_line(error)}"
-            before = self.rows[entry.name].caveats
-            self.note(entry, caveats=[*before, failed])
-            self.log(f"{entry.name}: {failed}")
-            return
-        self.note(entry, history=run.history, run=str(run.folder))
-        last = run.history[-1]
-        loss = last.get("eval_loss", last["train_loss"])
-        self.log(f"{entry.name}: trained, loss {loss:.4g}")
+    Args:
+        source: the job, or its file.
+        entry: what is trained.
+        row: of the entry.
+        folder: where the run is made.
+        log: called with each line of the report.
+    """
+    if row.reason or entry.role == "all cores":
+        return row
+    setup = entry.setup
+    try:
+        run = train(
+            with_settings(source, setup.settings),
+            strategy=choose(setup.strategy, entry.devices, **setup.options),
+            devices=entry.devices,
+            folder=folder,
+            quiet=True,
+        )
+    except LockstepError as error:
+        failed = f"its training failed: {first_line(error)}"
+        log(f"{entry.name}: {failed}")
+        return replace(row, caveats=[*row.caveats, failed])
+    last = run.history[-1]
+    loss = last.get("eval_loss", last["train_loss"])
+    log(f"{entry.name}: trained, loss {loss:.4g}")
+    return replace(row, history=run.history)
 
 
 def _row_of(entry: Entry, source: Job | JobFile) -> Row:

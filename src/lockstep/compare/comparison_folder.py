@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -29,19 +28,6 @@ from lockstep.errors import FolderError, InputError
 from lockstep.job import Job
 from lockstep.jobfile import JobFile
 from lockstep.run.run_folder import json_text
-
-
-def read(folder: str | Path) -> Comparison:
-    """Return the comparison that is kept in a folder.
-
-    Raises:
-        FolderError: there is none.
-    """
-    path = Path(folder) / "compare.json"
-    try:
-        return Comparison.of({**json.loads(path.read_text()), "folder": str(folder)})
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FolderError(f"{path}: no comparison can be read there ({error})") from error
 
 
 def write(found: Comparison) -> None:

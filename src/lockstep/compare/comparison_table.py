@@ -27,7 +27,8 @@ _RATIOS = {
 _SHARES = dict(zip(("comp.", "comm.", "wait", "load", "other"), KINDS, strict=True))
 """The columns of where the time of a step goes."""
 
-_TIME = (*_SHARES, "moved", "start", "parity")
+TIME = (*_SHARES, "moved", "start", "parity")
+"""The columns of time and parity."""
 
 _OF_CORES = (
     "; memory: of a process. CPU devices are cores of one machine; speed-ups on GPUs may be larger "
@@ -66,14 +67,13 @@ Cells = dict[str, dict[str, str]]
 """By the name of a row, its cells by column; what isn't known is left out."""
 
 
-def table(name: str, title: str, cells: Cells, columns: Iterable[str], caption: str = "") -> Table:
+def table(cells: Cells, columns: Iterable[str], title: str = "", caption: str = "") -> Table:
     """Return a table of these columns, without those that are empty.
 
     Args:
-        name: of its file.
-        title: what it shows.
         cells: of all rows.
         columns: in their order; a row may have others too.
+        title: what it shows.
         caption: what should be known to read it.
     """
     known = set().union(*cells.values())
@@ -82,7 +82,7 @@ def table(name: str, title: str, cells: Cells, columns: Iterable[str], caption: 
     for row_name, row in cells.items():
         words = [row.get(column, "") for column in head]
         rows.append([row_name, *words])
-    return Table(name, title, ["", *head], rows, caption)
+    return Table(["", *head], rows, title, caption)
 
 
 def cells_of(found: Comparison) -> Cells:
@@ -150,7 +150,7 @@ def reached(found: Comparison) -> Table:
                 words[name] = f"{value:.4g}"
             cells[row.name] = words
             columns |= dict.fromkeys(words)
-    return table("reached", "Reached", cells, columns)
+    return table(cells, columns, "Reached")
 
 
 def _last(row: Row) -> dict[str, float]:
@@ -185,7 +185,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
 
     cells = cells_of(found)
     if cells:
-        lines += table("", "", cells, SPEED).lines(width)
+        lines += table(cells, SPEED).lines(width)
     lines += _failed(found, width)
     if cells:
         below = explained(found)
@@ -193,7 +193,7 @@ def lines_of(found: Comparison, width: int = 80) -> list[str]:
             below += _OF_CORES
         lines += _wrapped([below], width)
         lines.append("")
-        lines += table("", "", cells, _TIME).lines(width)
+        lines += table(cells, TIME).lines(width)
         moved = "moved: the bytes that a device sends to the others in a step, if known"
         lines += _wrapped([moved], width)
     lines += _wrapped([*plans_of(found), *caveats_of(found)], width)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.compare.agreement import Agreement
-from lockstep.compare.observed_updates import DeviceBatch, ObservedUpdates
+from lockstep.compare.observed_updates import ObservedUpdates
 from lockstep.compare.planned_rows import Role
 from lockstep.compare.timing import Timing
 from lockstep.profiling.time_breakdown import KINDS
-from lockstep.run.events import TimesOf
 from lockstep.strategies import kind_of
 
 
@@ -38,7 +37,6 @@ class Row:
         agreement: whether its numbers are those of one device.
         observed: what was observed in some updates.
         history: with ``epochs``, a record for each.
-        run: the folder of that training.
     """
 
     name: str
@@ -59,7 +57,6 @@ class Row:
     agreement: Agreement | None = None
     observed: ObservedUpdates | None = None
     history: Sequence[dict[str, Any]] = field(default_factory=list)
-    run: str = ""
 
     @property
     def timing(self) -> Timing:
@@ -202,27 +199,6 @@ class Comparison:
         return figures
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values, for a file; ``Comparison.of`` reads them."""
+        """Return plain values, for a file."""
         rows = [{**asdict(row), **self.figures(row)} for row in self.rows]
         return {**asdict(self), "rows": rows}
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Comparison:
-        """Return the comparison that ``as_dict`` gave the values of; others are left out."""
-        kept = {one.name: values[one.name] for one in fields(cls)}
-        kept["rows"] = [_row(row) for row in values["rows"]]
-        return cls(**kept)
-
-
-def _row(values: Mapping[str, Any]) -> Row:
-    """Return the row that a file holds; what follows from its fields is left out."""
-    kept = {one.name: values[one.name] for one in fields(Row)}
-    agreement = kept["agreement"]
-    if agreement is not None:
-        kept["agreement"] = Agreement(**agreement)
-    observed = kept["observed"]
-    if observed is not None:
-        devices = [DeviceBatch(**one) for one in observed["devices"]]
-        times = [TimesOf(**one) for one in observed["times"]]
-        kept["observed"] = ObservedUpdates(**{**observed, "devices": devices, "times": times})
-    return Row(**kept)

@@ -1,38 +1,45 @@
-"""A trial: a few timed updates of a job under one strategy with some settings, in fresh processes.
+"""Trials: a few timed updates of a job under one strategy with some settings, each in processes that
+end with it, so that no memory, cache or thread of one is there for the next.
 
 ::
 
     first update | 2 updates | 4 | 8 | ...     until a chunk takes long enough: that one's rate counts
-     (compiles)    (warm up)               | a few more, looked at, where that is wanted (see ``snapshot``)
+     (compiles)    (warm up)               | a few more, observed, where that is wanted
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from time import monotonic as now
 from typing import Any
 
 import torch
 from torch.utils.data import TensorDataset
 
-from lockstep.compare.fresh_processes import in_fresh_processes
-from lockstep.compare.observed_updates import ObservedUpdates, UpdateObserver
+from lockstep.compare.observed_updates import ObservedUpdates, observe
 from lockstep.compare.planned_rows import Setup
-from lockstep.compare.timing import rate_of
+from lockstep.compare.timing import Timing, rate_of
 from lockstep.data import Batch, is_stream, resolve
 from lockstep.data.fetch import base_of
 from lockstep.data.loader_workers import workers_here
+from lockstep.errors import LockstepError, first_line
 from lockstep.job import Job
-from lockstep.jobfile import JobFile
+from lockstep.jobfile import JobFile, the_job, with_settings
+from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device
 from lockstep.launch.memory import peak_memory
-from lockstep.launch.world import World
+from lockstep.launch.placement import alone, needs_one_process
+from lockstep.launch.processes.local_ranks import run as run_locally
+from lockstep.launch.world import World, place_of
 from lockstep.run.events import Caveat, Line
-from lockstep.strategies import Strategy
+from lockstep.strategies import Strategy, choose
 from lockstep.strategies.steps.step import Step
+from lockstep.tensors.allocator import keep_freed_memory
+from lockstep.training.records.batch_shapes import FirstStep
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,6 @@ class TrialResult:
         first: seconds of the first update, in which compilers compile.
         peaks: the most bytes that each process, or each accelerator, held.
         convolves: whether the model has convolutions, whose weights have a layout.
-        dtype: of the parameters.
         workers: of each rank's loader; None for a dataset of tensors, which they would slow down.
         caveats: where results differ from single-device training.
         plans: what was chosen for it, such as the stages of a pipeline.
@@ -56,7 +62,6 @@ class TrialResult:
     first: float
     peaks: tuple[int, ...]
     convolves: bool = False
-    dtype: torch.dtype = torch.float32
     workers: int | None = None
     caveats: tuple[Caveat, ...] = ()
     plans: tuple[str, ...] = ()
@@ -82,27 +87,91 @@ def attempt(
         job: the job, or its file.
         setup: how it is trained.
         seconds: how long the timed updates take at least.
-        looks: go on with a few more updates: what each device sees, and where its time goes.
+        looks: go on with a few more updates: the shapes on each device, and where its time goes.
 
     Raises:
         LockstepError: this setup is refused, or fails.
     """
-    return in_fresh_processes(
-        _tried,
-        job,
-        setup,
-        asked=now(),
-        seconds=seconds,
-        looks=looks,
+    chosen = _devices.parse(setup.devices)
+    strategy = choose(setup.strategy, chosen, **setup.options)
+    is_one = needs_one_process(strategy, chosen)
+    found: list[TrialResult] = run_locally(
+        _on_rank,
+        (place_of(chosen),) if is_one else chosen,
+        (with_settings(job, setup.settings), strategy, chosen, now(), seconds, looks),
+        backend=None,
+        on_output=lambda text, stream: None,
+        timeout=1800.0,
+        devices_per_rank=1 if is_one else strategy.devices_per_rank,
     )
+    return found[0]
+
+
+@dataclass
+class Turns:
+    """The trials of one setup, one in each round.
+
+    Attributes:
+        tries: one for each turn.
+        reason: why one of them failed; there are no more then.
+    """
+
+    tries: list[TrialResult] = field(default_factory=list)
+    reason: str = ""
+
+    @property
+    def timing(self) -> Timing:
+        """The rates, turn by turn."""
+        return Timing([tried.rate for tried in self.tries])
+
+
+def in_turns(
+    job: Job | JobFile,
+    setups: Mapping[str, Setup],
+    rounds: int,
+    seconds: float,
+    log: Callable[[str], None] = lambda line: None,
+) -> dict[str, Turns]:
+    """Try each setup once in each round, one after the other.
+
+    Args:
+        job: the job, or its file.
+        setups: by name.
+        rounds: how many turns each has.
+        seconds: how long the timed updates of a turn take at least.
+        log: called after each round.
+    """
+    found = {name: Turns() for name in setups}
+    for number in range(rounds):
+        for name, setup in setups.items():
+            turns = found[name]
+            if not turns.reason:
+                try:
+                    turns.tries.append(attempt(job, setup, seconds=seconds))
+                except LockstepError as error:
+                    turns.reason = first_line(error)
+        log(f"round {number + 1}/{rounds} done")
+    return found
+
+
+def _on_rank(
+    world: World,
+    source: Job | JobFile,
+    strategy: Strategy,
+    devices: tuple[Device, ...],
+    *how: Any,
+) -> TrialResult:
+    job = the_job(source)
+    if job.keep_memory:
+        keep_freed_memory()  # the process ends with the trial
+    with alone(devices) if needs_one_process(strategy, devices) else nullcontext(world) as mine:
+        return _tried(mine, job, strategy, *how)
 
 
 def _tried(
     world: World,
     job: Job,
     strategy: Strategy,
-    devices: tuple[Device, ...],
-    *,
     asked: float,
     seconds: float,
     looks: bool,
@@ -113,7 +182,6 @@ def _tried(
         world: of this rank.
         job: the job.
         strategy: its settings, as a person chose them.
-        devices: of all ranks.
         asked: when the trial was asked for.
         seconds: how long the timed updates take at least.
         looks: whether a few more updates are observed.
@@ -131,17 +199,17 @@ def _tried(
     step.sums.last = 1  # later checks are few in a training, and many in the updates of a turn
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
-    observer = UpdateObserver(step) if looks else None
-    first_batches = batches if observer is None else observer.first(batches)
-    first, _ = _timed(step, first_batches, 1, job.seed)
+    shapes = FirstStep(step) if looks else None
+    first, size = _timed(step, batches, 1, job.seed)
     started = now() - asked
     rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     step.check()
-    observed = None if observer is None else observer.clock(batches, job.seed)
+    observed = None
+    if shapes is not None:
+        observed = observe(step, shapes, size, batches, job.seed)
     batches.close()
     loader.close()
 
-    parameters = list(step.model.parameters())
     peaks: list[int] = []
     for of_rank in world.gather_objects(peak_memory(world)):
         peaks += of_rank
@@ -151,8 +219,7 @@ def _tried(
         rate=rate,
         first=first,
         peaks=tuple(peaks),
-        convolves=any(p.dim() == 4 for p in parameters),
-        dtype=parameters[0].dtype if parameters else torch.float32,
+        convolves=any(p.dim() == 4 for p in step.model.parameters()),
         workers=_workers(job, world, data),
         caveats=tuple(caveats),
         plans=tuple(line.text for line in lines if line.kind == "plan"),

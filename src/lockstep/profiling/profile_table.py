@@ -29,7 +29,7 @@ def lines_of(profile: Profile, width: int = 80) -> list[str]:
 
     head = [profile.whose, *KINDS, "step"]
     rows = [_cells(row) for row in profile.rows[:_ROWS]]
-    table = Table("profile", "Profile", head, rows)
+    table = Table(head, rows)
     lines += table.lines(width)
     more = len(profile.rows) - _ROWS
     if more > 0:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 from typing import TYPE_CHECKING
 
-from lockstep.errors import InputError
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -27,20 +25,11 @@ LETTERS = 10
 DPI = 160
 
 
-def new_figure(width: float, height: float, what: str) -> Figure:
-    """Return an empty figure, its size in inches; a message calls it ``what``.
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure, its size in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Raises:
-        InputError: matplotlib isn't installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError(
-            f"{what}: drawing needs matplotlib: pip install 'torch-lockstep[report]', or leave "
-            "it out"
-        ) from None
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

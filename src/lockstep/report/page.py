@@ -4,17 +4,14 @@ network.
 ::
 
     folder/
-      report.html        pictures inside of it; each figure also as a table, and as CSV to take away
+      report.html        pictures inside of it
       figures/NAME.png   each figure as a picture
-      figures/NAME.csv   the same tables
 """
 
 from __future__ import annotations
 
 import base64
-import csv
 import importlib.resources
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +19,7 @@ from typing import Any
 
 from lockstep.errors import FolderError, InputError
 from lockstep.report.canvas import image
-from lockstep.report.charts import Cell, Chart, short
+from lockstep.report.charts import Chart
 from lockstep.report.table import Table
 from lockstep.tensors.new_file import write_over
 
@@ -32,7 +29,7 @@ class Figure:
     """A chart on a page.
 
     Attributes:
-        name: of its files.
+        name: of its file.
         title: what it shows.
         chart: the chart.
         caption: what should be known to read it.
@@ -114,57 +111,10 @@ def write(page: Page, folder: Path) -> Path:
 
 
 def _shown(part: Figure | Table, folder: Path) -> dict[str, Any]:
-    """Return a part of a section for the template, with its files written."""
+    """Return a part of a section for the template; a figure is also written as a picture."""
     if isinstance(part, Table):
-        head: Sequence[str] = part.head
-        rows: Sequence[Sequence[Cell]] = part.rows
-    else:
-        head, rows = part.chart.numbers()
-
-    text = _csv(head, rows)
-    write_over(folder / f"{part.name}.csv", text)
-    words = []
-    wordy = set()  # the columns, counted from 1, that hold sentences rather than numbers
-    for row in rows:
-        cells = [_word(cell) for cell in row]
-        words.append(cells)
-        for i, cell in enumerate(cells, start=1):
-            if len(cell) > _SENTENCE:
-                wordy.add(i)
-
-    shown: dict[str, Any] = {
-        "part": part,
-        "head": head,
-        "rows": words,
-        "wordy": wordy,
-        "csv": _data("text/csv", text.encode()),
-    }
-    if isinstance(part, Figure):
-        figure = part.chart.draw()
-        write_over(folder / f"{part.name}.png", image(figure, "png"))
-        shown["picture"] = _data("image/svg+xml", image(figure, "svg"))
-    return shown
-
-
-_SENTENCE = 30
-"""Letters of a cell from which on it is read as a sentence."""
-
-
-def _word(cell: Cell) -> str:
-    if cell is None:
-        return ""
-    if isinstance(cell, str):
-        return cell
-    return short(cell)
-
-
-def _csv(head: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([name or "name" for name in head])
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _data(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+        return {"part": part}
+    figure = part.chart.draw()
+    write_over(folder / f"{part.name}.png", image(figure, "png"))
+    drawn = base64.b64encode(image(figure, "svg")).decode()
+    return {"part": part, "picture": f"data:image/svg+xml;base64,{drawn}"}

@@ -1,4 +1,4 @@
-"""A table: for a page, which writes it as HTML and as CSV, and for a terminal."""
+"""A table, for a page and for a terminal."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ class Table:
     """A table.
 
     Attributes:
-        name: of its file.
-        title: what it shows.
         head: the names of the columns.
         rows: the cells as they are shown; the first one of a row is its name.
+        title: what it shows.
         caption: what should be known to read it.
     """
 
-    name: str
-    title: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    title: str = ""
     caption: str = ""
 
     def lines(self, width: int) -> list[str]:

@@ -187,7 +187,7 @@ def _table(comparison: Comparison, width: int) -> list[str]:
             "buffers": _largest(update.buffers),
         }
         rows.append([cells[name] for name in head])
-    return Table("updates", "Updates", head, rows).lines(width)
+    return Table(head, rows).lines(width)
 
 
 def _evaluation(comparison: Comparison) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import StrategyError, counted
-from lockstep.report.charts import Bars, Lines, Stacks, short
+from lockstep.report.charts import Lines, short
 from lockstep.report.page import Figure, Page, Section, write
 from lockstep.report.table import Table
 from lockstep.run.run_folder import RunFolder
@@ -195,34 +195,35 @@ def _points(history: Sequence[Record], by: str, name: str) -> list[tuple[float, 
     return points
 
 
-def _memory(summary: Mapping[str, Any]) -> Figure:
+def _memory(summary: Mapping[str, Any]) -> Table:
     """Return the largest memory of each process, or accelerator."""
     peaks = summary["peak_memory_bytes"]
     names = summary["devices"]
     if len(names) != len(peaks):
         names = [f"process {i}" for i in range(len(peaks))]
-    mebibytes = [peak / 2**20 for peak in peaks]
-    chart = Bars("MiB", names, mebibytes)
-    return Figure("memory", "Memory at most", chart, "Of each process, or accelerator.")
+    rows = []
+    for name, peak in zip(names, peaks, strict=True):
+        rows.append([name, short(peak / 2**20)])
+    title = "Memory at most, in MiB"
+    return Table(["", "MiB"], rows, title, "Of each process, or accelerator.")
 
 
 def _time(profile: Mapping[str, Any]) -> Section:
     """Return what the profiled steps spent their time on."""
     kind = next(kind for kind in ("replica", "device", "rank") if f"{kind}s" in profile)
-    names = []
-    milliseconds: dict[str, list[float]] = {}
+    head = [kind]
+    rows = []
     for row in profile[f"{kind}s"]:
         name = row["device"]
         if kind != "device":
-            name = f"{kind} {row[kind]} {name}"
-        names.append(name)
-        for phase, seconds in row["seconds"].items():
-            milliseconds.setdefault(phase, []).append(1e3 * seconds)
+            name = f"{row[kind]} {name}"
+        head = [kind, *row["seconds"]]
+        times = [short(1e3 * seconds) for seconds in row["seconds"].values()]
+        rows.append([name, *times])
 
-    chart = Stacks("ms", names, milliseconds)
-    caption = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
-    figure = Figure("time", "A step, in milliseconds", chart, caption)
-    return Section("Where the time goes", [figure], profile["notes"])
+    steps = f"Steps {profile['first_step']} to {profile['last_step']}, a mean."
+    table = Table(head, rows, "A step, in milliseconds", steps)
+    return Section("Where the time goes", [table], profile["notes"])
 
 
 def _settings(settings: Mapping[str, Any]) -> Table:
@@ -231,7 +232,7 @@ def _settings(settings: Mapping[str, Any]) -> Table:
     for name, value in settings.items():
         if value is not None:
             rows.append([name, str(value)])
-    return Table("settings", "Of the job", ["setting", "value"], rows)
+    return Table(["setting", "value"], rows, "Of the job")
 
 
 def command(config: Mapping[str, Any]) -> str:
