@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep import Job, train
 from lockstep.data import Part
-from lockstep.errors import LossError, StrategyError
+from lockstep.errors import LossError
 from lockstep.launch.devices import Device, slots
 from lockstep.launch.world import World
 from lockstep.model.optimizers.gradients import clip_gradients
@@ -283,69 +283,6 @@ class Penalised(nn.Module):
         return y + slope[:, :3]
 
 
-class Product(torch.autograd.Function):
-    """Of tensors of two cards, written out."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        return gradient * y, gradient * x
-
-
-product = Product.apply
-"""Kept under another name, which asks nobody since torch 2.14 (docs/limits.md)."""
-
-if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
-
-    def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[no-redef]
-        return Product.apply(x, y)
-
-
-class Scaling(torch.autograd.Function):
-    """Writes to its first operand, in the newer form, with a default."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, y: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
-        return x.mul_(scale * y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.mark_dirty(inputs[0])
-        ctx.factor = inputs[2] * inputs[1].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient * ctx.factor, None, None
-
-
-class Multiplying(nn.Module):
-    """Autograd functions of one's own between layers of both cards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.out = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        y = self.second(x)
-        y = Scaling.apply(y.clone(), x.detach())
-        return self.out(Product.apply(x, y) + product(y, x))
-
-
-class WritingAcross(Multiplying):
-    """Writes to what lies on the other card."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).clone()
-        Scaling.apply(x, self.second(x).detach())
-        return self.out(x)
-
-
 class Direct(nn.Module):
     """Calls the layers' ``forward`` itself, past all hooks."""
 
@@ -457,7 +394,6 @@ PLACED: dict[str, tuple[Job, dict[str, int] | None]] = {
         _job(Apart, (drawn(SAMPLES, 6), wants(1, 9)), loss=of_both, metrics={}),
         {"first": 0, "second": 1},
     ),
-    "autograd functions of one's own": (_job(Multiplying), {"first": 0, "": 1}),
     "an object of its own": (_job(Caching), {"first": 0, "": 1}),
     "hooks": (_job(hooked), {"0": 0, "": 1}),
 }
@@ -734,13 +670,6 @@ def test_sparse_gradients_are_clipped_together_with_those_of_another_device() ->
     clip_gradients([dense, rows], 1.0)
     torch.testing.assert_close(dense.grad.cpu(), torch.tensor([0.0, 0.8, 0.0]), rtol=1e-5, atol=0)
     torch.testing.assert_close(rows.grad.to_dense()[1], torch.tensor([0.6, 0.0]), rtol=1e-5, atol=0)
-
-
-def test_an_autograd_function_that_writes_over_cards_is_refused() -> None:
-    """What it writes to would be a copy, and nobody can tell before."""
-    job = _job(WritingAcross)
-    with pytest.raises(StrategyError, match="Scaling writes to a tensor of another stage's device"):
-        over_cards(job, PP({"first": 0, "": 1}, 2), 2)(*batch(job, 0, 4))
 
 
 def test_a_mask_that_becomes_uneven_on_a_card_is_found_without_waiting() -> None:

@@ -57,7 +57,6 @@ class StagedModel:
                 self._hook(module, stage_of[name])
         if self.moves:
             recompute.install(transfer.later)
-            transfer.install()
             enter = functools.partial(_entering, self._places)
             model.register_forward_pre_hook(_Hook(enter), prepend=True)
             model.register_forward_hook(_Hook(_exiting), always_call=True)

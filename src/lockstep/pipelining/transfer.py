@@ -10,38 +10,31 @@ PyTorch asks at each of its functions::
 
 A function that writes computes where the tensor is that it writes to.
 
-PyTorch doesn't ask it of an autograd function that a person has written, whose backward gets
-gradients where its forward gave outputs; so the operands of one are brought together before it
-(``install``).
+PyTorch doesn't ask it of an autograd function that a person has written, so its operands have to be
+on one stage.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.autograd.function as _function
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lockstep.errors import StrategyError
 from lockstep.pipelining.card_queues import CardQueues
 from lockstep.tensors.pytree import each, tensors
 from lockstep.tensors.seeding import kept_state_on, put_state_on, state_on
 
 _here = threading.local()
 
-_CopyKey = tuple[int, torch.device, bool]
-"""The id of a tensor, where its copy is, and whether this has gradients."""
-
-_Copy = tuple[weakref.ref[Tensor], int, Tensor]
-"""The tensor, its version, and the copy."""
+_Copies = dict[tuple[torch.device, bool], tuple[int, Tensor]]
+"""By where a copy is, and whether it has gradients: the version of the tensor, and the copy."""
 
 
 def current() -> TransferMode | None:
@@ -71,7 +64,8 @@ class TransferMode(TorchFunctionMode):
         self._queues = queues
         self.place = place or places[0]
         self._places = places
-        self._copies: dict[_CopyKey, _Copy] = {}
+        # Of tensors that are still there: an evaluation would keep all activations else.
+        self._copies: MutableMapping[Tensor, _Copies] = WeakIdKeyDictionary()
 
     def __enter__(self) -> TransferMode:
         self._before = current()
@@ -88,8 +82,7 @@ class TransferMode(TorchFunctionMode):
         """Give a tensor on the stage that computes; what several layers there are given is copied
         once.
 
-        A copy is kept for as long as what it was made of: an evaluation would keep all activations
-        else. One that was made without gradients is another one.
+        A copy that was made without gradients is another one.
         """
         place = self.place
         if tensor.device == place or _is_number(tensor):
@@ -98,20 +91,11 @@ class TransferMode(TorchFunctionMode):
             if tensor.is_inference():
                 return self._copied(tensor)
             has_gradient = tensor.requires_grad and torch.is_grad_enabled()
-            key = id(tensor), place, has_gradient
-            kept = self._copies.get(key)
-            if kept is not None:
-                source, version, copy = kept
-                if source() is tensor and version == tensor._version:
-                    return copy
-            copy = self._copied(tensor)
-
-            def forget(source: weakref.ref[Tensor]) -> None:
-                self._copies.pop(key, None)
-
-            source = weakref.ref(tensor, forget)
-            version = tensor._version
-            self._copies[key] = source, version, copy
+            copies = self._copies.setdefault(tensor, {})
+            version, copy = copies.get((place, has_gradient), (-1, tensor))
+            if version != tensor._version:
+                copy = self._copied(tensor)
+                copies[place, has_gradient] = tensor._version, copy
             return copy
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -182,37 +166,6 @@ class TransferMode(TorchFunctionMode):
             if tensor.device != self.place and not tensor.is_cpu:
                 queues.wait(tensor.device)
 
-    def applied(self, function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> Any:
-        """Call an autograd function of a person's own.
-
-        Args:
-            function: applies it.
-            name: of its class.
-            args: its operands.
-
-        Raises:
-            StrategyError: it writes to an operand that had to be moved, so that this would stay as
-                it was.
-        """
-        if not _meet(args):
-            return function(*args)
-        moved = list(args)
-        versions = []
-        for i, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                moved[i] = self.moved(arg)
-            copy = moved[i]
-            if copy is not arg:
-                versions.append((copy, _version(copy)))
-        found = function(*moved)
-        for copy, version in versions:
-            if _version(copy) != version:
-                raise StrategyError(
-                    f"{name} writes to a tensor of another stage's device: pass a clone(), or "
-                    "put the modules around it on one stage"
-                )
-        return found
-
     def _together(
         self,
         func: Any,
@@ -239,28 +192,6 @@ class TransferMode(TorchFunctionMode):
         if func in _SECOND_ON_CPU and isinstance(args[1], Tensor):
             moved = (moved[0], args[1], *moved[2:])
         return moved, named
-
-
-@functools.cache
-def install() -> None:
-    """Have autograd functions ask the mode of their thread, if there is one; once for this process.
-
-    It takes the place of the method of PyTorch's base class that ``Function.apply`` ends in, so
-    that an ``apply`` which somebody has kept under a name of his own comes here too (torch 2.11 to
-    2.13). Since torch 2.14 that method is C++, and a kept ``apply`` moves nothing.
-    """
-    base: Any = _function._SingleLevelFunction
-    if not isinstance(vars(_function.Function)["apply"], classmethod):
-        base = _function.Function
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = current()
-        plain = super(base, cls).apply
-        if mode is None or kwargs:
-            return plain(*args, **kwargs)
-        return mode.applied(plain, cls.__name__, args)
-
-    base.apply = classmethod(apply)
 
 
 def later() -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
@@ -373,13 +304,6 @@ def _meet(nests: tuple[Any, ...]) -> bool:
 def _is_number(tensor: Tensor) -> bool:
     """Return whether it is a number on the CPU, which may be used on any device."""
     return tensor.is_cpu and not tensor.dim()
-
-
-def _version(tensor: Tensor) -> int:
-    """Count the writes to a tensor; PyTorch doesn't count those to one of inference mode."""
-    if tensor.is_inference():
-        return 0
-    return tensor._version
 
 
 def _operands(nests: tuple[Any, ...]) -> Iterator[Tensor]:
