@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 257_592
+TOTAL = 257_025
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -207,12 +207,12 @@ TOKENS = {
     "cli": 6_071,
     "compare": 12_477,
     "data": 12_787,
-    "export": 3_969,
+    "export": 3_918,
     "launch": 21_669,
     "map": 5_340,
     "model": 20_427,
     "parallel": 11_662,
-    "pipelining": 18_633,
+    "pipelining": 18_117,
     "prediction": 4_309,
     "profiling": 4_082,
     "report": 2_030,

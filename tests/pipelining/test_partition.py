@@ -399,15 +399,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 140])
-def test_the_command_prints_a_table_with_bars_and_the_map(
-    width: int, file: str, monkeypatch, capsys
-) -> None:
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_the_command_prints_a_table_and_the_map(width: int, file: str, monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     assert main(["partition", file, "--devices", "3xcpu", "--set", "layers=6"]) == 0
     table, _, pasted = capsys.readouterr().out.partition("\n\n")
-    assert all(len(line) <= width for line in table.splitlines()) and table.count("█") >= 12
-    assert "3 stages of 6 blocks; measured" in table.replace("\n", " ") and "blocks; " in table
+    assert all(len(line) <= width for line in table.splitlines())
+    assert "3 stages of 6 blocks; measured" in table and "activations" in table
     written = ast.literal_eval(pasted.strip().removeprefix("device_map="))
     assert list(written) == list("012345") and sorted(set(written.values())) == [0, 1, 2]
     assert not list(Path(file).parent.glob("runs")), "nothing is made"

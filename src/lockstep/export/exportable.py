@@ -164,23 +164,15 @@ class Exportable:
                     strict=False,
                 )
         except Exception as error:
-            raise self._refusal(error) from error
+            advice = "; --dynamic none fixes all sizes" if dynamic else ""
+            raise InputError(
+                f"torch.export can't take this model: {error_line(error)}{advice}"
+            ) from error
 
         for node in program.graph.nodes:
             node.meta.pop("stack_trace", None)
         program.example_inputs = None
         return program
-
-    def _refusal(self, error: Exception) -> InputError:
-        """Explain an error of ``torch.export``."""
-        for line in str(error).splitlines():
-            if "specialized" in line:
-                reason = line.strip(" -").split(". ")[0]
-                return InputError(
-                    f"the model can't have each size that varies in {self}: {reason}: "
-                    "--dynamic none fixes them"
-                )
-        return InputError(f"torch.export can't take this model: {error_line(error)}")
 
 
 def _names_of(forward: Callable[..., Any], keys: list[Any]) -> list[str]:

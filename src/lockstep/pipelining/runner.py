@@ -97,7 +97,9 @@ class Runner:
         accelerators = [device.torch for device in self._devices if not device.is_slot]
         self._overlap = Overlap(model, world, len(places), accelerators)
         self._orders: dict[tuple[Route, int], list[list[Key]]] = {}
-        self._copying: dict[tuple[torch.device, int], torch.Stream] = {}
+        self._copying = {
+            place: [torch.Stream(place) for _ in range(_COPYING)] for place in {*accelerators}
+        }
         self._shared: dict[int, torch.Tensor] = {}
         self._latest: list[MicroBatch] = []
 
@@ -233,22 +235,8 @@ class Runner:
         computing = {place: torch.accelerator.current_stream(place) for place in places}
         for microbatch in microbatches:
             number = microbatch.number % _COPYING
-            copying = {place: self._copying_stream(place, number) for place in computing}
+            copying = {place: streams[number] for place, streams in self._copying.items()}
             microbatch.queues = CardQueues(places, computing, copying, random, self._shared)
-
-    def _copying_stream(self, place: torch.device, number: int) -> torch.Stream:
-        """Give one of the streams that micro-batches copy on, made once.
-
-        Args:
-            place: the accelerator.
-            number: which of its streams.
-        """
-        key = place, number
-        stream = self._copying.get(key)
-        if stream is None:
-            stream = torch.Stream(place)
-            self._copying[key] = stream
-        return stream
 
     # ---- errors and times ------------------------------------------------------------------------
 

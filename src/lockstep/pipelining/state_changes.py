@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ class StateChanges:
         self._held = now
         changed = None
         for key in before | now:
-            if before.get(key) == now.get(key):
+            if _same(before.get(key, []), now.get(key, [])):
                 continue
             if self._is_statistic(*key) and key not in self._moved:
                 self._moved.add(key)
@@ -77,33 +76,28 @@ class StateChanges:
         return isinstance(module, _NormBase) and own in module._buffers
 
 
-@dataclass(eq=False)
-class _Held:
-    """A value that equals itself, or an equal number or text."""
-
-    value: Any
-
-    def __eq__(self, other: Any) -> bool:
-        mine = self.value
-        theirs = other.value
-        if mine is theirs:
-            return True
-        if type(mine) is not type(theirs) or not isinstance(mine, _PLAIN):
-            return False
-        return bool(mine == theirs)
-
-
 def _state(value: Any) -> list[Any]:
     """Give what tells a changed value from what it was."""
-    state: list[Any] = [_Held(value)]
+    state: list[Any] = [value]
     if isinstance(value, torch.Tensor):
         if not value.is_inference():
             state.append(value._version)
         state.append(value.requires_grad)
         return state
-    for item in _items(value):
-        state.append(_Held(item))
+    state += _items(value)
     return state
+
+
+def _same(before: list[Any], now: list[Any]) -> bool:
+    """Return whether values are the same objects, or equal numbers or texts."""
+    if len(before) != len(now):
+        return False
+    for mine, theirs in zip(before, now, strict=True):
+        if mine is theirs:
+            continue
+        if type(mine) is not type(theirs) or not isinstance(mine, _PLAIN) or mine != theirs:
+            return False
+    return True
 
 
 def _items(value: Any) -> Collection[Any]:

@@ -23,7 +23,6 @@ from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
 from lockstep.launch.memory import free_memory
 from lockstep.launch.placement import alone
-from lockstep.model.activation_checkpointing import found_blocks
 from lockstep.pipelining.device_map import DeviceMap, longest
 from lockstep.pipelining.planner.balanced_split import split
 from lockstep.pipelining.planner.blocks import Block, block_names, elements, map_of
@@ -36,6 +35,9 @@ SLACK = 0.01
 """How much slower the slowest stage may be, as a share, for a cut between larger modules: less than
 noise.
 """
+
+_SLACK_OF_PARAMETERS = 0.2
+"""The same where nothing is measured: parameters are far from times."""
 
 
 def partition(
@@ -142,16 +144,13 @@ def divided(
         device_map = dict(given)
     found = []
     for stage, (device, run) in enumerate(zip(devices, runs, strict=True)):
-        room = None if capacity is None else capacity[stage]
-        found.append(Stage(device, tuple(run), need(stage, run), room))
+        found.append(Stage(device, tuple(run), need(stage, run)))
     return Partition(device_map, tuple(found), samples)
 
 
 def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     """Make a device map by the layers' parameters, in the order in which they were registered,
     without any forward.
-
-    The blocks of a list stay whole where there are enough of them.
 
     Args:
         model: whose layers they are.
@@ -161,11 +160,7 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
     Raises:
         StrategyError: there are fewer layers than stages.
     """
-    every = [name for name, _ in model.named_modules()]
-    within_blocks = tuple(f"{name}." for name in found_blocks(model))
-    names = block_names(model, [name for name in every if not name.startswith(within_blocks)])
-    if len(names) < stages:
-        names = block_names(model, every)
+    names = block_names(model, [name for name, _ in model.named_modules()])
     if len(names) < stages:
         many = counted(stages, "device")
         fix = "use fewer devices"
@@ -179,7 +174,7 @@ def even_split(model: nn.Module, stages: int, each: int = 1) -> dict[str, int]:
         own = set(model.get_submodule(name).parameters()) - counted_once
         counted_once |= own
         blocks.append(Block(name, forward=elements(own)))
-    return map_of(model, blocks, split(blocks, stages))
+    return map_of(model, blocks, split(blocks, stages, slack=_SLACK_OF_PARAMETERS))
 
 
 def capacities(devices: Sequence[Device]) -> list[float] | None:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lockstep.errors import counted
 from lockstep.launch.devices import Device
 from lockstep.pipelining.planner.blocks import Block
+from lockstep.report.table import Table
 from lockstep.tensors.byte_size import size
-
-_INDENT = "      "
 
 
 @dataclass(frozen=True)
@@ -24,13 +22,11 @@ class Stage:
         blocks: in the order of execution.
         need: bytes of weights, their gradients, the optimizer's state, and activations of the
             micro-batches that it holds.
-        capacity: bytes of the device; None where that isn't known.
     """
 
     device: Device
     blocks: tuple[Block, ...]
     need: float
-    capacity: float | None
 
     @property
     def name(self) -> str:
@@ -60,29 +56,23 @@ class Stage:
         """Bytes that the blocks keep for backward."""
         return sum(block.activations for block in self.blocks)
 
-    def lines(self, number: int, share: float, width: int) -> Iterator[str]:
-        """Draw a bar as long as the stage's share of the slowest one's time; then costs and blocks.
+    def cells(self, number: int) -> list[str]:
+        """Give the row of a table.
 
         Args:
             number: of the stage.
-            share: of the slowest one's time.
-            width: columns at most.
         """
-        head = f"stage {number}, {self.device}  "
-        columns = max(4, min(24, width - len(head)))
-        yield (head + "█" * round(share * columns)).rstrip()
-        weights = sum(block.parameters for block in self.blocks)
-        costs = (
-            f"forward {_time(self.forward)}, backward {_time(self.backward)}, "
-            f"weights {size(weights)}, activations {size(self.activations)}"
-        )
-        blocks = self.name
-        if len(self.blocks) > 1:
-            blocks += f", {len(self.blocks)} blocks"
-        if self.capacity is not None:
-            blocks += f"; {size(self.need)} of {size(self.capacity)}"
-        for text in (costs, blocks):
-            yield from textwrap.wrap(text, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+        return [
+            f"{number}, {self.device}: {self.name}",
+            _time(self.forward),
+            _time(self.backward),
+            size(sum(block.parameters for block in self.blocks)),
+            size(self.activations),
+            size(self.need),
+        ]
+
+
+_HEAD = ["stage", "forward", "backward", "weights", "activations", "memory"]
 
 
 def _time(seconds: float) -> str:
@@ -125,17 +115,14 @@ class Partition:
         return sum(times.values()) / slowest if slowest else 1.0
 
     def lines(self, width: int = 80) -> list[str]:
-        """Give a bar, the costs and the blocks of each stage, and the map to paste, at most
-        ``width`` columns wide.
-        """
+        """Give a table of the stages, and the map to paste, for a terminal of a width."""
         stages = counted(len(self.stages), "stage")
         blocks = counted(len(self.blocks), "block")
         samples = counted(self.samples, "sample")
         measured = f"measured on {self.stages[0].device}, a micro-batch of {samples}"
         lines = textwrap.wrap(f"{stages} of {blocks}; {measured}", width)
-        slowest = max(stage.time for stage in self.stages) or 1.0
-        for number, stage in enumerate(self.stages):
-            lines += stage.lines(number, stage.time / slowest, width)
+        rows = [stage.cells(number) for number, stage in enumerate(self.stages)]
+        lines += Table(_HEAD, rows).lines(width)
         if len(self.stages) > 1:
             speed_up = f"at most {self.speed_up:.3g} times as fast as one device"
             lines += textwrap.wrap(speed_up, width)
