@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 257_025
+TOTAL = 254_398
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,14 +210,14 @@ TOKENS = {
     "export": 3_918,
     "launch": 21_669,
     "map": 5_340,
-    "model": 20_427,
+    "model": 18_096,
     "parallel": 11_662,
     "pipelining": 18_117,
     "prediction": 4_309,
     "profiling": 4_082,
     "report": 2_030,
     "run": 4_190,
-    "strategies": 55_477,
+    "strategies": 55_181,
     "tensors": 8_841,
     "threads": 6_912,
     "top": 8_289,
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_486
+    assert bars.lines_of_the_reading_path() <= 2_481
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

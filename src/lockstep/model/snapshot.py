@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,6 +46,9 @@ _OPAQUE = (type, types.FunctionType, types.ModuleType, types.BuiltinFunctionType
 Restore = Callable[[Any, Any], Any]
 """Puts a copy back into an object."""
 
+_Kept = tuple[Any, Any, Restore]
+"""An object, a copy of what it holds itself, and what puts the copy back."""
+
 
 class Snapshot:
     """What a model, and objects beside it, hold, and the states of random number generators.
@@ -73,11 +77,7 @@ class Snapshot:
         self._model = model
         self._beside = beside
         self._accelerators = accelerators
-        self._kept: dict[int, _Kept] = {}
-        variables = [cell for one in beside for cell in cells_of(one)]
-        for one in _reachable([*model.modules(), *beside, *variables]):
-            if parameters or not isinstance(one, nn.Parameter):
-                self._kept[id(one)] = _Kept(one)
+        self._kept = _kept_in([*model.modules(), *beside], parameters=parameters)
         self._before = dict(self._named())
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
         self._random: States = states(accelerators)
@@ -85,9 +85,7 @@ class Snapshot:
 
     def put_back(self) -> None:
         """Put all of it back."""
-        with torch.no_grad():
-            for kept in self._kept.values():
-                kept.restore(kept.held, kept.copied)
+        _put_back(self._kept)
         for p, is_trained in self._trained:
             if p.requires_grad is not is_trained:
                 p.requires_grad_(is_trained)
@@ -95,15 +93,12 @@ class Snapshot:
 
     def drew(self) -> bool:
         """Return whether random numbers were drawn from a generator of PyTorch's."""
-        if not torch.equal(self._random.torch, torch.get_rng_state()):
+        before = [self._random.torch, *self._random.accelerators]
+        now = [torch.get_rng_state(), *map(state_on, self._accelerators)]
+        if not all(map(torch.equal, before, now)):
             return True
-        for device, before in zip(self._accelerators, self._random.accelerators, strict=True):
-            if not torch.equal(before, state_on(device)):
-                return True
-        for kept in self._kept.values():
-            if type(kept.held) is not torch.Generator:
-                continue
-            if not torch.equal(kept.copied, kept.held.get_state()):
+        for one, state, _ in self._kept.values():
+            if isinstance(one, torch.Generator) and not torch.equal(state, one.get_state()):
                 return True
         return False
 
@@ -120,9 +115,8 @@ class Snapshot:
         found = {}
         for name, value in self._named():
             before = self._before.get(name)
-            kept = self._kept.get(id(before))
-            if kept is not None:
-                before = kept.copied
+            if id(before) in self._kept:
+                _, before, _ = self._kept[id(before)]
             if not same(value, before):
                 found[name] = value.detach().clone() if isinstance(value, Tensor) else value
         return found
@@ -141,6 +135,37 @@ class Snapshot:
             for key, value in getattr(one, "__dict__", {}).items():
                 if isinstance(value, Tensor | int | float):
                     yield f"the loss.{key}", value
+
+
+@contextlib.contextmanager
+def kept(one: Any) -> Iterator[None]:
+    """Put back afterwards what an object, or the variables around a function, hold, parameters left
+    out.
+    """
+    found = _kept_in([one], parameters=False)
+    try:
+        yield
+    finally:
+        _put_back(found)
+
+
+def _kept_in(roots: list[Any], *, parameters: bool) -> dict[int, _Kept]:
+    """Copy what objects hold, some levels deep."""
+    variables = [cell for one in roots for cell in cells_of(one)]
+    found = {}
+    for one in _reachable([*roots, *variables]):
+        if parameters or not isinstance(one, nn.Parameter):
+            for kind, copy, restore in _KINDS:
+                if isinstance(one, kind):
+                    found[id(one)] = (one, copy(one), restore)
+                    break
+    return found
+
+
+def _put_back(found: dict[int, _Kept]) -> None:
+    with torch.no_grad():
+        for one, copied, restore in found.values():
+            restore(one, copied)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -206,24 +231,6 @@ def _is_opaque(one: Any) -> bool:
     return type(one).__module__.partition(".")[0] in _LIBRARIES
 
 
-class _Kept:
-    """An object, and a copy of what it holds itself.
-
-    Attributes:
-        held: the object.
-        copied: the copy.
-        restore: puts the copy back.
-    """
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-        for kind, copy, restore in _KINDS:
-            if isinstance(held, kind):
-                self.copied = copy(held)
-                self.restore: Restore = restore
-                return
-
-
 def _restore_tensor(one: Tensor, copied: Tensor) -> None:
     if same(one, copied):
         return
@@ -233,14 +240,12 @@ def _restore_tensor(one: Tensor, copied: Tensor) -> None:
         one.data = copied.clone()
 
 
-def _restore_dict(one: dict[Any, Any], copied: dict[Any, Any]) -> None:
-    values = list(map(id, one.values()))
-    copied_values = list(map(id, copied.values()))
-    if values != copied_values or list(one) != list(copied):
-        _refill(one, copied)
-
-
 def _refill(one: Any, copied: Any) -> None:
+    if list(map(id, one)) == list(map(id, copied)):
+        if not isinstance(one, dict):
+            return  # other threads may read it
+        if list(map(id, one.values())) == list(map(id, copied.values())):
+            return
     one.clear()
     if isinstance(one, dict | set):
         one.update(copied)
@@ -263,7 +268,7 @@ def _restore_content(cell: types.CellType, content: Any) -> None:
 
 _KINDS: list[tuple[Any, Callable[[Any], Any], Restore]] = [
     (Tensor, lambda one: one.detach().clone(), _restore_tensor),
-    (dict, dict.copy, _restore_dict),
+    (dict, dict.copy, _refill),
     (list, list.copy, _refill),
     (set, set.copy, _refill),
     (collections.deque, collections.deque.copy, _refill),

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
 import functools
 import math
 import operator
@@ -38,14 +39,12 @@ from torch import Tensor, nn
 
 from lockstep.errors import LockstepError, LossError, first_line
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.launch.processes.pickling import cells_of
-from lockstep.model.attributes import is_plain
 from lockstep.model.losses.counts import Counts
-from lockstep.model.losses.loss_copy import FollowedCopy
 from lockstep.model.losses.loss_errors import cause_of
-from lockstep.model.losses.model_loss import ModelLoss, model_loss
+from lockstep.model.losses.model_loss import loss_of_model, model_loss
 from lockstep.model.losses.torch_losses import HALF, Misshapen, SummedMean
-from lockstep.tensors.pytree import clones, tensors, versions
+from lockstep.tensors.common_memory import tensors_of
+from lockstep.tensors.pytree import tensors
 
 Number = float | Tensor
 """A total, or a count."""
@@ -113,10 +112,11 @@ class Totalled:
 
     Args:
         loss: ``loss(outputs, targets)``; a module's tensors are used on the device of the outputs.
-        dtype: the format that floating tensors of a module are used in; None leaves them.
+        dtype: the format that floating tensors of a module are converted to; None leaves them.
+        device: where a module is moved; None leaves it where it is.
 
     Attributes:
-        loss: the person's loss, or a copy in that format.
+        loss: the person's loss.
         name: the loss in messages: ``loss nll``, or ``loss`` where it has no name.
         is_known: whether it is one of PyTorch's means, or the model's own.
         gives_pairs: whether it has returned ``(total, count)``.
@@ -128,30 +128,31 @@ class Totalled:
         LossError: the loss can't be called, or has parameters that learn.
     """
 
-    def __init__(self, loss: Callable[..., Any], dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         if isinstance(loss, type):
             raise LossError(f"loss is the class {loss.__name__}: write {loss.__name__}()")
         if not callable(loss):
             raise LossError(
                 f"loss is a {type(loss).__name__}, a function (outputs, targets) is expected"
             )
-        self._converted: FollowedCopy | None = None
+        self.loss = loss
         self._has_tensors = False
+        self._to = device, dtype
+        self._copies: dict[torch.device, nn.Module] = {}
         if isinstance(loss, nn.Module):
             _refuse_learning(loss)
-            kept = [*loss.parameters(), *loss.buffers()]
-            self._has_tensors = bool(kept)
-            floating = {t.dtype for t in kept if t.is_floating_point()}
-            if dtype is not None and floating - {dtype}:
-                self._converted = FollowedCopy(loss, dtype)
-                loss = self._converted.copy
-        self.loss = loss
+            self._has_tensors = any(True for _ in tensors_of(loss))
+            self.follow()
         self.name = _name_of(loss)
-        self._mean = ModelLoss() if loss is model_loss else SummedMean.of(loss)
-        self._copies: dict[torch.device, FollowedCopy] = {}
+        self._mean: Callable[..., Any] | None = SummedMean.of(loss)
+        if loss is model_loss:
+            self._mean = loss_of_model
         self._called = False
-        # Copies share this: whether the loss was "tried", and "writes" to its arguments.
-        self._seen: set[str] = set()
         self.is_known = self._mean is not None
         self.gives_pairs = False
         self.counts: Counts | None = None
@@ -162,11 +163,12 @@ class Totalled:
         return type(self), (self.loss,)
 
     def follow(self) -> None:
-        """Give copies of a module what was changed in the module since."""
-        if self._converted is not None:
-            self._converted.follow()
-        for copied in self._copies.values():
-            copied.follow()
+        """Put a module, which may have changed, in its format again, and copy it to other devices
+        anew.
+        """
+        if isinstance(self.loss, nn.Module) and self._has_tensors:
+            self.loss.to(*self._to)
+            self._copies.clear()
 
     def call_one_at_a_time(self) -> None:
         """Let one of several threads call the loss at a time, where it may write to attributes."""
@@ -180,42 +182,10 @@ class Totalled:
 
     @property
     def may_have_state(self) -> bool:
-        """Whether the loss is an object with attributes."""
-        has_attributes = bool(getattr(self.loss, "__dict__", None))
-        return has_attributes and not isinstance(self.loss, types.FunctionType)
-
-    def copied(self, *, double: bool = False) -> Totalled:
-        """Copy a loss that is an object, so that calls leave the state of this one alone.
-
-        Args:
-            double: whether the copy of a module is in float64.
-        """
-        if isinstance(self.loss, types.FunctionType) and self.loss.__closure__:
-            return self._copy_with(_with_own_variables(self.loss))
-        if not self.may_have_state:
-            return self
-        shared: dict[int, Any] = {}
-        if not double:
-            # Parameters may be large, and aren't written to.
-            for held in (self.loss, *vars(self.loss).values()):
-                if isinstance(held, nn.Module):
-                    shared.update((id(p), p) for p in held.parameters())
-        try:
-            copied = copy.deepcopy(self.loss, shared)
-        except Exception:  # the loss holds what can't be copied
-            return self
-        if double and isinstance(copied, nn.Module):
-            copied = copied.double()
-        return self._copy_with(copied)
-
-    def _copy_with(self, loss: Callable[..., Any]) -> Totalled:
-        made = Totalled(loss)
-        made._called = True
-        made._seen = self._seen
-        made.counts = self.counts
-        made.within = self.within
-        made.one_at_a_time = self.one_at_a_time
-        return made
+        """Whether the loss is an object with attributes, or writes a variable around it."""
+        if isinstance(self.loss, types.FunctionType):
+            return any(one.opname == "STORE_DEREF" for one in dis.get_instructions(self.loss))
+        return bool(getattr(self.loss, "__dict__", None))
 
     def __call__(self, outputs: Any, targets: Any, samples: int) -> Loss:
         """Compute total and count of one share, or one micro-batch; parts have no gradient.
@@ -277,38 +247,26 @@ class Totalled:
     # ---- any other loss --------------------------------------------------------------------------
 
     def _call(self, *given: Any) -> Any:
-        """Call a person's loss.
-
-        Outputs and targets are needed again: a loss that writes to its arguments is given copies.
-        """
+        """Call a person's loss."""
         loss = self._beside(given[0])
-        is_trial = "tried" not in self._seen and not torch.is_grad_enabled()
-        if is_trial or "writes" in self._seen:
-            self._seen.add("tried")
-            given = clones(given)
-        before = versions(given)
         with self.one_at_a_time, self.within():
-            value = loss(*given)
-        if versions(given) != before:
-            self._seen.add("writes")
-        return value
+            return loss(*given)
 
     def _beside(self, outputs: Any) -> Callable[..., Any]:
         """Give the loss with its tensors on the device of the outputs.
 
         Each other device has a copy of the module.
         """
-        if not self._has_tensors:
-            return self.loss
         module = self.loss
-        assert isinstance(module, nn.Module)
-        here = next(t.device for t in (*module.buffers(), *module.parameters()))
+        if not isinstance(module, nn.Module) or not self._has_tensors:
+            return module
+        here = next(t.device for _, t in tensors_of(module))
         there = next((t.device for t in tensors(outputs)), here)
         if here == there:
             return module
         if there not in self._copies:
-            self._copies[there] = FollowedCopy(module, there)
-        return self._copies[there].copy
+            self._copies[there] = copy.deepcopy(module).to(there)
+        return self._copies[there]
 
     def _as_loss(self, value: Any, samples: int) -> Loss:
         """Make total and count of what a person's loss returned."""
@@ -402,24 +360,6 @@ def total_of_items(total: Any, count: Number) -> Any:
         is_of_none = count.to(total.device, non_blocking=True) == 0
         return total.masked_fill(total.isnan() & is_of_none, 0.0)
     return total.new_zeros(()) if not count and total.isnan() else total
-
-
-def _with_own_variables(function: types.FunctionType) -> types.FunctionType:
-    """Copy a function with copies of the variables around it: one of them may count its calls."""
-    copies: dict[int, types.CellType] = {}
-    for cell in cells_of(function):
-        value = cell.cell_contents
-        copies[id(cell)] = types.CellType(copy.copy(value) if is_plain(value) else value)
-    cells = [copies.get(id(cell), cell) for cell in function.__closure__ or ()]
-    copied = types.FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        tuple(cells),
-    )
-    copied.__kwdefaults__ = function.__kwdefaults__
-    return copied
 
 
 def _refuse_learning(loss: nn.Module) -> None:

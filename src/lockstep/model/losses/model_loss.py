@@ -8,7 +8,7 @@ number of labels. A model that predicts the next token (``CausalLMOutput...``) s
     outputs.loss  =  total / count  count  =  labels[:, 1:] != -100  next tokens
                                               labels        != -100  masked tokens, a decoder's, classes
 
-Some calls compare the loss with the logits: a model that adds something to its loss is refused.
+A model that adds something to its loss is one for the sum check.
 """
 
 from __future__ import annotations
@@ -17,20 +17,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.errors import LossError
-from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.counts import NUM_ITEMS
 from lockstep.model.losses.torch_losses import HALF
 
 _IGNORED = -100
 """A label that doesn't count."""
-
-_FIRST = 8
-"""Calls that are compared where the model is given a number, which it might leave out: only parts
-of a batch show that.
-"""
 
 _OWN = (
     "return (total, count) from a loss(outputs, labels) of your own: the sum over the labels "
@@ -61,12 +55,41 @@ def model_loss(outputs: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
         raise LossError(
             f"model_loss: outputs.loss has shape {_shape(loss)}, a scalar is expected", fix=_OWN
         )
-    _, aligned = _aligned(outputs, labels)
-    count = (aligned != _IGNORED).sum().to(loss.device)
+    if not _fit(_of(outputs, "logits"), labels):
+        raise LossError(
+            "model_loss: logits and labels of tokens or classes are expected, not "
+            f"{_shape(_of(outputs, 'logits'))} and {_shape(labels)}",
+            fix=_OWN,
+        )
+    if "CausalLM" in type(outputs).__name__:
+        labels = labels[:, 1:]
+    count = (labels != _IGNORED).sum().to(loss.device)
     mean = _of_items(loss, count)
     if mean.dtype in HALF:
         mean = mean.float()
     return mean * count, count
+
+
+def loss_of_model(outputs: Any, labels: Tensor, counts: Mapping[str, Tensor] | None = None) -> Any:
+    """Give total and count of the loss that the model computed; with counts, the loss itself, which
+    is a share of that of the whole batch.
+
+    Args:
+        outputs, labels: as ``model_loss`` takes them.
+        counts: of the whole batch; has the number that the model divided by.
+
+    Raises:
+        LossError: as ``model_loss``, or that number is missing.
+    """
+    pair = model_loss(outputs, labels)
+    if counts is None:
+        return pair
+    if NUM_ITEMS not in counts:
+        raise LossError(
+            f'model_loss: the counts have no "{NUM_ITEMS}", which the model divides by',
+            fix=f'return {{"{NUM_ITEMS}": (labels != -100).sum()}}, or leave counts= out',
+        )
+    return _of_items(_of(outputs, "loss"), counts[NUM_ITEMS])
 
 
 def _of_items(loss: Tensor, count: Tensor) -> Tensor:
@@ -84,21 +107,6 @@ def mean_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and not loss.dim() else None
 
 
-def _aligned(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
-    """Give logits (items, classes), and the label of each, (items,)."""
-    logits: Any = _of(outputs, "logits")
-    if not _fit(logits, labels):
-        raise LossError(
-            "model_loss: logits and labels of tokens or classes are expected, not "
-            f"{_shape(logits)} and {_shape(labels)}",
-            fix=_OWN,
-        )
-    if "CausalLM" in type(outputs).__name__:
-        logits = logits[:, :-1]
-        labels = labels[:, 1:]
-    return logits.flatten(0, -2), labels.flatten()
-
-
 def _fit(logits: Any, labels: Any) -> bool:
     """Return whether there is a label, a whole number, for each row of logits."""
     if not isinstance(logits, Tensor) or not isinstance(labels, Tensor):
@@ -114,65 +122,3 @@ def _of(outputs: Any, name: str) -> Any:
 
 def _shape(value: Any) -> str:
     return str(tuple(value.shape)) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-class ModelLoss:
-    """``model_loss`` in a training: calls 1, 2, 4, 8, ... compare the model's loss with its logits."""
-
-    def __init__(self) -> None:
-        self._calls = 0
-
-    def __call__(
-        self, outputs: Any, labels: Any, counts: Mapping[str, Tensor] | None = None
-    ) -> Any:
-        """Give total and count; or, with counts, the share of the loss.
-
-        Args:
-            outputs, labels: as ``model_loss`` takes them.
-            counts: of the whole batch; has the number that the model divided by.
-
-        Raises:
-            LossError: as ``model_loss``, or the model's loss isn't the cross-entropy of its logits.
-        """
-        total, count = model_loss(outputs, labels)
-        given: Any = (total, count)
-        if counts is not None:
-            if NUM_ITEMS not in counts:
-                raise LossError(
-                    f'model_loss: the counts have no "{NUM_ITEMS}", which the model divides by',
-                    fix=f'return {{"{NUM_ITEMS}": (labels != -100).sum()}}, or leave counts= out',
-                )
-            given = _of_items(_of(outputs, "loss"), counts[NUM_ITEMS])
-            total = given * counts[NUM_ITEMS]
-        self._calls += 1
-        is_early = counts is not None and self._calls <= _FIRST
-        if is_early or is_power_of_two(self._calls):
-            self._compare(outputs, labels, total.detach(), count)
-        return given
-
-    @torch.no_grad()
-    def _compare(self, outputs: Any, labels: Tensor, total: Tensor, count: Tensor) -> None:
-        """Refuse a total that isn't the cross-entropy of the model's logits."""
-        logits, wanted = _aligned(outputs, labels)
-        wide = logits if logits.dtype == torch.float64 else logits.float()
-        expected = nn.functional.cross_entropy(
-            wide,
-            wanted.to(wide.device),
-            ignore_index=_IGNORED,
-            reduction="sum",
-        )
-        bound = 1e-5
-        if logits.dtype in HALF or torch.is_autocast_enabled(logits.device.type):
-            bound = 2e-2
-        elif logits.dtype == total.dtype == torch.float64:
-            bound = 1e-8
-        if not expected.isfinite() or abs(total - expected) <= bound * abs(expected):
-            return
-        number = max(int(count), 1)
-        raise LossError(
-            f"model_loss: the model's loss is {float(total) / number:.6g}, and the cross-entropy "
-            f"of its logits over the {int(count)} labels that count "
-            f"{float(expected) / number:.6g}: it has another term, or is not the mean over these "
-            "labels",
-            fix=_OWN,
-        )

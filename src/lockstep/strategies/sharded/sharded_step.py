@@ -144,7 +144,7 @@ class ShardedStep(RankStep):
         """
         part = self.placed(part)
         with standing_in(self.model):
-            _, loss = self._outputs_and_loss(self.model, part, checks=False, number=self.number)
+            _, loss = self._outputs_and_loss(self.model, part)
             self._add_gradient(loss.total, 0)
 
     @phase("computing", "clip")

@@ -120,7 +120,3 @@ class SummedFunction(Summed):
         if sums:
             total = torch.stack(sums).sum()
         return PieceSums(total, count, named)
-
-    def doubled(self) -> SummedFunction:
-        """Give the losses of a model in float64, whose tensors the function takes as they are."""
-        return self

@@ -189,7 +189,7 @@ class Evaluator:
         self._judged += 1
         checks = step.replicas > 1 and step.world.device.is_slot
         checks = checks and step.loss_check.wants(self._judged)
-        return step._outputs_and_loss(model, part, checks=checks, number=0)
+        return step._outputs_and_loss(model, part, checks=checks)
 
 
 def _encoders_with_nested_tensors(models: Iterable[nn.Module]) -> list[Any]:

@@ -27,7 +27,6 @@ from lockstep.launch.observer import observed, phase
 from lockstep.launch.world import World
 from lockstep.model.compile import compile_models, refuse_written_buffers
 from lockstep.model.layer_error import explained_call
-from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Loss, Number, Totalled, no_loss
 from lockstep.model.losses.loss_check import LossCheck
 from lockstep.model.optimizers.fused import begin_momentum
@@ -55,7 +54,7 @@ from lockstep.strategies.steps.update_checks import (
 from lockstep.strategies.steps.update_result import NOTHING, PartNames, Result
 from lockstep.strategies.steps.update_seeds import Draws
 from lockstep.strategies.steps.weighting import backward_factor, weight
-from lockstep.strategies.sums.batch_sums import BatchSums
+from lockstep.strategies.sums.batch_sums import BatchSums, is_power_of_two
 from lockstep.tensors.pytree import copied_nest, to_device, versions
 
 
@@ -147,13 +146,15 @@ class Step:
         self.measures_norm = job.clip_norm is not None
         self._compile = job.compile
         self._checkpoints = job.activation_checkpointing is not None
+        self._check_every = job.check_every
         self._synchronises = job.sync_batchnorm
         self.accepts_differences = job.accept_differences
         self._channels_last = job.channels_last
         self._precision = Precision(job.precision, world)
         self.scaler = self._precision.scaler
         dtype = self._precision.whole
-        self.loss = Totalled(no_loss if job.loss is None else job.loss, dtype)
+        place = world.devices[-1].torch
+        self.loss = Totalled(no_loss if job.loss is None else job.loss, dtype, place)
         self._on_accelerator = not world.device.is_slot
         self._converts = self._on_accelerator or dtype is not None or self._channels_last
 
@@ -297,8 +298,6 @@ class Step:
             self._check_sums(batch)
         if self._updates == 1:
             self.prepare(batch)
-        if self.loss_check.is_used:
-            self.loss_check.begin_update(self._updates)
         if self.counts is not None:
             self.counts.begin(batch)
 
@@ -368,8 +367,7 @@ class Step:
 
     def _end(self, result: Result) -> None:
         """Log what is due at the end of an update."""
-        if self.loss_check.is_used:
-            self.loss_check.end_update(self._updates, len(self.models()), logs=self.world.is_first)
+        if self.loss_check.notes:
             self.log_loss_notes()
         if self.is_checked and self.world.is_first:
             self.log_once([*self.sums.notes, *self.caveats()])
@@ -407,7 +405,7 @@ class Step:
             where: names the replica in messages.
         """
         checks = self.loss_check.is_used and self.loss_check.wants(self._updates)
-        outputs, loss = self._outputs_and_loss(model, part, checks=checks, number=self.world.step)
+        outputs, loss = self._outputs_and_loss(model, part, checks=checks)
         if not torch.is_grad_enabled():
             return loss
         for observer in self.observers:
@@ -422,7 +420,7 @@ class Step:
         return loss
 
     def _outputs_and_loss(
-        self, model: nn.Module, part: Part, *, checks: bool, number: int
+        self, model: nn.Module, part: Part, *, checks: bool = False
     ) -> tuple[Any, Loss]:
         """Compute outputs, total, count and parts of the loss, and check that it is additive.
 
@@ -432,7 +430,6 @@ class Step:
             model: this process's, or a replica of it.
             part: on the model's device.
             checks: whether to check the loss.
-            number: of the update, for messages; 0 in an evaluation.
         """
         with self._precision.autocast():
             outputs = explained_call(model, part.inputs)
@@ -444,9 +441,7 @@ class Step:
             else:
                 loss = self._stands_in(outputs, part)
             if checks and versions(given) == before:
-                wrong = self.loss_check(*given, loss, part.size, step=number, waits=self._waits)
-                if wrong is not None:
-                    self.checks.note_loss(wrong, number)
+                self.loss_check(*given, loss, part.size, step=self.world.step)
         return outputs, loss
 
     def _backward(self, loss: Loss, size: int) -> Loss:
@@ -513,7 +508,7 @@ class Step:
             self.loss,
             cuts=self.cuts_batch and self.whole_batch is None,
             accepts=self.accepts_differences,
-            accelerators=self.draws.accelerators,
+            every=self._check_every,
         )
 
     def _explain(self, error: Exception, batch: Batch) -> None:

@@ -1,8 +1,7 @@
 """What can go wrong in an update, and what to do then.
 
 On CPU devices it is found at once. The host reads losses on an accelerator only now and then, many
-together, so that it needn't wait in each step. The first step with a loss that isn't additive is
-noted on the accelerator.
+together, so that it needn't wait in each step.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _CAUSES = {
 }
 """By PyTorch's text, what is wrong."""
 
-_NOT_FINITE, _NO_ITEMS, _NOT_ADDITIVE = "not finite", "no items", "not additive"
+_NOT_FINITE, _NO_ITEMS = "not finite", "no items"
 
 
 class UpdateChecks:
@@ -63,7 +62,6 @@ class UpdateChecks:
         self._optimizer_skips = is_fused and not has_scaler
         # What accelerators have found since the last check.
         self._results: list[tuple[int, Result]] = []
-        self._first: dict[torch.device, torch.Tensor] = {}
         self._asked: list[torch.Tensor] = []
 
     # ---- in an update ----------------------------------------------------------------------------
@@ -185,23 +183,11 @@ class UpdateChecks:
 
         def forward() -> None:
             part = step.placed(step.sums.largest_part(batch))
-            step._outputs_and_loss(model, part, checks=False, number=0)
+            step._outputs_and_loss(model, part)
 
         return inplace_error(error, model, forward)
 
     # ---- what accelerators find, which the host reads later --------------------------------------
-
-    def note_loss(self, wrong: torch.Tensor, step: int) -> None:
-        """Note on the device the first step whose loss isn't additive; threads may call this.
-
-        Args:
-            wrong: a boolean scalar, whether the loss of this step isn't additive over samples.
-            step: its number.
-        """
-        first = self._first.get(wrong.device)
-        if first is None:
-            first = torch.zeros((), dtype=torch.int64, device=wrong.device)
-        self._first[wrong.device] = torch.where((first == 0) & wrong, step, first)
 
     def agree_to_stop(self, asked: Number) -> None:
         """Note how many ranks were asked to stop.
@@ -233,13 +219,8 @@ class UpdateChecks:
         Raises:
             NonFiniteLoss: the loss was not finite.
             RunError: it counted no item.
-            LossError: it is not additive over samples.
         """
         found = self._found_on_host()
-        for first in self._first.values():
-            step = int(first)
-            if step:
-                found.append((step, _NOT_ADDITIVE))
         step, what = min(found, default=(0, ""))
         if what == _NOT_FINITE:
             raise not_finite("the loss became NaN or infinite", step, self._step.world)
@@ -248,8 +229,6 @@ class UpdateChecks:
                 f"step {step}: the loss counted 0 items in the batch: are all targets ignored? "
                 'Use nonfinite="skip" or a fused optimizer to skip such updates on an accelerator'
             )
-        if what == _NOT_ADDITIVE:
-            raise self._step.loss_check.found_later(step)
 
     def _found_on_host(self) -> list[tuple[int, str]]:
         """Read the results, and count the updates that the optimizer has skipped.

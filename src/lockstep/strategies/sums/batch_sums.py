@@ -13,7 +13,6 @@ from lockstep.data import Batch, Part
 from lockstep.data.shares import over_ranks
 from lockstep.errors import StrategyError
 from lockstep.launch.memory import is_out_of_memory
-from lockstep.model.losses.check_interval import is_power_of_two
 from lockstep.model.losses.loss import Totalled
 from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.recipe import Recipe
@@ -30,6 +29,11 @@ _FIRST = 16
 
 _LATER = 8
 """Samples of later checks: what cuts a batch wrongly nearly always shows in a few samples."""
+
+
+def is_power_of_two(number: int) -> bool:
+    """Return whether a number is 1, 2, 4, 8, ...; what may change is checked in these updates."""
+    return number & (number - 1) == 0
 
 
 def _zero(outputs: Any, targets: Any) -> Tensor:
@@ -163,11 +167,10 @@ class BatchSums:
             None where there are too few samples.
         """
         step = self._step
-        may_communicate = is_first and step.world.size > 1
         check = SumCheck(
             summed,
             in_turn=self._is_in_turn(batch),
-            watches=self.draws or may_communicate,
+            watches=self.draws or (is_first and step.world.size > 1),
             accelerators=step.draws.accelerators,
         )
         available = self._available(batch)

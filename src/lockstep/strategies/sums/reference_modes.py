@@ -72,13 +72,14 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
-    """Give the model itself in float64 for a while: parameters, buffers, and tensors in
-    attributes.
+def in_float64(*objects: Any) -> Iterator[None]:
+    """Put the modules among some objects in float64 for a while: parameters, buffers, and tensors
+    in attributes.
     """
-    parameters = [(p, p.data) for p in model.parameters()]
+    models = nn.ModuleList(one for one in objects if isinstance(one, nn.Module))
+    parameters = [(p, p.data) for p in models.parameters()]
     owners: list[dict[str, Any]] = []
-    for module in model.modules():
+    for module in models.modules():
         owners.append(module._buffers)
         owners.append(vars(module))
     held = []

@@ -69,7 +69,7 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._start = piece.start
         self._size = piece.size
         self._at = 0
-        with self._recording(self.watches):
+        with self if self.watches else contextlib.nullcontext():
             yield
         if self._records:
             self._in_forward = len(self._drawn)
@@ -82,13 +82,8 @@ class ReplayedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         parts do so where the whole does.
         """
         draws = self._records or len(self._drawn) > self._in_forward
-        with self._recording(self.watches and draws):
+        with self if self.watches and draws else contextlib.nullcontext():
             yield
-
-    def _recording(self, watches: bool) -> contextlib.AbstractContextManager[Any]:
-        if watches:
-            return self
-        return contextlib.nullcontext()
 
     def __torch_dispatch__(
         self,

@@ -144,42 +144,35 @@ class SumCheck:
 
     def _judged(self, pieces: Sequence[Piece]) -> Verdict:
         """Compare as the model trains; float64 decides whether a difference is rounding."""
-        verdict = self._compared(self._summed, pieces, watches=self._watches)
+        verdict = self._compared(pieces, watches=self._watches)
         if not verdict.difference:
             return verdict
-        with in_float64(self._model):
-            doubled = [piece.doubled() for piece in pieces]
-            again = self._compared(self._summed.doubled(), doubled, explains=True)
+        with in_float64(self._model, *self._summed.holds):
+            again = self._compared([piece.doubled() for piece in pieces], explains=True)
         if again.communicates or not again.unchecked:
             return again
         undecided = max(_UNDECIDED, TOLERANCE[again.precision])
         if verdict.apart > undecided:
-            return self._compared(self._summed, pieces, explains=True)
+            return self._compared(pieces, explains=True)
         verdict.difference = ""
         verdict.unchecked = f"float64 can't decide ({again.unchecked})"
         return verdict
 
     def _compared(
-        self,
-        summed: Summed,
-        pieces: Sequence[Piece],
-        *,
-        watches: bool = True,
-        explains: bool = False,
+        self, pieces: Sequence[Piece], *, watches: bool = True, explains: bool = False
     ) -> Verdict:
         """Compute the whole and its parts, and judge what they came to.
 
         Args:
-            summed: computes the sums.
             pieces: the whole, and its parts.
             watches: whether to look at all operators.
             explains: whether to find where a difference comes from.
         """
         formats = {p.dtype for p in self._model.parameters()}
         draws = ReplayedDraws(pieces[0].size, formats, watches=watches)
-        snapshot = Snapshot(self._model, summed.holds, self._accelerators)
+        snapshot = Snapshot(self._model, self._summed.holds, self._accelerators)
         comparison = _Comparison(
-            summed,
+            self._summed,
             snapshot,
             draws,
             in_turn=self._in_turn,
