@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 254_398
+TOTAL = 252_803
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -222,7 +222,7 @@ TOKENS = {
     "threads": 6_912,
     "top": 8_289,
     "training": 29_699,
-    "verify": 13_828,
+    "verify": 12_233,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

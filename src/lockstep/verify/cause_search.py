@@ -5,8 +5,8 @@
     single against single differs                                  the job can't be repeated: its numbers, or its data
     the start differs, other samples, other learning rates         shown by the comparison itself
     equal once all draws, or batch norms, are taken out            that is the cause
-    single, its batches cut as for the devices, differs            the model or its loss: a buffer, state, samples that
-                                                                   act on one another, a backward of its own
+    single, its batches cut as for the devices, differs            the model or its loss: a buffer, samples that act on
+                                                                   one another, a backward of its own
     it doesn't                                                     the strategy: sums, buffers, ranks that drift
 
 Each experiment goes no further than the first update that differs.
@@ -66,7 +66,6 @@ class Diagnosis:
 
         searches = [
             self._of_the_job_alone,
-            self._shown,
             self._of_draws_and_norms,
             self._of_the_ranks,
             self._of_the_evaluation,
@@ -82,7 +81,7 @@ class Diagnosis:
 
     def first_layer(self) -> tuple[str, str] | None:
         """Return name and class of the first layer that differs, where that is known."""
-        if self.first is None or self.first.samples_apart:
+        if self.first is None:
             return None
         if self.first.number == 1:
             return self.found.layer
@@ -104,25 +103,10 @@ class Diagnosis:
             return
         if twice.start:
             yield cause("unseeded model: initial values", name=twice.start[0])
-        elif any(update.samples_apart for update in twice.updates):
-            yield cause("unseeded data")
         elif not self.noise.repeats(twice):
             yield cause("unseeded model")
         elif self.found.start:
             yield cause("start", name=self.found.start[0])
-
-    def _shown(self) -> Iterator[Caveat]:
-        """Return what the comparison itself shows."""
-        first = self.first
-        if first is None:
-            return
-        if first.samples_apart:
-            number = first.samples_apart
-            yield cause("sampler", number=number, batch=first.batch, epoch=first.epoch)
-        elif first.rates_apart > self.bounds.least:
-            rate = first.rates[0]
-            reference = first.reference_rates[0]
-            yield cause("scheduler", rate=rate, reference=reference, update=first.number)
 
     # ---- draws and batch norms, taken out --------------------------------------------------------
 
@@ -205,23 +189,19 @@ class Diagnosis:
             return
         if not self.noise.hold(tried):
             bounds = self.noise.bounds(tried)
-            yield cause_of_cut(self.laboratory, cut, tried, bounds, self.found)
+            yield cause_of_cut(tried, bounds)
 
     # ---- a strategy that does something else -----------------------------------------------------
 
     def _of_the_strategy(self) -> Iterator[Caveat]:
-        """Look at what the strategy does with buffers, attributes and the update."""
+        """Look at what the strategy does with buffers and the update."""
         first = self.first
         if first is None:
             return
 
         beyond = self.bounds.beyond(first)
         kinds = {kind for kind, _, _ in beyond}
-        if self.found.own_buffers:
-            yield cause("buffer", name=self.found.own_buffers[0])
-        elif self.found.apart_attributes:
-            yield cause("state", name=self.found.apart_attributes[0])
-        elif kinds == {"buffers"}:
+        if kinds == {"buffers"}:
             yield cause("buffer", name=beyond[0][1])
         elif not kinds & {"gradients", "loss"}:
             yield cause("update", number=first.number)

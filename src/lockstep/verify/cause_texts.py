@@ -41,20 +41,16 @@ drawing: elsewhere
   -> draw from torch in forward, or let the dataset draw, by sample
 
 mixing
-  outputs depend on other samples of the batch in or before {layer}: single-device results
-  change as well when the batch is split
-  -> mp or single, which don't split the batch; or a layer that treats each sample by itself
+  outputs depend on other samples of the batch in or before {layer} (a layer that mixes samples or
+  keeps a state, or a collate that pads to the longest sample): single-device results change as well
+  when the batch is split
+  -> mp or single, which don't split the batch; or a layer that treats each sample by itself and keeps
+  nothing of the batch, and padding that the model masks
 
 mixing: in evaluation
   "{loss}" of the evaluation depends on how its batches are split, and training doesn't: in eval
   mode outputs depend on other samples of the batch, or the loss is not a mean over samples
   -> a model that treats each sample by itself in eval mode, or evaluate under mp or single
-
-collate
-  collate makes other rows of a local batch than of the global batch (it pads to the longest
-  sample, or mixes samples), and {layer} gives other results for these rows
-  -> a collate whose rows don't depend on the other samples (one length for all, say), or a model
-  that masks the padding; mp and single pass the whole batch to collate
 
 metric
   {names} of the evaluation depends on how its batches are split, and the loss doesn't: it is
@@ -63,12 +59,6 @@ metric
   keeps what it needs
 
 state
-  "{name}" is neither parameter nor buffer of the model, and changes in training by the inputs of
-  a forward
-  -> a buffer (register_buffer) that doesn't depend on the local batch; or mp or single, which
-  keep the results
-
-state: parameter
   parameter "{name}" has no gradient and changes: the model writes it, from the
   local batch
   -> let it depend on the parameters only, or take mp or single, which don't split the batch
@@ -91,20 +81,17 @@ unseeded model: initial values
   seeded
 
 unseeded model
-  single-device training can't be repeated on the same samples: the model, or the optimizer, draws
-  unseeded numbers, counts in a class or a module, or has operators that are not deterministic
-  -> draw from torch's global generator (or from one that is seeded in forward); count in a buffer;
+  single-device training can't be repeated: the model, the optimizer or the dataset draws unseeded
+  numbers, counts in a class or a module, or has operators that are not deterministic
+  -> draw from torch's global generator (or from one that is seeded in forward), in a dataset also
+  from random's or numpy.random's, which are seeded for each sample; count in a buffer;
   torch.use_deterministic_algorithms(True) names such operators
 
 loss
   the loss is not a mean over samples: its parts, weighted by their counts, don't add up to the
-  whole
+  whole; or it uses an output that is computed from all samples together (for load balancing, say)
   -> return (total, count) from it, each summed over samples; or divide by counts= of the whole
   batch, where it has several means; mp and single give it the whole batch
-
-auxiliary loss
-  the loss uses {output}, and this term is not a sum over samples (a loss for load balancing, say)
-  -> mp or single on whole batches; or a term that is a sum over samples
 
 cut
   cutting the batch is enough to change the results: single with {parts} micro-batches differs from
@@ -116,21 +103,6 @@ refused: shape
   -> outputs with a row for each sample, also where there is only one: squeeze(1), say, for
   squeeze()
 
-unseeded data
-  the dataset draws unseeded numbers: the same sample of the same epoch differs each time
-  -> draw from torch's, random's or numpy.random's global generator, which are seeded for each
-  sample
-
-sampler
-  the strategy repeats, leaves out or changes samples of batch {batch} in epoch {epoch}: {number}
-  occur more or less often than on one device
-  -> give every sample of a global batch to one device; leave a device without one where there
-  are too few
-
-scheduler
-  the learning rate is {rate:.6g} against {reference:.6g} in update {update}
-  -> step the scheduler once per update, on one rank's clock
-
 drift
   parameter "{name}" differs between ranks: something other than the optimizer writes it, or the
   optimizer draws other random numbers on each rank
@@ -138,8 +110,9 @@ drift
 
 update
   the gradients of update {number} agree before clipping, and the parameters after it don't:
-  clipping, or the optimizer, differs
-  -> clip what is summed over all devices, and give each rank the same optimizer
+  clipping, the optimizer or its learning rate differs
+  -> clip what is summed over all devices, give each rank the same optimizer, and step the
+  scheduler once per update
 
 start
   the strategy begins with other values of "{name}"

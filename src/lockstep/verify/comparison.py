@@ -107,9 +107,6 @@ class Update:
             of the largest of all.
         parameters: by name, as ``change_apart`` measures them.
         buffers: by name, as ``buffer_apart`` measures them.
-        rates: learning rates of the strategy, group by group.
-        reference_rates: of one device.
-        samples_apart: how many samples one side used oftener than the other.
     """
 
     number: int
@@ -121,20 +118,11 @@ class Update:
     gradients: dict[str, float]
     parameters: dict[str, float]
     buffers: dict[str, float]
-    rates: tuple[float, ...]
-    reference_rates: tuple[float, ...]
-    samples_apart: int
 
     @property
     def losses_apart(self) -> float:
         """Return the relative difference of the losses."""
         return relative(self.loss, self.reference)
-
-    @property
-    def rates_apart(self) -> float:
-        """Return the largest relative difference of a learning rate."""
-        pairs = zip(self.rates, self.reference_rates, strict=True)
-        return max((relative(a, b) for a, b in pairs), default=0.0)
 
     def worst(self, *kinds: str) -> float:
         """Return the largest difference of these kinds, or of all."""
@@ -147,7 +135,6 @@ class Update:
     def numbers(self) -> Iterator[Difference]:
         """Give the kind, the name and the size of every difference."""
         yield "loss", "", self.losses_apart
-        yield "learning rate", "", self.rates_apart
         for kind in ("gradients", "parameters", "buffers"):
             for name, value in getattr(self, kind).items():
                 yield kind, name, value
@@ -162,13 +149,9 @@ class Comparison:
         updates: every update.
         evaluation: by name, the strategy's value and one device's.
         drifted: parameters whose values came to differ between the ranks.
-        own_buffers: buffers that each replica has its own values of after the first update.
-        apart_attributes: plain attributes of modules (``"body.calls"``) that training changed, and
-            that ended otherwise than on one device.
         drew: whether the first update drew random numbers.
         drops: whether there are dropout layers.
         normalises: whether there are batch norms over what a forward sees.
-        whole_outputs: the model's outputs without a row for each sample.
         layer: name and class of the first module that gave other numbers, where watched.
         notes: what was logged before training, and while it ran.
         still: what was taken out of the model on both sides.
@@ -178,12 +161,9 @@ class Comparison:
     updates: list[Update] = field(default_factory=list)
     evaluation: dict[str, tuple[float, float]] = field(default_factory=dict)
     drifted: tuple[str, ...] = ()
-    own_buffers: tuple[str, ...] = ()
-    apart_attributes: tuple[str, ...] = ()
     drew: bool = False
     drops: bool = False
     normalises: bool = False
-    whole_outputs: tuple[str, ...] = ()
     layer: tuple[str, str] | None = None
     notes: tuple[Caveat, ...] = ()
     still: tuple[Thing, ...] = ()
@@ -251,9 +231,9 @@ class Bounds:
         return found
 
     def first_apart(self, comparison: Comparison) -> Update | None:
-        """Return the first update that differs by more than rounding, or in its samples."""
+        """Return the first update that differs by more than rounding."""
         for update in comparison.updates:
-            if update.samples_apart or self.beyond(update):
+            if self.beyond(update):
                 return update
         return None
 

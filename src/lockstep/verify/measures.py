@@ -1,4 +1,4 @@
-"""Measures: how far two values lie apart, and which samples the forwards were given.
+"""Measures: how far two values lie apart.
 
 For a parameter, with d its change since the common start::
 
@@ -9,16 +9,9 @@ In float64 rounding is near 1e-15, and a wrong weight of one sample shows as 1e-
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections import Counter
-from typing import Any
 
 import torch
-
-from lockstep.tensors.digest import bits_of
-from lockstep.tensors.pytree import tensors
-from lockstep.tensors.rows import has_rows
 
 
 def change_apart(apart: float, change: float, reach: float) -> float:
@@ -71,43 +64,3 @@ def largest(tensor: torch.Tensor) -> float:
     if math.isnan(highest):
         return math.inf
     return max(highest, -lowest)  # of equal ones the first, and -0.0 would be written so
-
-
-def row_ids(inputs: Any, targets: Any, size: int) -> list[bytes]:
-    """Return an id for each sample.
-
-    An id is a hash of the bits of a sample's rows: the same in any order and on any rank, and equal
-    samples have equal ids.
-
-    Args:
-        inputs: of the model.
-        targets: of the loss.
-        size: the number of samples.
-
-    Returns:
-        The ids; none where no tensor has a row for each sample.
-    """
-    found = []
-    for tensor in tensors((inputs, targets)):
-        if has_rows(tensor, size) and tensor.layout == torch.strided and tensor.numel():
-            rows = bits_of(tensor.detach().cpu().resolve_conj().resolve_neg())
-            found.append(rows.view(size, -1).numpy())
-
-    ids = []
-    for rows_of_sample in zip(*found, strict=True):
-        sample = b"".join(map(bytes, rows_of_sample))
-        ids.append(hashlib.blake2b(sample, digest_size=8).digest())
-
-    return ids
-
-
-def samples_apart(ours: list[bytes], theirs: list[bytes]) -> int:
-    """Return how many samples one side used oftener than the other.
-
-    Args:
-        ours: the row ids of the strategy's samples, in any order.
-        theirs: those of one device.
-    """
-    used = Counter(ours)
-    wanted = Counter(theirs)
-    return (used - wanted).total() + (wanted - used).total()

@@ -15,7 +15,6 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -26,14 +25,14 @@ from lockstep.launch import cores
 from lockstep.launch import world as _world
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World, place_of
-from lockstep.model.modes import acting_buffers, draws_dropout, normalizes_by_batch
+from lockstep.model.modes import draws_dropout, normalizes_by_batch
 from lockstep.run.events import Caveat, Line
 from lockstep.strategies.single import Single
 from lockstep.tensors.allocator import freed_memory_kept
 from lockstep.tensors.digest import digest
 from lockstep.verify.comparison import Comparison, Experiment, Update
 from lockstep.verify.layer_watch import first_apart
-from lockstep.verify.measures import buffer_apart, change_apart, largest, real, samples_apart
+from lockstep.verify.measures import buffer_apart, change_apart, largest, real
 from lockstep.verify.training_run import Side
 
 Tensors = dict[str, Tensor]
@@ -141,7 +140,7 @@ class _PairedRun:
                 with self._alone():
                     theirs.update(*next(its_batches))
             ours.update(batch, is_last)
-            self._look(number)
+            self._look()
             if number == self.experiment.updates:
                 break
 
@@ -164,25 +163,20 @@ class _PairedRun:
 
     # ---- after an update -------------------------------------------------------------------------
 
-    def _look(self, number: int) -> None:
+    def _look(self) -> None:
         """Compare what both sides have after an update. Every rank calls this."""
         # Nobody writes while rank 0 looks. (Under hogwild ranks don't meet otherwise.)
         self.world.barrier()
-        rows_of_ranks = self.world.gather_objects(self.ours.rows)
-        if number == 1:
-            self._compare_replicas()
         values = self.ours.step.layout.parameters()
         if self.theirs is not None:
-            rows = list(chain.from_iterable(rows_of_ranks))
-            self._compare(self.theirs, rows, values)
+            self._compare(self.theirs, values)
         self.world.barrier()
 
-    def _compare(self, theirs: Side, rows: list[bytes], values: Tensors) -> None:
+    def _compare(self, theirs: Side, values: Tensors) -> None:
         """Note how far the sides lie apart after an update.
 
         Args:
             theirs: the side of one device.
-            rows: ids of the samples that the strategy's forwards were given, on all ranks.
             values: the strategy's parameters.
         """
         ours = self.ours
@@ -203,9 +197,6 @@ class _PairedRun:
             gradients=gradients,
             parameters=self._parameters_apart(theirs, values),
             buffers=self._buffers_apart(theirs),
-            rates=ours.rates,
-            reference_rates=theirs.rates,
-            samples_apart=self._samples_apart(theirs, rows),
         )
         self.found.updates.append(update)
 
@@ -232,44 +223,19 @@ class _PairedRun:
                 found[name] = buffer_apart(mine[name], buffer)
         return found
 
-    def _samples_apart(self, theirs: Side, rows: list[bytes]) -> int:
-        """Compare the samples that the forwards of both sides were given."""
-        if not theirs.rows:
-            return 0
-        if theirs.job.collate is not None and not self._is_cut_alike():
-            return 0  # what is padded with others is another row
-        return samples_apart(rows, theirs.rows)
-
-    def _is_cut_alike(self) -> bool:
-        """Return whether both sides are one device, with as many micro-batches."""
-        experiment = self.experiment
-        is_single = isinstance(experiment.strategy, Single)
-        return is_single and experiment.cut in (None, experiment.parts)
-
-    def _compare_replicas(self) -> None:
-        """Find buffers that each replica has its own values of after the first update."""
-        here = [_digests(acting_buffers(model)) for model in self.ours.step.models()]
-        first, *others = chain.from_iterable(self.world.gather_objects(here))
-        self.found.own_buffers = _unequal(first, others)
-
     # ---- at the end ------------------------------------------------------------------------------
 
     def _compare_ranks(self) -> None:
-        """Compare what is on other ranks too: parameters, plain attributes, outputs of layers."""
+        """Compare what is on other ranks too: parameters, and outputs of layers."""
         step = self.ours.step
         parameters = {}
         if self.world.size > 1 and step.together:
             parameters = _digests(step.layout.parameters())
         # All ranks need to know, since they evaluate only where there is no drift.
         self.found.drifted = _unequal(parameters, self.world.gather_objects(parameters))
-        of_attributes = self.world.gather_objects(self.ours.changed_attributes())
         sums = self.world.gather_objects(self.ours.watch.sums)
 
-        if self.theirs is None:
-            return
-        its_attributes = self.theirs.changed_attributes()
-        self.found.apart_attributes = _unequal(its_attributes, of_attributes)
-        if self.experiment.watched:
+        if self.theirs is not None and self.experiment.watched:
             bound = 1e-8 if self.ours.job.precision == "fp64" else 1e-5
             self.found.layer = first_apart(sums, self.theirs.watch.sums, bound)
 
@@ -291,7 +257,6 @@ class _PairedRun:
         found.drew = theirs.drew
         found.drops = any(map(draws_dropout, model.modules()))
         found.normalises = any(map(normalizes_by_batch, model.modules()))
-        found.whole_outputs = tuple(theirs.whole_outputs)
 
         step = ours.step
         known = self.experiment.strategy.caveats(ours.job, step.model, step.replicas)

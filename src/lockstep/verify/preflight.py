@@ -71,7 +71,8 @@ def preflight(
         )
 
     if not whole:
-        size = max(size, _most_samples(job.replace(**settings), devices, size, seconds))
+        # Some of the time is that of any update, so more samples may take as long.
+        size = min(job.batch_size, max(size, int(_LONGEST * size / seconds)))
     if not whole and size < job.batch_size:
         size = _uneven(job, size, shared)
         settings["batch_size"] = size
@@ -87,32 +88,6 @@ def preflight(
     if draws and masks_differ:
         experiment = experiment.but(still=frozenset({"dropout"}))
     return experiment, notes
-
-
-def _most_samples(job: Job, devices: tuple[Device, ...], size: int, seconds: float) -> int:
-    """Estimate how many samples an update can take within the longest time.
-
-    Much of the time of a few samples may be that of any update, so more of them are timed, until
-    that takes long.
-
-    Args:
-        job: what is verified.
-        devices: the devices.
-        size: samples that were timed.
-        seconds: the time of an update on them.
-    """
-    each = seconds / size
-    while size < job.batch_size and seconds <= _LONGEST:
-        if seconds + each * (job.batch_size - size) <= _LONGEST:
-            return job.batch_size
-        more = min(job.batch_size, 4 * size)
-        longer, _ = _seconds(job.replace(batch_size=more), devices)
-        each = max(0.0, longer - seconds) / (more - size)
-        if longer > _LONGEST:
-            return int(size + (_LONGEST - seconds) / each)
-        size = more
-        seconds = longer
-    return size
 
 
 def _tried(job: Job, devices: tuple[Device, ...]) -> tuple[float, bool, str | None]:

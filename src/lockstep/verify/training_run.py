@@ -20,8 +20,7 @@ from lockstep.launch.world import World
 from lockstep.model.build import refuse_given_twice
 from lockstep.strategies.steps.step import Step
 from lockstep.strategies.steps.update_result import Result
-from lockstep.tensors.digest import digest
-from lockstep.tensors.pytree import each, named_tensors
+from lockstep.tensors.pytree import each
 from lockstep.tensors.rows import has_rows, holds_samples
 from lockstep.tensors.seeding import same, states
 from lockstep.training.evaluation import evaluate_sets
@@ -30,17 +29,12 @@ from lockstep.verify.batches import EPOCHS, Excerpt, evaluated_places, places_of
 from lockstep.verify.comparison import Experiment
 from lockstep.verify.determinism import hold_norms, still, without_draws
 from lockstep.verify.layer_watch import Watch
-from lockstep.verify.measures import row_ids
 
 _FACTOR = 1 + 2.0**-21
 """A loss whose sums are taken in another order is multiplied by this, and its gradients divided. In
 float64 that changes nothing. What a model computes in float32 inside is rounded otherwise, as it is
 where a mean is over fewer samples.
 """
-
-
-_OF_EVERY_MODULE = {*vars(nn.Module()), "forward"}
-"""Attributes that every module has."""
 
 
 class Side(Observer):
@@ -54,11 +48,9 @@ class Side(Observer):
     Attributes:
         batch: the last one.
         result: of the last update.
-        rows: ids of the samples that the last update's forwards were given.
         gradients: by name, of the last update, as they were before clipping; on every rank.
         rates: learning rates that the last update was made with.
         drew: whether the first update drew random numbers.
-        whole_outputs: the model's outputs without a row for each sample.
 
     Raises:
         JobError: the model is the same each time.
@@ -66,7 +58,6 @@ class Side(Observer):
 
     batch: Batch
     result: Result
-    rows: list[bytes]
     gradients: dict[str, torch.Tensor]
     rates: tuple[float, ...]
 
@@ -96,8 +87,6 @@ class Side(Observer):
 
         self.watch = Watch()
         self.drew = False
-        self.whole_outputs: dict[str, None] = {}
-        self._attributes = _attribute_values(self.step.model)
         self._number = 0
         self._total = 0.0
         self._count = 0.0
@@ -118,7 +107,6 @@ class Side(Observer):
             is_last: whether it is the last one of its epoch here: then the scheduler may move on.
         """
         self.batch = batch
-        self.rows = []
         self.gradients = {}
         self._number += 1
         groups = self.step.optimizer.param_groups
@@ -169,14 +157,6 @@ class Side(Observer):
             excerpts[name] = Excerpt(loader, places)
         return evaluate_sets(self.step, excerpts, job)
 
-    def changed_attributes(self) -> dict[str, Any]:
-        """Return the plain attributes of modules that have other values than at the start."""
-        found = {}
-        for name, value in _attribute_values(self.step.model).items():
-            if value != self._attributes.get(name):
-                found[name] = value
-        return found
-
     # ---- what is looked at in an update ----------------------------------------------------------
 
     def gradients_ready(self) -> None:
@@ -209,18 +189,8 @@ class Side(Observer):
             yield
 
     def forwarded(self, where: str, part: Part, outputs: Any) -> None:
-        """Note what a forward was given and gave.
-
-        Replicas on threads call this at the same time.
-        """
-        self.rows += row_ids(part.inputs, part.targets, part.size)
+        """Add what the layers gave for a part of the batch."""
         self.watch.forwarded()
-        if self._number > 1:
-            return
-
-        for name, output in named_tensors(outputs):
-            if not has_rows(output, part.size):
-                self.whole_outputs[name] = None
 
 
 def shuffled(batch: Batch) -> Batch:
@@ -256,38 +226,3 @@ def _in_order(nest: Any, order: torch.Tensor) -> Any:
         return None
 
     return each(of_tensor, nest, on_list=of_list, on_packed=lambda packed: packed)
-
-
-def _attribute_values(model: nn.Module) -> dict[str, Any]:
-    """Return the values of plain attributes (``"body.calls"``): numbers, texts, tensors, and lists,
-    tuples and dictionaries of these.
-    """
-    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-
-    found = {}
-    for way, module in model.named_modules():
-        for key, held in vars(module).items():
-            if key in _OF_EVERY_MODULE:
-                continue
-            name = f"{way}.{key}" if way else key
-            found[name] = _value(held, own)
-
-    return found
-
-
-def _value(held: Any, own: set[int]) -> Any:
-    """Return what can be compared of an attribute; None where nothing can.
-
-    Args:
-        held: the attribute's value.
-        own: ids of the model's own tensors, which are left out (a list of an RNN's weights).
-    """
-    if isinstance(held, torch.Tensor):
-        return None if id(held) in own else digest(held)
-    if isinstance(held, dict):
-        return [(key, _value(value, own)) for key, value in held.items()]
-    if isinstance(held, list | tuple):
-        return [_value(value, own) for value in held]
-    if isinstance(held, int | float | complex | str):
-        return repr(held)
-    return None

@@ -227,7 +227,7 @@ class _Search:
             cut = cut.but(watched=first.number)
             tried = without_buffers(self.laboratory.compared(cut))
 
-        why = cause_of_cut(self.laboratory, cut, tried, bounds, tried)
+        why = cause_of_cut(tried, bounds)
         return replace(
             answer,
             equal=False,
