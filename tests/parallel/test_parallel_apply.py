@@ -186,11 +186,6 @@ def test_devices_may_sit_out(team: ThreadPool) -> None:
         team.run([int, int])
 
 
-def test_a_team_that_would_wait_for_itself_is_refused(team: ThreadPool) -> None:
-    with pytest.raises(InputError, match="wait for itself"):
-        team.run([lambda: team.run([int, int, int]), None, None])
-
-
 def test_a_closed_team_makes_new_threads(team: ThreadPool) -> None:
     before = team.run([threading.get_ident] * 3)
     team.close()

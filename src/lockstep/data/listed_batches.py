@@ -63,19 +63,14 @@ class ListLoader(Loader):
     _cuts_each = True
 
     def _count_samples(self) -> None:
-        self._last = 0, self._listed(0)
-        self._first = len(self._last[1])
-        self.samples = sum(map(len, self._last[1]))
+        self._held = None
+        batches = self.orders(0)
+        self._first = len(batches)
+        self.samples = sum(map(len, batches))
 
-    def _listed(self, epoch: int) -> list[Tensor]:
+    def _order_of(self, epoch: int) -> list[Tensor]:
         assert self._lists_by_person is not None
         return listed(self._lists_by_person, self._length, self._seed, epoch)
-
-    def _batches_in(self, epoch: int) -> list[Tensor]:
-        """Return the batches of an epoch; the last ones that were asked for are kept."""
-        if self._last[0] != epoch:
-            self._last = epoch, self._listed(epoch)
-        return self._last[1]
 
     def __len__(self) -> int:
         """Return the number of global batches of the first epoch."""
@@ -83,10 +78,10 @@ class ListLoader(Loader):
 
     def batches_of(self, epoch: int) -> int:
         """Return the number of global batches of this epoch."""
-        return len(self._batches_in(epoch)) if epoch else self._first
+        return len(self.orders(epoch)) if epoch else self._first
 
     def _rows(self, epoch: int, start: int) -> Iterator[Row]:
-        batches = self._batches_in(epoch)
+        batches = self.orders(epoch)
         self._compare(f"batches: for epoch {epoch} the indices", batches, "epoch")
         if len(batches) < start:
             raise RunError(

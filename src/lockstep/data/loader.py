@@ -255,7 +255,7 @@ class Loader(AnyLoader):
 
     def _count_samples(self) -> None:
         """Find out how many samples the first epoch has."""
-        self._held: tuple[int, torch.Tensor] | None = None  # the last epoch asked for
+        self._held: tuple[int, Any] | None = None  # the last epoch asked for
         self.samples = len(self.orders(0))
 
     @property
@@ -340,7 +340,7 @@ class Loader(AnyLoader):
                 found.append(self._fetching.indexed(share, self._pin))
         return found
 
-    def orders(self, epoch: int) -> torch.Tensor:
+    def orders(self, epoch: int) -> Any:
         """Return the order of an epoch; the last one asked for is kept.
 
         Raises:
@@ -351,7 +351,7 @@ class Loader(AnyLoader):
             self._held = epoch, self._order_of(epoch)
         return self._held[1]
 
-    def _order_of(self, epoch: int) -> torch.Tensor:
+    def _order_of(self, epoch: int) -> Any:
         if self._by_person is not None:
             return by_person(self._by_person, self._length, self._seed, epoch)
         if self._shuffle:

@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from lockstep.errors import InputError
 from lockstep.launch.devices import Device, Devices
 from lockstep.parallel import backward_threads, target_devices, trace_shapes
-from lockstep.parallel.gather import gathered
+from lockstep.parallel.gather import gather
 from lockstep.parallel.parallel_apply import in_streams, parallel_apply
 from lockstep.parallel.replicate import replicas_of, replicate, tensors_of
 from lockstep.parallel.scatter import is_plain, scatter_kwargs
@@ -153,7 +153,6 @@ class DataParallel(nn.Module, Generic[M]):
         self.balanced = balanced
         self.sizes: tuple[int, ...] = ()
         self._warned_of_sizes = False
-        self._warned_of_scalars = False
         recompute.install()
         if len(self.devices) == 1:
             place_module(module, self.devices[0].torch)
@@ -245,11 +244,7 @@ class DataParallel(nn.Module, Generic[M]):
         """Put the outputs together. To be overridden where they are to be put together in
         another way.
         """
-        line = 0
-        if self.dim == 0 and not self._warned_of_scalars and _has_scalars(outputs):
-            self._warned_of_scalars = True
-            line = _CALL + 1
-        return gathered(outputs, output_device, self.dim, stacklevel=line)
+        return gather(outputs, output_device, self.dim)
 
     def _warn_of_means(self, outputs: Sequence[Any], sizes: Sequence[int]) -> None:
         """Warn once of a scalar from each of unequal shares."""

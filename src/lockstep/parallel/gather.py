@@ -43,27 +43,16 @@ def gather(
 
     Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
     """
-    return gathered(outputs, target_device, dim, stacklevel=3)
-
-
-def gathered(
-    outputs: Sequence[Any],
-    target_device: Device | torch.device | str | int,
-    dim: int = 0,
-    *,
-    stacklevel: int,
-) -> Any:
-    """Gather, too; ``stacklevel`` is that of the warning of scalars, 0 for no warning."""
     if not outputs:
         raise InputError("no outputs to gather: there must be one for each device that was used")
     column = list(outputs)
     place = target_devices.one(target_device)
     whole = _joined(column, place, dim, column)
-    if stacklevel and dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
+    if dim == 0 and any(tensor.dim() == 0 for tensor in pytree.tensors(outputs[0])):
         warnings.warn(
             "Was asked to gather along dimension 0, but all input tensors were scalars; "
             "will instead unsqueeze and return a vector.",
-            stacklevel=stacklevel,
+            stacklevel=2,
         )
     return whole
 

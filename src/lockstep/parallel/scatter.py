@@ -97,30 +97,23 @@ def scatter_kwargs(
 def refuse_uncuttable(inputs: Any) -> None:
     """Refuse sparse and nested tensors, which have no rows in memory."""
     for tensor in pytree.tensors(inputs):
-        if tensor.is_nested:
-            raise InputError(
-                "a nested tensor can't be cut: give its to_padded_tensor(0.0) and the lengths, "
-                "and nest inside of the module"
-            )
         if not is_plain(tensor):
-            layout = str(tensor.layout).removeprefix("torch.")
+            kind = "nested tensor" if tensor.is_nested else f"tensor of {tensor.layout}"
             raise InputError(
-                f"a tensor of layout {layout} (shape {tuple(tensor.shape)}) can't be cut: give its "
-                "to_dense(), or, if all replicas share it, keep it in the module as a buffer"
+                f"a {kind} can't be cut: give its to_padded_tensor(0.0) or to_dense(), or, if all "
+                "replicas share it, keep it in the module as a buffer"
             )
 
 
 def _refuse_transforms() -> None:
     """Refuse what follows a computation in the caller's thread only."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    is_transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_exporting()
+    if is_transformed or is_traced:
         raise InputError(
-            "torch.func's transforms (grad, vmap, ...) and forward-mode derivatives don't follow a "
-            "batch to the threads of replicas: transform the module itself (net.module)"
-        )
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
-        raise InputError(
-            "torch.jit.trace and torch.export don't follow a batch to the threads of replicas: "
-            "give them the module itself (net.module)"
+            "torch.func's transforms, forward-mode derivatives, torch.jit.trace and torch.export "
+            "don't follow a batch to the threads of replicas: give them the module itself "
+            "(net.module)"
         )
 
 

@@ -73,8 +73,7 @@ class ThreadPool:
             What each returned, in the order of the devices; None for those that sat out.
 
         Raises:
-            InputError: not as many functions as devices, or called from one of the pool's own
-                threads.
+            InputError: not as many functions as devices.
             Exception: the first that was raised, with its own type and traceback and a note that
                 names the device.
         """
@@ -89,12 +88,6 @@ class ThreadPool:
         busy = [number for number, function in enumerate(callables) if function is not None]
         if not busy:
             return [None] * len(callables)
-        here = threading.get_ident()
-        if any(worker.ident == here for worker in self._workers):
-            raise InputError(
-                "a function of a pool can't run that same pool, which would wait for itself: make "
-                "another"
-            )
         call = _Call(len(callables), len(busy), self.on_abort)
         caller = Caller(self.devices)
         for number in busy:

@@ -37,7 +37,7 @@ from lockstep.data.shares import over_ranks
 from lockstep.errors import LossError, StrategyError
 from lockstep.model.losses.loss import Loss
 from lockstep.model.snapshot import Snapshot
-from lockstep.parallel.gather import gathered
+from lockstep.parallel.gather import gather
 from lockstep.pipelining.microbatch import current
 from lockstep.pipelining.runner import Runner
 from lockstep.strategies.steps.update_checks import refuse_counted
@@ -286,7 +286,7 @@ class WholeBatch:
                     f"sample, and {size} samples have {described(nest)}"
                 )
         moved = [to_device(nest, self._home, self._step._precision.whole) for _, nest in pairs]
-        return gathered(moved, self._home, stacklevel=0)
+        return gather(moved, self._home)
 
     def _of_all_ranks(self, nests: Any, sizes: list[list[int]]) -> tuple[Any, Tensor, int]:
         """Give rows of the global batch.
