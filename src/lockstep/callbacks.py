@@ -7,7 +7,6 @@ One's own derive from ``lockstep.Callback``.
 from lockstep.training.callbacks.averages import EMA, SWA
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.callbacks.freeze import Freeze
-from lockstep.training.callbacks.keep_weights import KeepWeights
 from lockstep.training.callbacks.monitors import LearningRateMonitor, Sampler
 from lockstep.training.callbacks.stopping import EarlyStopping, TimeLimit
 from lockstep.training.callbacks.trackers import MLflow, WandB
@@ -18,7 +17,6 @@ __all__ = [
     "Callback",
     "EarlyStopping",
     "Freeze",
-    "KeepWeights",
     "LearningRateMonitor",
     "MLflow",
     "Sampler",

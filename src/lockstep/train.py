@@ -20,7 +20,7 @@ from lockstep.run.stop_request import GRACE, StopRequest
 from lockstep.run.terminal import Display
 from lockstep.signatures import JobFields, with_fields_of
 from lockstep.strategies import Strategy, choose, devices_for
-from lockstep.training.restarts import LostRanks, after_error, check_restarts, with_restarts
+from lockstep.training.restarts import after_error, check_restarts, with_restarts
 from lockstep.training.resume import as_it_went, run_to_resume
 from lockstep.training.run import Run
 from lockstep.training.setup import Plan
@@ -41,7 +41,6 @@ def train(
     audit: bool = False,
     grace: float = GRACE,
     restarts: int = 0,
-    min_devices: int | None = None,
     timeout: float = 1800.0,
     batch_size_per_device: int | None = None,
     **settings: Unpack[JobFields],
@@ -68,8 +67,6 @@ def train(
         grace: seconds allowed for the current step to finish after Ctrl-C or SIGTERM.
         restarts: how many times ranks of this machine that were lost are started again, from the
             last checkpoint.
-        min_devices: the smallest number of devices to resume with, where a rank is lost twice
-            without coming further.
         timeout: seconds without progress after which the run ends; 0 is never. Which rank the
             others wait for is reported after 30 s, or ten usual steps (see
             lockstep.launch.hang_report).
@@ -106,8 +103,7 @@ def train(
         chosen = _devices.parse(devices_for(strategy, devices))
         check_backend(backend, chosen)
         planned = choose(strategy, () if torchrun else chosen)
-        check_restarts(planned, chosen, restarts, min_devices, torchrun=torchrun)
-        lost = LostRanks(restarts, min_devices, chosen)
+        check_restarts(planned, chosen, restarts, torchrun=torchrun)
 
         run: RunFolder | None = None
         if found.folder is not None:
@@ -135,7 +131,7 @@ def train(
         restarted = None if torchrun else run
         try:
             with StopRequest(_has_begun, grace) as request:
-                summary, path = with_restarts(plan, chosen, backend, display, restarted, lost)
+                summary, path = with_restarts(plan, chosen, backend, display, restarted, restarts)
             if not summary:
                 request.raise_if_asked()
         except BaseException as error:

@@ -214,13 +214,6 @@ def test_a_rank_that_is_killed_is_named_with_its_devices(tmp_path: Path) -> None
         train(job, strategy="ddp=2xpp=2", folder=tmp_path, quiet=True)
 
 
-def test_fewer_devices_after_a_loss_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match="min_devices: ddp=2xmp=2 is for 4 devices, and no fewer: leave it out"
-    ):
-        train(ZOO["mlp"], strategy="ddp=2xmp=2", folder=tmp_path, restarts=1, min_devices=2)
-
-
 @pytest.mark.slow
 def test_a_rank_that_is_lost_is_started_again_with_its_devices(tmp_path: Path) -> None:
     job = ZOO["momentum"].replace(precision="fp64", epochs=3, callbacks=[KillingOnce(tmp_path)])

@@ -19,7 +19,6 @@ from lockstep.callbacks import (
     EMA,
     EarlyStopping,
     Freeze,
-    KeepWeights,
     LearningRateMonitor,
     MLflow,
     Sampler,
@@ -29,7 +28,7 @@ from lockstep.callbacks import (
 )
 from lockstep.errors import JobError
 from lockstep.tensors.seeding import seeded
-from lockstep.training.callbacks.monitors import png_of
+from lockstep.training.callbacks.monitors import _write_pictures
 
 from harness import same_bits, trained  # isort: skip
 from docs_pages import ROOT, blocks
@@ -105,9 +104,9 @@ def test_a_metric_that_there_is_not_is_named(tmp_path: Path) -> None:
     ):
         trained(rising(EarlyStopping("eval_los")), tmp_path)
     with pytest.raises(
-        JobError, match='KeepWeights: there is no metric "eval_loss": the job has no evaluation'
+        JobError, match='EarlyStopping: there is no metric "eval_loss": the job has no evaluation'
     ):
-        trained(rising(KeepWeights(1, "eval_loss"), eval_data=None, metrics={}), tmp_path)
+        trained(rising(EarlyStopping("eval_loss"), eval_data=None, metrics={}), tmp_path)
     assert not list(tmp_path.iterdir()), "it is found before the first step"
     with pytest.raises(
         JobError, match='EarlyStopping: there is no metric "train_los": did you mean "train_loss"'
@@ -120,40 +119,10 @@ def test_an_epoch_that_is_not_evaluated_is_no_evaluation_for_callbacks(tmp_path:
     its = (
         EarlyStopping("eval_loss", patience=50),
         EarlyStopping("train_loss", patience=50),
-        KeepWeights(2, "eval_loss"),
     )
     run = trained(rising(*its, eval_every=3, epochs=5), tmp_path)  # of two steps each
     evaluated = [record["step"] for record in run.history if "eval_loss" in record]
-    assert evaluated == [3, 6, 9, 10] and len(list((run.folder / "best-eval_loss").iterdir())) == 2
-
-
-@pytest.mark.parametrize("way", [slow("single"), "ddp"])
-def test_the_best_weights_are_kept_and_the_others_removed(way: str, tmp_path: Path) -> None:
-    run = trained(
-        rising(KeepWeights(2, "eval_loss"), KeepWeights(2), EMA(0.5), epochs=9), tmp_path, way
-    )
-    losses = {record["eval_loss"]: record["step"] for record in run.history}
-    best = [losses[loss] for loss in sorted(losses)[:2]]
-    assert sorted(path.name for path in (run.folder / "best-eval_loss").iterdir()) == sorted(
-        f"step-{step}.safetensors" for step in best
-    )
-    assert sorted(path.name for path in (run.folder / "last").iterdir()) == [
-        "step-16.safetensors",
-        "step-18.safetensors",
-    ]
-    assert same_bits(run.model(f"best-eval_loss/step-{best[0]}.safetensors"), run.model(best=True))
-    assert same_bits(run.model("last/step-18.safetensors"), run.model("ema.safetensors"))
-
-
-def test_weights_from_beyond_the_checkpoint_of_a_resumed_run_are_removed(tmp_path: Path) -> None:
-    run = trained(rising(KeepWeights(9), epochs=2), tmp_path)
-    (run.folder / "last" / "step-99.safetensors").write_bytes(
-        b"from a start that died before its next checkpoint"
-    )
-    trained(rising(KeepWeights(9), epochs=3), tmp_path, resume=run.folder)
-    assert {path.name for path in (run.folder / "last").iterdir()} == {
-        f"step-{i}.safetensors" for i in (2, 4, 6)
-    }
+    assert evaluated == [3, 6, 9, 10]
 
 
 class Moves(Callback):
@@ -265,8 +234,8 @@ def test_a_time_limit_ends_the_training_evaluated_and_saved(way: str, tmp_path: 
 def test_a_time_without_a_unit_is_refused() -> None:
     with pytest.raises(JobError, match="TimeLimit: '90' is no time, as 10min"):
         TimeLimit("90")
-    with pytest.raises(JobError, match='KeepWeights: mode is "min" or "max", not \'least\''):
-        KeepWeights(1, "loss", "least")  # type: ignore[arg-type]
+    with pytest.raises(JobError, match='EarlyStopping: mode is "min" or "max", not \'least\''):
+        EarlyStopping("loss", "least")  # type: ignore[arg-type]
 
 
 def test_the_rate_of_each_group_is_a_metric(tmp_path: Path) -> None:
@@ -300,31 +269,16 @@ def pictures_of(model: nn.Module) -> torch.Tensor:
 def test_what_a_model_makes_is_written_at_each_evaluation_as_on_one_device(
     way: str, tmp_path: Path
 ) -> None:
-    its = job(Sampler(text_of), Sampler(pictures_of, every=2, name="pictures"), EMA(0.5))
+    its = job(Sampler(text_of), Sampler(pictures_of, name="pictures"), EMA(0.5))
     cut = {"accumulate": 4} if way == "pp" else {}
     one, several = trained(its, tmp_path, **cut), trained(its, tmp_path, way)
     for file in ("samples/step-4.txt", "samples/step-8.txt", "pictures/step-8.png"):
         assert (one.folder / file).read_bytes() == (several.folder / file).read_bytes()
-    assert not (one.folder / "pictures" / "step-4.png").exists()
     with seeded(0):
         assert (
             "\n".join(text_of(one.model("ema.safetensors")))
             == (one.folder / "samples" / "step-8.txt").read_text()
         )
-
-
-def test_a_sampler_goes_on_with_its_count_after_a_resume(tmp_path: Path) -> None:
-    """It began its count anew."""
-    its = job(Sampler(text_of, every=2), epochs=3)
-    first = lockstep.train(
-        its, strategy="single", devices="1xcpu", folder=tmp_path / "cut", epochs=1
-    )
-    cut = lockstep.train(its, resume=first.folder)
-    whole = trained(its, tmp_path / "whole")
-    files = [
-        sorted(path.name for path in (run.folder / "samples").iterdir()) for run in (cut, whole)
-    ]
-    assert files == [["step-8.txt"]] * 2
 
 
 def test_the_parts_of_a_step_function_are_sampled_and_averaged(tmp_path: Path) -> None:
@@ -358,23 +312,17 @@ def test_a_picture_is_read_again_as_it_was(shape: tuple[int, ...], tmp_path: Pat
     picture = torch.randint(
         256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
-    (tmp_path / "picture.png").write_bytes(png_of(picture))
-    read = (
-        (torch.from_numpy(matplotlib.imread(tmp_path / "picture.png")) * 255)
-        .round()
-        .to(torch.uint8)
-    )
+    _write_pictures(tmp_path / "picture.png", picture)
+    read = torch.from_numpy(matplotlib.imread(tmp_path / "picture.png") * 255).round().byte()
     whole = torch.cat(list(picture), dim=2) if picture.dim() == 4 else picture
-    assert torch.equal(
-        read if read.dim() == 2 else read.permute(2, 0, 1), whole[0] if len(whole) == 1 else whole
-    )
+    assert torch.equal(read.permute(2, 0, 1)[:3], whole.expand(3, -1, -1))
 
 
-def test_what_is_no_picture_is_refused() -> None:
+def test_what_is_no_picture_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         JobError, match=r"Sampler: pictures are \(n, 1 or 3, height, width\), not \(2, 4\)"
     ):
-        png_of(torch.zeros(2, 4))
+        _write_pictures(tmp_path / "picture.png", torch.zeros(2, 4))
 
 
 @pytest.mark.parametrize("way", ["single", slow("ddp")])

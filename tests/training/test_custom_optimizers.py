@@ -13,7 +13,7 @@ from torch import nn
 
 import lockstep
 from lockstep import Callback, Job
-from lockstep.callbacks import EMA, KeepWeights, Sampler, TrainingContext
+from lockstep.callbacks import EMA, Sampler, TrainingContext
 from lockstep.checkpoint.weights import load_weights
 from lockstep.errors import JobError, StrategyError
 from lockstep.strategies.fsdp import FSDP
@@ -130,7 +130,7 @@ def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_average(
     training.
     """
     sampler = Sampler(lambda model: f"{float(model[0].weight.sum()):.14f}")
-    its = job(Looks(), KeepWeights(), sampler)
+    its = job(Looks(), sampler)
     run = lockstep.train(
         its, strategy=way, devices=WAYS.get(way, "1xcpu"), folder=tmp_path, quiet=True
     )
@@ -151,7 +151,6 @@ def test_a_schedule_free_optimizer_is_evaluated_and_saved_with_its_average(
     for step, weights in zip((4, 8, 12), expected["epochs"], strict=True):
         for method in ("on_epoch", "on_evaluated", "on_saved"):
             assert apart(seen[f"{method} {step}"], weights) < 1e-12
-        assert apart(load_weights(run.folder / f"last/step-{step}.safetensors"), weights) < 1e-12
         sampled = float((run.folder / f"samples/step-{step}.txt").read_text())
         assert sampled == pytest.approx(float(weights["0.weight"].sum()), abs=1e-12)
     assert apart(seen["on_finish 12"], last) < 1e-12

@@ -107,12 +107,6 @@ def _add_stopping(parser: argparse.ArgumentParser) -> None:
         help="restart ranks of this machine that were lost, from the last checkpoint, at most "
         "N times (default: 0)",
     )
-    group.add_argument(
-        "--min-devices",
-        type=int,
-        metavar="N",
-        help="with --restarts: continue on fewer devices, at least N (default: all)",
-    )
 
 
 def _train(options: argparse.Namespace) -> Answer:
@@ -146,7 +140,6 @@ def _train(options: argparse.Namespace) -> Answer:
         grace=options.grace,
         restarts=options.restarts,
         timeout=options.timeout,
-        min_devices=options.min_devices,
         batch_size_per_device=options.batch_size_per_device,
     )
     if options.quiet and is_first():

@@ -27,7 +27,7 @@ from lockstep.tensors.seeding import seeded
 from lockstep.training.callbacks.averages import Average
 from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.callbacks.event_reporter import EventReporter
-from lockstep.training.callbacks.stopping import OfMetric
+from lockstep.training.callbacks.stopping import EarlyStopping
 
 _STREAM = 0xCA11
 """The random stream of callbacks: another one than any rank's."""
@@ -96,7 +96,7 @@ class Callbacks:
             return
 
         for callback in self._by_name.values():
-            if isinstance(callback, OfMetric):
+            if isinstance(callback, EarlyStopping):
                 callback.refuse_unknown(known)
 
     # ---- calls -----------------------------------------------------------------------------------

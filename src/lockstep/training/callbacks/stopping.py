@@ -12,50 +12,7 @@ from lockstep.training.callbacks.callback import Callback, TrainingContext
 from lockstep.training.triggers import SharedClock
 
 
-class OfMetric(Callback):
-    """A callback that goes by a metric.
-
-    Args:
-        metric: its name; None where the callback goes by none.
-        mode: ``"min"`` where less is better, else ``"max"``.
-    """
-
-    def __init__(self, metric: str | None, mode: str) -> None:
-        if mode not in ("min", "max"):
-            raise JobError(f'{type(self).__name__}: mode is "min" or "max", not {mode!r}')
-        self._metric = metric
-        self._mode = mode
-
-    def refuse_unknown(self, known: Mapping[str, float]) -> None:
-        """Refuse a metric that is neither among those of an evaluation nor added by the training.
-
-        Raises:
-            JobError: there is no such metric.
-        """
-        name = self._metric
-        if name is None or name in known or name.startswith("lr"):
-            return
-        if name.startswith("train_") and "train_loss" not in known:
-            return  # it may come at the end of an epoch
-        there = nearest(name, list(known)) if known else "the job has no evaluation"
-        raise JobError(f'{type(self).__name__}: there is no metric "{name}": {there}')
-
-    def measured(self, metrics: Mapping[str, float]) -> float:
-        """Return the metric of an evaluation, with its sign changed where more is better.
-
-        NaN is the worst.
-
-        Raises:
-            JobError: there is no such metric.
-        """
-        self.refuse_unknown(metrics)
-        value = metrics.get(self._metric or "", math.nan)
-        if math.isnan(value):
-            return math.inf
-        return value if self._mode == "min" else -value
-
-
-class EarlyStopping(OfMetric):
+class EarlyStopping(Callback):
     """Ends the training when a metric has not improved for some evaluations. ``best.safetensors``
     has the best weights.
 
@@ -75,18 +32,37 @@ class EarlyStopping(OfMetric):
         patience: int = 3,
         min_delta: float = 0.0,
     ) -> None:
-        super().__init__(metric, mode)
+        if mode not in ("min", "max"):
+            raise JobError(f'EarlyStopping: mode is "min" or "max", not {mode!r}')
+        self._metric = metric
+        self._sign = 1 if mode == "min" else -1
         self._patience = patience
         self._min_delta = min_delta
         self._best = math.inf
         self._since = 0
 
+    def refuse_unknown(self, known: Mapping[str, float]) -> None:
+        """Refuse a metric that is neither among those of an evaluation nor added by the training.
+
+        Raises:
+            JobError: there is no such metric.
+        """
+        name = self._metric
+        if name in known or name.startswith("lr"):
+            return
+        if name.startswith("train_") and "train_loss" not in known:
+            return  # it may come at the end of an epoch
+        there = nearest(name, list(known)) if known else "the job has no evaluation"
+        raise JobError(f'EarlyStopping: there is no metric "{name}": {there}')
+
     def on_evaluated(self, training: TrainingContext) -> None:
         """Compare with the best evaluation."""
-        if str(self._metric).startswith("train_") and "train_loss" not in training.metrics:
+        metrics = training.metrics
+        if self._metric.startswith("train_") and "train_loss" not in metrics:
             return  # of an epoch, and this evaluation is within one
-        value = self.measured(training.metrics)
-        if value < self._best - self._min_delta:
+        self.refuse_unknown(metrics)
+        value = self._sign * metrics.get(self._metric, math.nan)
+        if value < self._best - self._min_delta:  # NaN is never better
             self._best = value
             self._since = 0
         else:
