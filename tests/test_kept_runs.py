@@ -47,7 +47,7 @@ def test_a_kept_run_is_evaluated_predicted_and_reported(run: Path) -> None:
     width = {"ddp": 6, "pp": 8}[opened.summary["strategy"]]  # one was given --set width=6
     assert sum(p.numel() for p in opened.model().parameters()) == 12 * width + 3
     page = write_page(run).read_text()
-    assert "Evaluation loss" in page and f"run-{opened.summary['strategy']}" not in page
+    assert "eval_loss" in page and f"run-{opened.summary['strategy']}" not in page
 
 
 def test_a_kept_run_goes_on_with_the_numbers_that_it_had_then(run: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,6 @@ from lockstep.compare.result import Comparison, Row
 from lockstep.errors import SampleError
 from lockstep.report.charts import Bars, Lines
 from lockstep.run.events import TimesOf
-from lockstep.training.records.run_page import command
 from lockstep.training.records.run_page import write_page as page_of_run
 from zoo import ZOO, drawn, labels, mlp, plain_sgd
 
@@ -303,9 +301,7 @@ def test_without_the_extra_the_tables_are_there_and_the_report_says_what_to_inst
 @pytest.fixture
 def run(tmp_path: Path) -> lockstep.Run:
     job = ZOO["mlp"].replace(metrics={"clean/<b>": ZOO["mlp"].metrics["accuracy"]})
-    return lockstep.train(
-        job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True, profile=True
-    )
+    return lockstep.train(job, strategy="dp", devices="2xcpu", folder=tmp_path, quiet=True)
 
 
 def test_the_page_of_a_run(run: lockstep.Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,10 +310,10 @@ def test_the_page_of_a_run(run: lockstep.Run, capsys: pytest.CaptureFixture[str]
     assert all(where.startswith("data:") for where in page.refers) and "b" not in page.tags
     for said in (
         "job: dp on 2 devices",
-        "Evaluation loss",
+        "eval_loss",
         "clean/<b>",
         "after 2 epochs",
-        "0 cpu:0",
+        "save_frozen",
     ):
         assert said in page.words + " ".join(page.pictures)
     assert {path.stem for path in (run.folder / "figures").glob("*.png")} == {
@@ -362,71 +358,6 @@ def test_the_page_of_a_run_that_failed_says_why_until_it_goes_on(tmp_path: Path)
     Breaking.broken = False
     lockstep.train(broken, resume=folder, quiet=True)
     assert "The training failed" not in Read(page_of_run(folder).read_text()).words
-
-
-def test_the_command_of_a_run_trains_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import test_report\n\n\ndef job(size: int = 5):\n    return test_report.job(size)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    words = [
-        "--strategy",
-        "pp",
-        "--devices",
-        "2xcpu",
-        "--microbatches",
-        "2",
-        "--set",
-        "size=7",
-        "--epochs",
-        "1",
-    ]
-    assert cli.main(["train", str(file), *words]) == 0
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert cli.main(["report", str(folder)]) == 0
-    found = json.dumps(
-        json.loads((folder / "config.json").read_text())["strategy_settings"]["device_map"]
-    )
-    said = (
-        f"lockstep train {file} --strategy pp --devices 2xcpu --microbatches 2 --schedule 1f1b "
-        f"--map '{found}' --set size=7 --epochs 1"
-    )
-    assert said in Read((folder / "report.html").read_text()).words
-    assert cli.main([*shlex.split(said)[1:], "--folder", str(tmp_path / "again")]) == 0
-
-
-def test_the_command_of_a_run_has_micro_batches_by_number_or_by_size() -> None:
-    base = {
-        "file": "job.py",
-        "devices": ["cpu:0", "cpu:1"],
-        "strategy": "pp",
-        "set": {},
-        "given": {},
-    }
-    for own, words in (
-        ({"microbatches": None, "split_size": 3}, "--schedule 1f1b --split-size 3"),
-        ({"microbatches": 4, "split_size": None}, "--microbatches 4 --schedule 1f1b"),
-        ({"microbatches": None, "split_size": None}, "--schedule 1f1b"),
-    ):
-        said = command({**base, "strategy_settings": {**own, "schedule": "1f1b"}})
-        assert said == f"lockstep train job.py --strategy pp --devices 2xcpu {words}"
-
-
-def test_the_command_of_a_run_has_the_other_settings_of_its_strategy() -> None:
-    config = {
-        "file": "job.py",
-        "devices": ["cpu:0", "cpu:1"],
-        "strategy": "fsdp",
-        "set": {},
-        "given": {},
-    }
-    own = {"blocks": "auto", "elementwise": True, "build_on_disk": False}
-    said = command({**config, "strategy_settings": own})
-    assert said == "lockstep train job.py --strategy fsdp --devices 2xcpu --elementwise true"
-    assert command({**config, "strategy": "mine", "strategy_settings": {}}) == ""
 
 
 def job(size: int) -> lockstep.Job:

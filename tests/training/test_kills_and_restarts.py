@@ -439,8 +439,8 @@ def test_the_audit_finds_what_was_used_twice_and_never(own: Path, capsys) -> Non
     file.write_text("\n".join(body))
     assert main(["audit", str(run.folder)]) == 1
     said = capsys.readouterr().out
-    assert "epoch 1: 75 samples: 1 sample more than once; 1 sample never; sample 7 in steps" in said
-    assert f"sample {samples[0]} in none" in said
+    assert "epoch 1: 75 samples: 1 sample more than once, sample 7 say; 1 sample never, " in said
+    assert f"sample {samples[0]} say" in said
     with pytest.raises(FolderError, match="trained without an audit: train it with --audit"):
         added_up(unbroken(own).folder)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from lockstep.errors import FolderError, counted
 from lockstep.launch.world import World
 from lockstep.run.run_folder import RunFolder
 
-_FILE = re.compile(r"(\d+)-rank-\d+\.jsonl")
+_FILES = "*-rank-*.jsonl"
 
 
 class Audit:
@@ -48,12 +48,8 @@ class Audit:
         order: bool,
     ) -> None:
         self._several = world.size > 1
-        start = 1
-        for path in folder.audit.glob("*"):
-            found = _FILE.fullmatch(path.name)
-            if found:
-                start = max(start, int(found[1]) + 1)
-        start = world.broadcast_object(start)
+        earlier = map(_start_of, folder.audit.glob(_FILES))
+        start = world.broadcast_object(max(earlier, default=0) + 1)
 
         folder.audit.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._file = os.open(
@@ -61,25 +57,14 @@ class Audit:
             os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL,
             0o600,
         )
-
-        self._write(
-            {
-                "step": world.step,
-                "samples": None if is_stream(train_data) else len(train_data),
-                "order": order,
-            }
-        )
+        samples = None if is_stream(train_data) else len(train_data)
+        self._write({"step": world.step, "samples": samples, "order": order})
 
     def note(self, step: int, batch: Batch) -> None:
         """Write the line of an update."""
         samples: list[int] = []
-
-        if not self._several:
-            samples += [] if batch.samples is None else batch.samples.tolist()
-        else:
-            for part in batch.parts:
-                samples += [] if part.samples is None else map(int, part.samples)
-
+        for one in batch.parts if self._several else [batch]:
+            samples += [] if one.samples is None else map(int, one.samples)
         self._write([step, batch.epoch, batch.index, samples])
 
     def _write(self, line: Any) -> None:
@@ -91,10 +76,6 @@ class Audit:
         os.close(self._file)
 
 
-Uses = dict[int, list[int]]
-"""The steps in which each sample was used."""
-
-
 def added_up(folder: str | Path) -> tuple[list[str], dict[str, Any]]:
     """Return the lines that report what a run has used, an epoch each, and the same as plain
     values: ``right`` is whether each sample was used once.
@@ -103,115 +84,90 @@ def added_up(folder: str | Path) -> tuple[list[str], dict[str, Any]]:
         FolderError: there is no such run, or it was trained without an audit.
     """
     run = RunFolder.existing(folder)
-    starts = _starts(run)
-    if not starts:
+    heads, epochs, last_step = _read(run)
+    if not heads:
         raise FolderError(f"{folder}: it was trained without an audit: train it with --audit")
 
-    epochs, last_step = _uses_by_epoch(starts)
-    first = _began(starts[min(starts)])
-    lines = [f"{counted(len(starts), 'start')}, {counted(last_step, 'step')}"]
+    lines = [f"{counted(len(heads), 'start')}, {counted(last_step, 'step')}"]
+    first = heads[0]["step"]
     if first:
         lines.append(f"steps 1 to {first} were trained without --audit")
-    head = starts[max(starts)][0][0]
-    ended = 0
+    head = heads[-1]
+    ended = max(epochs, default=0)
     if run.summary.is_file():
-        ended = run.read_json(run.summary)["epochs"]
-    is_right = True
-    found = []
+        ended = max(ended, run.read_json(run.summary)["epochs"])
 
+    found = []
     for epoch, uses in sorted(epochs.items()):
-        is_whole = epoch < max(max(epochs), ended)
-        number = sum(map(len, uses.values()))
-        line = f"epoch {epoch + 1}: {counted(number, 'sample')}"
-        line += "" if is_whole else " so far"
+        is_whole = epoch < ended
         wrong = _wrong(uses, head["samples"] if is_whole else None)
-        found.append({"epoch": epoch + 1, "samples": number, "whole": is_whole, "wrong": wrong})
+        line = f"epoch {epoch + 1}: {counted(uses.total(), 'sample')}"
+        line += "" if is_whole else " so far"
         if head["order"]:
             line += ", in the job's own order"
-        if wrong and head["order"]:
-            lines.append(line)
-        elif wrong:
-            is_right = False
-            lines.append(f"{line}: {'; '.join(wrong)}")
-        else:
-            lines.append(f"{line}, each once")
+        if not wrong:
+            line += ", each once"
+        elif not head["order"]:
+            line += f": {'; '.join(wrong)}"
+        lines.append(line)
+        found.append(
+            {"epoch": epoch + 1, "samples": uses.total(), "whole": is_whole, "wrong": wrong}
+        )
 
     return lines, {
-        "right": is_right,
+        "right": head["order"] or not any(one["wrong"] for one in found),
         "own_order": head["order"],
-        "starts": len(starts),
+        "starts": len(heads),
         "steps": last_step,
         "epochs": found,
     }
 
 
-def _uses_by_epoch(starts: dict[int, list[list[Any]]]) -> tuple[dict[int, Uses], int]:
-    """Return the uses of samples in each epoch, and the last step; what was lost doesn't count."""
-    epochs: dict[int, Uses] = {}
+def _read(run: RunFolder) -> tuple[list[dict[str, Any]], dict[int, Counter[int]], int]:
+    """Return the head of each start, how often each epoch has used each sample, and the last step;
+    what was lost doesn't count.
+    """
+    heads: dict[int, dict[str, Any]] = {}
+    epochs: dict[int, Counter[int]] = {}
     last_step = 0
     end: float = float("inf")  # where the next start began
 
-    for number in sorted(starts, reverse=True):
-        for lines in starts[number]:
-            for step, epoch, _, samples in lines[1:]:
-                if step > end:
-                    continue
+    for path in sorted(run.audit.glob(_FILES), key=_start_of, reverse=True):
+        if heads and _start_of(path) not in heads:
+            end = min(end, heads[min(heads)]["step"])
+        for line in path.read_text().splitlines():
+            try:
+                values = json.loads(line)
+            except ValueError:  # cut off
+                break
+            if isinstance(values, dict):
+                heads[_start_of(path)] = values
+                continue
+            step, epoch, _, samples = values
+            if step <= end:
                 last_step = max(last_step, step)
-                uses = epochs.setdefault(epoch, {})
-                for sample in samples:
-                    uses.setdefault(sample, []).append(step)
-        end = min(end, _began(starts[number]))
+                epochs.setdefault(epoch, Counter()).update(samples)
 
-    return epochs, last_step
+    return [head for _, head in sorted(heads.items())], epochs, last_step
 
 
-def _starts(run: RunFolder) -> dict[int, list[list[Any]]]:
-    """Return the lines of each file, by the number of the start of the run."""
-    starts: dict[int, list[list[Any]]] = {}
-    for path in sorted(run.audit.glob("*")):
-        found = _FILE.fullmatch(path.name)
-        if found:
-            starts.setdefault(int(found[1]), []).append(_lines(path))
-    return starts
+def _start_of(path: Path) -> int:
+    """Return the number of the start of the run that a file is of."""
+    return int(path.name.partition("-")[0])
 
 
-def _lines(path: Path) -> list[Any]:
-    """Return the lines of a file, but for one that was cut off."""
-    lines = []
-    for line in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-
-    if not lines:
-        raise FolderError(f"{path}: it has no head: take it out")
-    return lines
-
-
-def _began(files: list[list[Any]]) -> int:
-    """Return the step at which a start of the run began."""
-    steps: list[int] = [lines[0]["step"] for lines in files]
-    return max(steps)
-
-
-def _wrong(uses: Uses, samples: int | None) -> list[str]:
+def _wrong(uses: Counter[int], samples: int | None) -> list[str]:
     """Return what is wrong with an epoch.
 
     Args:
         uses: of its samples.
         samples: how many there are; None where an epoch isn't whole, or of a stream.
     """
-    twice = sorted(sample for sample, steps in uses.items() if len(steps) > 1)
+    twice = sorted(sample for sample, number in uses.items() if number > 1)
     never = [sample for sample in range(samples or 0) if sample not in uses]
     wrong = []
-
     if twice:
-        wrong.append(f"{counted(len(twice), 'sample')} more than once")
+        wrong.append(f"{counted(len(twice), 'sample')} more than once, sample {twice[0]} say")
     if never:
-        wrong.append(f"{counted(len(never), 'sample')} never")
-    for sample in twice[:3]:
-        wrong.append(f"sample {sample} in steps {', '.join(map(str, sorted(uses[sample])))}")
-    for sample in never[:3]:
-        wrong.append(f"sample {sample} in none")
+        wrong.append(f"{counted(len(never), 'sample')} never, sample {never[0]} say")
     return wrong
