@@ -81,9 +81,7 @@ def test_the_command_that_is_told_nothing_goes_on_as_the_run_went(
             and "note: was" not in said
         )
     assert main(["train", "--resume", str(folder), "--strategy", "single", "--epochs", "5"]) == 0
-    assert (
-        "note: was pp on 2 CPU devices, resumes as single on 1 CPU device" in capfd.readouterr().out
-    )
+    assert "note: was pp on 2 devices, resumes as single on 1 device" in capfd.readouterr().out
     assert config(folder)["resumed"] == ["pp"] * 4
 
 
@@ -107,7 +105,7 @@ def test_a_run_on_another_number_of_devices_has_other_stages_and_says_so(
     train(classify(epochs=2), devices="1xcpu", resume=folder)
     said = capsys.readouterr().out
     assert (
-        "note: was pp on 2 CPU devices, resumes as pp on 1 CPU device" in said
+        "note: was pp on 2 devices, resumes as pp on 1 device" in said
         and "in 3 micro-batches" in said
     )
     assert config(folder)["strategy_settings"]["device_map"] == {"": 0}
@@ -200,14 +198,11 @@ def test_an_edited_job_file_and_other_data_are_said(
     (own / "own.py").write_text(FILE)
     train(JobFile("own.py", {"seed": 2}), resume=run.folder, epochs=4)
     assert [line for line in notes(capsys) if ".py" not in line] == [
-        "note: --set seed: it is 2, and was as the job file has it when the run was started"
+        "note: --set seed: it is 2, and was None when the run was started"
     ]
     train(JobFile("own.py", {"seed": 2, "samples": 48}), resume=run.folder, epochs=5)
     said, of_samples = (line for line in notes(capsys) if ".py" not in line)
-    assert (
-        of_samples
-        == "note: --set samples: it is 48, and was as the job file has it when the run was started"
-    )
+    assert of_samples == "note: --set samples: it is 48, and was None when the run was started"
     assert said.startswith("note: train_data has 48 samples, and had 40 when the run was started")
 
 

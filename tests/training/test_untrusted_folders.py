@@ -209,9 +209,8 @@ def test_settings_that_a_resumed_run_does_not_follow_are_said(own: Path, capsys)
     assert main(["train", "--resume", "run", "--epochs", "3", "--trust-job"]) == 0
     assert notes(capsys) == [
         "note: own.py has changed since the run was started",
-        "note: accumulate: the run resumes with 1; the job file has 2 now: --accumulate 2 "
-        "applies it",
-        "note: batch_size: the run resumes with 8; the job file has 4 now: a run keeps it",
+        "note: accumulate: the run resumes with 1; the job file has 2 now",
+        "note: batch_size: the run resumes with 8; the job file has 4 now",
     ], "epochs and clip_norm were given by hand"
     settings = config(own)["settings"]
     assert (

@@ -35,7 +35,7 @@ def take_up(setup: Setup, saves: Saves, progress: TrainingProgress) -> None:
         _refuse_nothing_left(progress)
 
     if world.is_first:
-        setup.notes += map(Line.note, changes(setup, progress.data))
+        setup.notes += map(Line.note, changes(setup))
     saves.load_data()
 
 

@@ -282,8 +282,6 @@ class _Training:
     def _update(self, batch: Batch, sums: Sums) -> None:
         """Make one update, count it, and pass it on to all that follows updates."""
         progress = self.progress
-        if not progress.data and not is_stream(self.setup.train_data):
-            progress.data = {"samples": len(self.setup.train_data)}
 
         self.step.seed(self.job.seed)
         self.step.measures_norm = self.triggers.wants_norm(progress.epoch, progress.position)

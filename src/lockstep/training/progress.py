@@ -15,7 +15,6 @@ _SAVED = (
     "position",
     "step",
     "record",
-    "data",
     "stopped",
     "ends_unevaluated",
     "owed",
@@ -36,7 +35,6 @@ class TrainingProgress:
         position: completed batches of the next epoch.
         step: completed updates.
         record: the last record of an epoch in ``metrics.jsonl``; None before the first one.
-        data: the number of samples of the training data; empty before the first batch.
         stopped: what ended the training early: ``on_event``, or the name of a callback.
         ends_unevaluated: whether the training ends where no evaluation was due.
         owed: whether an evaluation is due at this step.
@@ -59,7 +57,6 @@ class TrainingProgress:
     position: int = 0
     step: int = 0
     record: dict[str, Any] | None = None
-    data: dict[str, Any] = field(default_factory=dict)
     stopped: str = ""
     ends_unevaluated: bool = False
     owed: bool = False

@@ -231,6 +231,7 @@ def write_config(setup: Setup) -> None:
         "strategy": setup.strategy.name,
         "strategy_settings": dataclasses.asdict(setup.strategy),
         "devices": setup.devices,
+        "samples": setup.loader.samples,
         "mesh": setup.strategy.mesh(setup.devices),
         "optimizer": before.get("optimizer", setup.optimizer),
         "world_size": setup.world.size,
