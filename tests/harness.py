@@ -28,7 +28,7 @@ from lockstep.train import train
 from lockstep.training.run import Run
 from lockstep.verify.measures import buffer_apart, change_apart, largest, real
 
-_TIMES = ("seconds", "samples_per_second", "tokens_per_second")
+_TIMES = ("seconds", "samples_per_second")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Shapes outside and inside, said once; metrics tried on the first step's outputs."""
+"""Shapes on each device, said once; metrics tried on the first step's outputs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ from zoo import ZOO
 JOB = dataclasses.replace(ZOO["mlp"].replace(accumulate=1, steps=1, epochs=None), eval_data=None)
 
 
-def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> tuple[dict, str]:
+def shapes(tmp_path: Path, strategy: str, devices: str, capsys, **settings) -> tuple[list, str]:
     run = train(JOB.replace(**settings), strategy=strategy, devices=devices, folder=tmp_path)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("inputs ")]
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if ": inputs " in line]
     return run.summary["shapes"], line
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp", "hogwild"])
-def test_the_shapes_inside_are_the_shares_and_those_outside_the_batch(
-    strategy: str, tmp_path, capsys
-) -> None:
+def test_the_shapes_inside_are_the_shares(strategy: str, tmp_path, capsys) -> None:
     found, line = shapes(tmp_path, strategy, "2xcpu", capsys, batch_size=10)
-    assert line == "inputs 10 x 6, outputs 10 x 3; each device: 5 x 6 -> 5 x 3"
-    assert found["inputs"] == {"": [10, 6]} and found["outputs"] == {"": [10, 3]}
+    assert line == "each device: inputs 5 x 6, outputs 5 x 3"
     one = {"inputs": {"": [5, 6]}, "outputs": {"": [5, 3]}}
-    assert found["devices"] == [{"device": "cpu:0", **one}, {"device": "cpu:1", **one}]
+    assert found == [{"device": "cpu:0", **one}, {"device": "cpu:1", **one}]
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
@@ -39,13 +36,10 @@ def test_unequal_and_empty_shares_are_those_of_each_device(strategy: str, tmp_pa
     found, line = shapes(
         tmp_path / "uneven", strategy, "3xcpu", capsys, batch_size=10, accumulate=2
     )
-    assert line == "inputs 10 x 6, outputs 10 x 3; cpu:0 in a micro-batch: 2 x 6 -> 2 x 3"
-    assert [one["inputs"][""] for one in found["devices"]] == [[2, 6], [2, 6], [1, 6]]
+    assert line == "cpu:0 in a micro-batch: inputs 2 x 6, outputs 2 x 3"
+    assert [one["inputs"][""] for one in found] == [[2, 6], [2, 6], [1, 6]]
     found, line = shapes(tmp_path / "empty", strategy, "3xcpu", capsys, batch_size=2)
-    assert (
-        line == "inputs 2 x 6, outputs 2 x 3; each device: 1 x 6 -> 1 x 3"
-        and len(found["devices"]) == 2
-    )
+    assert line == "each device: inputs 1 x 6, outputs 1 x 3" and len(found) == 2
 
 
 class Listed(nn.Module):
@@ -72,14 +66,14 @@ def listed(samples: list) -> tuple:
 def test_lists_of_numbers_may_be_longer_on_some_devices(tmp_path, capsys) -> None:
     settings = {"model": Listed, "collate": listed, "batch_size": 8}
     found, line = shapes(tmp_path, "dp", "3xcpu", capsys, **settings)
-    assert found["inputs"]["1.2.label"] == [] and "1.2.label" not in found["devices"][2]["inputs"]
-    assert line.startswith("inputs (6, 6, 6, ... 6 in all), outputs 8 x 3; cpu:0: ")
+    assert found[0]["inputs"]["1.2.label"] == [] and "1.2.label" not in found[2]["inputs"]
+    assert line == "cpu:0: inputs (6, 6, 6, ... 6 in all), outputs 3 x 3"
 
 
 def test_one_device_sees_the_whole_batch(tmp_path, capsys) -> None:
     assert (
         shapes(tmp_path, "single", "1xcpu", capsys, batch_size=10)[1]
-        == "inputs 10 x 6, outputs 10 x 3"
+        == "cpu:0: inputs 10 x 6, outputs 10 x 3"
     )
 
 
@@ -93,8 +87,8 @@ def test_tensors_in_a_nest_have_names() -> None:
     )
     packed = nn.utils.rnn.pack_sequence([torch.zeros(3, 2)])
     assert shapes_of(packed) == {"data": [3, 2]}
-    whole = {"inputs": {"": [4, 5]}, "outputs": {"loss": [], "logits": [4, 2]}, "devices": []}
-    assert line_of(whole, 1) == "inputs 4 x 5, outputs (loss a scalar, logits 4 x 2)"
+    one = {"device": "cpu", "inputs": {"": [4, 5]}, "outputs": {"loss": [], "logits": [4, 2]}}
+    assert line_of([one], 1) == "cpu: inputs 4 x 5, outputs (loss a scalar, logits 4 x 2)"
 
 
 def test_a_metric_of_the_wrong_shape_is_found_at_the_first_step(tmp_path) -> None:

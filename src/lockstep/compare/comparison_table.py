@@ -41,7 +41,6 @@ _NOT_REACHED = {
     "lr",
     "seconds",
     "samples_per_second",
-    "tokens_per_second",
     "loss",
     "grad_norm",
 }

@@ -41,7 +41,6 @@ class ObservedUpdates:
 def observe(
     step: Step,
     first: FirstStep,
-    size: int,
     batches: Iterator[Batch],
     seed: int,
 ) -> ObservedUpdates:
@@ -50,14 +49,13 @@ def observe(
     Args:
         step: whose updates are clocked.
         first: the observer of its first update.
-        size: samples of the first update.
         batches: of the updates that are clocked.
         seed: of the job.
     """
     world = step.world
     mine = [str(device) for device in world.devices]
     names = list(itertools.chain(*world.gather_objects(mine)))
-    shapes = first.done(names, size)
+    shapes = first.done(names)
 
     clock = Clock(step)
     with clock.observing():
@@ -70,4 +68,4 @@ def observe(
     # One clock for several stages can't tell them apart.
     if "stage" not in world.layout.axes or len(tracks) == world.layout.devices:
         times = times_of(tracks, one_clock=world.nodes == 1)
-    return ObservedUpdates(shapes["devices"], times, step.bytes_communicated())
+    return ObservedUpdates(shapes, times, step.bytes_communicated())

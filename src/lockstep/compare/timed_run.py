@@ -206,7 +206,7 @@ def _tried(
     step.check()
     observed = None
     if shapes is not None:
-        observed = observe(step, shapes, size, batches, job.seed)
+        observed = observe(step, shapes, batches, job.seed)
     batches.close()
     loader.close()
 

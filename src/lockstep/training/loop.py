@@ -146,8 +146,6 @@ class _Training:
             self.step.log_once(self.step.caveats())
 
         self.callbacks.call("start", self.progress.epoch, {})
-        if not self.plan.resume:
-            self.saves.refuse_unsaveable()
         self.step.saved.note_what_is_not_kept()
 
     def _begin(self, stack: contextlib.ExitStack) -> None:
@@ -197,8 +195,8 @@ class _Training:
         # Where ranks don't meet in an update, rank 0 has the loss of all so far.
         has_partial = self.step.together or self.world.is_first
         before = progress.partial if has_partial else None
-        logs = self.records.logs
-        sums = Sums(before, None if logs is None else logs.add)
+        is_logged = self.world.is_first and self.job.log_every is not None
+        sums = Sums(before, self.records.logs.add if is_logged else None)
 
         if self.callbacks.are_own or self.job.on_event:  # they may have changed the data
             for loader in self.setup.loaders:
@@ -333,7 +331,7 @@ class _Training:
         """Log the updates since the last log, with what callbacks add to that."""
         progress = self.progress
         values: dict[str, float] = {}
-        if self.records.logs is not None:
+        if self.world.is_first:
             sums.read()
             values = self.records.logs.log()
 

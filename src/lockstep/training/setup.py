@@ -261,7 +261,7 @@ _NO_METRICS = ("train_loss", "eval_loss", "lr", "seconds", "samples_per_second")
 def write_summary(
     setup: Setup,
     progress: TrainingProgress,
-    shapes: dict[str, Any],
+    shapes: list[dict[str, Any]],
     seconds: float,
 ) -> dict[str, Any]:
     """Return how the training ended, which rank 0 writes and logs; every rank calls it.
@@ -269,7 +269,7 @@ def write_summary(
     Args:
         setup: what was trained.
         progress: at the end.
-        shapes: of the first step.
+        shapes: of the first step, on each device.
         seconds: since this process began with the training.
     """
     world = setup.world

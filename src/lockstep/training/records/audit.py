@@ -111,7 +111,12 @@ def added_up(folder: str | Path) -> tuple[list[str], dict[str, Any]]:
             line += f": {'; '.join(wrong)}"
         lines.append(line)
         found.append(
-            {"epoch": epoch + 1, "samples": uses.total(), "whole": is_whole, "wrong": wrong}
+            {
+                "epoch": epoch + 1,
+                "samples": uses.total(),
+                "whole": is_whole,
+                "wrong": wrong,
+            }
         )
 
     return lines, {

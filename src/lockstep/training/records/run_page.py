@@ -57,19 +57,26 @@ def write_page(folder: str | Path) -> Path:
     sections = []
     if history:
         sections.append(Section("What was learned", list(_curves(history))))
-    rows = [[name, str(value)] for name, value in config["settings"].items() if value is not None]
-    table = Table(["setting", "value"], rows, "Of the job")
-    sections.append(Section("Settings", [table]))
+    sections.append(Section("Settings", [_settings(config["settings"])]))
 
+    devices = counted(len(config["devices"]), "device")
     page = Page(
-        title=f"{config['job']}: {config['strategy']} on {counted(len(config['devices']), 'device')}",
+        title=f"{config['job']}: {config['strategy']} on {devices}",
         verdict=_verdict(history),
         notes=notes,
         sections=sections,
         facts=facts,
-        command="",
     )
     return write(page, run.path)
+
+
+def _settings(settings: Mapping[str, Any]) -> Table:
+    """Return the job's settings that are set."""
+    rows = []
+    for name, value in settings.items():
+        if value is not None:
+            rows.append([name, str(value)])
+    return Table(["setting", "value"], rows, "Of the job")
 
 
 def _verdict(history: Sequence[Record]) -> str:
@@ -78,7 +85,11 @@ def _verdict(history: Sequence[Record]) -> str:
         return "No epoch was finished."
 
     last = history[-1]
-    words = [f"{name} {short(last[name])}" for name in _names([last]) if last[name] is not None]
+    words = []
+    for name in _names([last]):
+        value = last[name]
+        if value is not None:
+            words.append(f"{name} {short(value)}")
     return f"{', '.join(words)} after {counted(last['epoch'], 'epoch')}."
 
 

@@ -14,7 +14,7 @@ from lockstep.strategies.steps.update_result import Sums
 from lockstep.training.progress import TrainingProgress
 from lockstep.training.records.audit import Audit
 from lockstep.training.records.batch_shapes import FirstStep, line_of
-from lockstep.training.records.logs import Logs, Pace
+from lockstep.training.records.logs import Logs
 from lockstep.training.setup import Setup
 
 
@@ -26,20 +26,18 @@ class UpdateRecords:
         progress: of the training.
 
     Attributes:
-        shapes: of the first update, for the summary.
+        shapes: of the first update on each device, for the summary.
         samples: of the updates of this epoch.
-        logs: on rank 0, where the job has logs within epochs.
+        logs: of this rank.
     """
 
     def __init__(self, setup: Setup, progress: TrainingProgress) -> None:
         self._setup = setup
         self._progress = progress
         self._first_step: FirstStep | None = FirstStep(setup.step)
-        self._first_size = 0
-        self.shapes: dict[str, Any] = {}
+        self.shapes: list[dict[str, Any]] = []
         self.samples = 0
-        self.logs: Logs | None = None
-        self._pace: Pace
+        self.logs: Logs
         self._audit: Audit | None = None
         self._profiler: Profiler | None = None
 
@@ -48,6 +46,7 @@ class UpdateRecords:
         setup = self._setup
         plan = setup.plan
         world = setup.world
+        self.logs = Logs(setup, self._progress)
         if plan.profile:
             to_go = None
             if setup.steps is not None:
@@ -61,29 +60,19 @@ class UpdateRecords:
             self._audit = Audit(world, setup.folder, setup.train_data, order=has_order)
             stack.callback(self._audit.close)
 
-        if setup.job.log_every is not None and world.is_first:
-            self.logs = Logs(setup.job, setup.step, setup.steps, self._progress)
-
     def begin_epoch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Begin with an epoch, or the rest of one; return its batches, perhaps profiled."""
-        setup = self._setup
         self.samples = 0
-        self._pace = Pace(setup.world, self._progress.last_epoch, setup.steps)
         return batches if self._profiler is None else self._profiler.over(batches)
 
     def note(self, batch: Batch, sums: Sums) -> None:
         """Note an update; ``sums`` has the loss of the epoch so far."""
-        progress = self._progress
         self.samples += batch.size
-        if self._first_step is not None:
-            self._first_size = self._first_size or batch.size
-            if self._setup.step.together:  # else the ranks meet at the end of the epoch
-                self._log_shapes(self._first_step)
+        if self._setup.step.together:  # else the ranks meet at the end of the epoch
+            self._log_shapes()
         if self._audit is not None:
-            self._audit.note(progress.step, batch)
-        if self.logs is not None:
-            self.logs.note(batch)
-        self._pace.show(progress.number, self.samples, sums)
+            self._audit.note(self._progress.step, batch)
+        self.logs.note(batch, sums)
 
     def rates(self, seconds: float) -> dict[str, float]:
         """Return the learning rate, and how fast an epoch was trained, by name."""
@@ -98,14 +87,15 @@ class UpdateRecords:
         """End an epoch."""
         if self._profiler is not None:
             self._profiler.end_epoch()
-        if self._first_step is not None and self._first_size:
-            self._log_shapes(self._first_step)
+        if self.samples:
+            self._log_shapes()
 
-    def _log_shapes(self, first_step: FirstStep) -> None:
-        """Log the shapes of the first update, outside and on each device; all ranks meet."""
-        world = self._setup.world
+    def _log_shapes(self) -> None:
+        """Log the shapes on the devices after the first update; all ranks meet."""
+        if self._first_step is None:
+            return
+        self.shapes = self._first_step.done(self._setup.devices)
         self._first_step = None
-        self.shapes = first_step.done(self._setup.devices, self._first_size)
         line = line_of(self.shapes, self._setup.microbatches)
-        if world.is_first and line is not None:
-            world.emit(Line(line))
+        if self._setup.world.is_first and line is not None:
+            self._setup.world.emit(Line(line))
