@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep import Job, launch, train
 from lockstep.cli import options
 from lockstep.errors import JobError
@@ -60,7 +61,7 @@ def test_a_wrong_field_is_named_when_the_job_is_made(field: str, value: object, 
 
 def test_an_unknown_setting_offers_the_nearest() -> None:
     with pytest.raises(JobError, match=r'batchsize.*"batch_size"'):
-        Job(**GOOD).replace(batchsize=3)
+        lockstep.train(Job(**GOOD), batchsize=3)
 
 
 def test_the_command_line_has_every_setting_with_its_description_and_default() -> None:

@@ -12,7 +12,6 @@ import pytest
 
 import lockstep
 from lockstep.data import AnyLoader
-from lockstep.errors import JobError
 from lockstep.job import SETTINGS, Job
 from lockstep.recipe import Recipe
 from lockstep.signatures import JobFields, LoaderFields, UpdateFields
@@ -47,15 +46,6 @@ def test_the_lists_for_type_checkers_are_those_of_the_classes() -> None:
     assert set(JobFields.__annotations__) == set(FIELDS)
     for name in SETTINGS:
         assert JobFields.__annotations__[name].__forward_arg__ == FIELDS[name]
-
-
-def test_a_job_says_what_is_missing_and_what_there_is_not() -> None:
-    with pytest.raises(JobError, match="model: a job needs one"):
-        Job()  # type: ignore[call-arg]
-    with pytest.raises(JobError, match=r'epoch: there is no such field.*"epochs"'):
-        Job(epoch=3)  # type: ignore[call-arg]
-    with pytest.raises(JobError, match=r"by name .*, not a int"):
-        Job(3)  # type: ignore[call-arg, misc]
 
 
 def test_a_job_is_sent_without_being_made_again() -> None:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.errors import JobError
-from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable, with_hints
+from lockstep.recipe import MakesOptimizer, Recipe, refuse_other_kind, refuse_uncallable
 from lockstep.settings import Every, checked, plain_fields, read_best
 
 if TYPE_CHECKING:
     import torch
 
 
-@with_hints
 @dataclass(frozen=True, kw_only=True)
 class Job(Recipe):
     """What to train.
@@ -134,7 +133,7 @@ class Job(Recipe):
             model: early stopping, averaged weights, freezing, ... (see ``lockstep.callbacks``).
 
     Raises:
-        JobError: a field is missing or wrong; the message begins with its name.
+        JobError: a field is wrong; the message begins with its name.
     """
 
     loss: Callable[..., Any] = None  # type: ignore[assignment]

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
-from lockstep.errors import JobError, nearest
+from lockstep.errors import JobError
 from lockstep.settings import checked, plain_fields
 
 if TYPE_CHECKING:  # the help of the command has the settings, and needs no torch
@@ -17,7 +15,6 @@ if TYPE_CHECKING:  # the help of the command has the settings, and needs no torc
     from torch import nn
 
 NamedParameters: TypeAlias = "list[tuple[str, nn.Parameter]]"
-R = TypeVar("R", bound="Recipe")
 MakesOptimizer: TypeAlias = "Callable[[NamedParameters], torch.optim.Optimizer]"
 
 _REFUSED_WITH_STEP = {
@@ -38,45 +35,6 @@ _EXAMPLES = {
 }
 
 
-def with_hints(kind: type[R]) -> type[R]:
-    """Decorate a dataclass of settings so that wrong arguments are refused with what to give.
-
-    The signature stays that of the dataclass.
-    """
-    make = kind.__init__
-
-    @functools.wraps(make)
-    def init(self: R, *values: Any, **given: Any) -> None:
-        _refuse_arguments(kind, values, given)
-        make(self, **given)
-
-    kind.__init__ = init  # type: ignore[assignment, method-assign]
-    return kind
-
-
-def _refuse_arguments(kind: type[Recipe], values: Sequence[Any], given: Mapping[str, Any]) -> None:
-    """Refuse values without a name, unknown names with the nearest known one, and missing ones.
-
-    Raises:
-        JobError: with what to give.
-    """
-    if values:
-        raise JobError(
-            f"a {kind.__name__} takes its fields by name (model=..., loss=...), not a "
-            f"{type(values[0]).__name__}"
-        )
-    parameters = inspect.signature(kind).parameters
-    for name in given:
-        if name not in parameters:
-            raise JobError(f"{name}: there is no such field; {nearest(name, list(parameters))}")
-    for name, parameter in parameters.items():
-        if parameter.default is parameter.empty and name not in given:
-            raise JobError(
-                f"{name}: a job needs one; Job(model=, loss=, optimizer=, train_data=, batch_size=)"
-            )
-
-
-@with_hints
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """The model, the loss, the optimizer, and the settings of an update.
@@ -89,7 +47,7 @@ class Recipe:
         loss: as that of a job; None where it is never called.
 
     Raises:
-        JobError: a field is missing or wrong; the message begins with its name.
+        JobError: a field is wrong; the message begins with its name.
     """
 
     model: Callable[[], Any]
@@ -154,7 +112,7 @@ class Recipe:
         """Copy it with some settings changed.
 
         Raises:
-            JobError: a setting doesn't exist (the nearest is offered), or its value is wrong.
+            JobError: its value is wrong.
         """
         return dataclasses.replace(self, **settings)
 

@@ -29,30 +29,6 @@ def line(error: pytest.ExceptionInfo[Any]) -> str:
     return said
 
 
-# ---- a Job ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (
-            lambda: Job(batchsize=3),
-            'batchsize: there is no such field; did you mean "batch_size"?',
-        ),  # type: ignore[call-arg]
-        (lambda: Job(batch_size=3), "model: a job needs one; Job(model=, loss=, optimizer="),  # type: ignore[call-arg]
-        (lambda: Job(mlp), "a Job takes its fields by name (model=..., loss=...), not a function"),  # type: ignore[misc]
-        (
-            lambda: dataclasses.replace(MLP, eppochs=3),
-            'eppochs: there is no such field; did you mean "epochs"?',
-        ),
-    ],
-)
-def test_a_job_with_wrong_fields(make: Callable[[], Any], says: str) -> None:
-    with pytest.raises(JobError, match="^" + re.escape(says)) as caught:
-        make()
-    line(caught)
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 JOB = """
