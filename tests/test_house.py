@@ -199,13 +199,13 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 252_509
+TOTAL = 248_956
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
-    "cli": 6_071,
-    "compare": 12_477,
+    "cli": 6_046,
+    "compare": 12_464,
     "data": 12_728,
     "export": 3_918,
     "launch": 21_669,
@@ -220,8 +220,8 @@ TOKENS = {
     "strategies": 55_177,
     "tensors": 8_746,
     "threads": 6_883,
-    "top": 8_289,
-    "training": 29_699,
+    "top": 8_065,
+    "training": 26_408,
     "verify": 12_233,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
@@ -257,7 +257,7 @@ def test_no_room_is_packed_denser_than_its_bar() -> None:
 
 
 def test_the_reading_path_is_no_longer_than_its_bar() -> None:
-    assert bars.lines_of_the_reading_path() <= 2_481
+    assert bars.lines_of_the_reading_path() <= 2_472
 
 
 def test_a_step_has_no_more_public_methods_than_its_bar() -> None:

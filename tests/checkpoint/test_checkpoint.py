@@ -23,7 +23,7 @@ from lockstep.checkpoint import writer as writers
 from lockstep.checkpoint.folder import CheckpointFolder
 from lockstep.checkpoint.index import Index, Reader, Rows, shared_out
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import FolderError, JobError, SaveError
+from lockstep.errors import FolderError, InputError, JobError, SaveError
 from lockstep.launch.world import World
 
 from harness import same_bits  # isort: skip
@@ -212,10 +212,10 @@ class Holding(nn.Linear):
         del state
 
 
-def test_what_can_not_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_what_can_not_be_saved_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        JobError,
-        match=r'saving: "model/_extra_state/thing" is a builtins.object, which no checkpoint',
+        InputError,
+        match=r'"_extra_state/thing" is a builtins.object, which no checkpoint',
     ):
         train(job_of(model=lambda: Holding(6, 3)), folder=tmp_path, devices="1xcpu", quiet=True)
     assert not list(tmp_path.iterdir())

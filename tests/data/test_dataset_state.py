@@ -244,15 +244,15 @@ def test_a_shuffle_buffer_that_is_not_in_the_state_is_gone_through_again(
     )
 
 
-def test_a_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(
+def test_a_state_that_no_checkpoint_can_hold_is_refused(
     tmp_path: Path,
 ) -> None:
     class Odd(Told):
         def state_dict(self) -> dict[str, Any]:
             return {"file": object()}
 
-    with pytest.raises(Exception, match=r"saving: .*no checkpoint can hold"):
-        train(a_job(Odd), devices="1xcpu", folder=tmp_path / "run", quiet=True)
+    with pytest.raises(Exception, match="no checkpoint can hold"):
+        train(a_job(Odd, save_every=2), devices="1xcpu", folder=tmp_path / "run", quiet=True)
     assert not list((tmp_path / "run").iterdir())
 
 

@@ -200,7 +200,7 @@ def _tried(
     loader = strategy.training_loader(job, world, data)
     batches = _endless(loader)
     shapes = FirstStep(step) if looks else None
-    first, size = _timed(step, batches, 1, job.seed)
+    first, _ = _timed(step, batches, 1, job.seed)
     started = now() - asked
     rate = rate_of(lambda count: _timed(step, batches, count, job.seed), seconds)
     step.check()

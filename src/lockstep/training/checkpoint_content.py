@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -14,9 +13,8 @@ from lockstep.checkpoint.writer import Writer
 from lockstep.data import is_stream
 from lockstep.data.dataset_state import forgets_samples, has_state, load_state, state_of
 from lockstep.data.stream import StreamLoader
-from lockstep.errors import FolderError, InputError, JobError, first_line, nearest
+from lockstep.errors import FolderError, JobError, first_line, nearest
 from lockstep.settings import read_best
-from lockstep.tensors.state_tree import encoded
 from lockstep.training.callbacks.dispatch import Callbacks
 from lockstep.training.setup import Setup
 
@@ -79,26 +77,6 @@ class Saves:
         return train_data
 
     # ---- saving ----------------------------------------------------------------------------------
-
-    def refuse_unsaveable(self) -> None:
-        """Refuse what no checkpoint can hold, before the first step.
-
-        Raises:
-            JobError: something is neither a tensor nor a plain value.
-        """
-        state = self._beside(0, 0)
-        state["model"] = self._step.model.state_dict()
-        if self._is_stream and self._data is not None:
-            with contextlib.suppress(Exception):  # it may have none before it is iterated
-                state["train_data"] = state_of(self._data)
-
-        state["optimizer"] = self._step.layout.optimizer_state(
-            whole=not self._step.layout.keeps_shards
-        )
-        try:
-            encoded(state)
-        except InputError as error:
-            raise JobError(f"saving: {error}") from error
 
     def _beside(
         self,
@@ -264,8 +242,10 @@ class Saves:
         An evaluation after its last checkpoint counts too.
         """
         best: float = state["best"]
-        has_best = not math.isinf(best)
-        if has_best and not (self._is_by_same_metric(state) and self._has_best_weights()):
+        by = tuple(state.get("best_of", ("eval_loss", False)))
+        if by != (self._metric, self._more_is_better):
+            return math.inf
+        if not math.isinf(best) and not self._has_best_weights():
             return math.inf
         if not self._folder.best.is_file():
             return best
@@ -276,27 +256,12 @@ class Saves:
 
         return best
 
-    def _is_by_same_metric(self, state: Mapping[str, Any]) -> bool:
-        """Return whether the best weights were chosen as they are now; note it where not."""
-        name, more = state.get("best_of", ("eval_loss", False))
-        if (name, more) == (self._metric, self._more_is_better):
-            return True
-
-        was = _setting(name, more_is_better=more)
-        now = _setting(self._metric, more_is_better=self._more_is_better)
-        self.notes.append(
-            f"best: it was {was} and is {now}: the best weights are looked for anew from here on"
-        )
-        return False
-
     def _has_best_weights(self) -> bool:
         """Return whether the file of the best weights is there and whole; note it where not."""
         try:
             load_weights(self._folder.best)
         except FolderError as error:
             why = first_line(error)
-            if not self._folder.best.is_file():
-                why = f"{self._folder.best} isn't there any more"
             self.notes.append(f"{why}: the best weights are looked for anew from here on")
             return False
 
@@ -323,8 +288,3 @@ class Saves:
             states = states[:1] * size
 
         load_state(self._data, states[self._world.rank], "train_data")
-
-
-def _setting(metric: str, *, more_is_better: bool) -> str:
-    """Return the setting ``best`` of a job: ``accuracy:max``."""
-    return f"{metric}:{'max' if more_is_better else 'min'}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 from collections.abc import Mapping
@@ -78,17 +77,13 @@ def evaluate(
             trust=trust_job,
         )
     else:
-        for option, value in (("best", best or None), ("weights", weights), ("job", job)):
-            if value is None:
-                continue
-            why = f"{what}: --{option} is for a run, and this is a job that was not trained"
-            if option == "weights":
-                why += f": --init {weights} gives it these"
-            raise InputError(why)
-        evaluated = as_job(what)
-        if isinstance(evaluated, JobFile) and job_parameters:
-            parameters = {**evaluated.parameters, **job_parameters}
-            evaluated = dataclasses.replace(evaluated, parameters=parameters)
+        given = {"best": best, "weights": weights, "job": job}
+        for option, value in given.items():
+            if value:
+                raise InputError(
+                    f"{what}: --{option} is for a run, and this is a job that was not trained"
+                )
+        evaluated = as_job(what, job_parameters)
 
     evaluated = with_settings(evaluated, {"eval_batches": None, **settings}, evaluate)
     chosen = _devices.parse(devices_for(strategy, devices))

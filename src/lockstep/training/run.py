@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping
@@ -176,10 +175,7 @@ def trained_of(
         job = run.job
     if job is None or isinstance(job, str | Path):
         return job_of(folder.path, job_parameters, job=job, trust=trust), file
-    job = as_job(job)
-    if isinstance(job, JobFile) and job_parameters:
-        job = dataclasses.replace(job, parameters={**job.parameters, **job_parameters})
-    return job, file
+    return as_job(job, job_parameters), file
 
 
 def _weights_in(folder: Path, file: Path) -> Path:

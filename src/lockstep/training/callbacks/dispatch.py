@@ -258,23 +258,11 @@ class Callbacks:
                 state = callback.rows()
             else:
                 with self._parameters_for(callback, "state_dict"):
-                    state = each(_gathered, self._state_of(callback))
+                    state = each(_gathered, callback.state_dict())
             if state:
                 states[name] = state
 
         return states
-
-    def _state_of(self, callback: Callback) -> dict[str, Any]:
-        """Return the state of a callback.
-
-        Before the first update it may raise, since its other methods may make what it returns.
-        """
-        try:
-            return callback.state_dict()
-        except Exception:
-            if self._world.step > 0:
-                raise
-            return {}
 
     def load_state_dict(self, states: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; callbacks that are new begin anew."""
