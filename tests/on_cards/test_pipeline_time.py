@@ -18,7 +18,7 @@ from lockstep import Job
 from lockstep.launch.devices import Device
 from lockstep.launch.world import World
 from lockstep.pipelining.planner.simulate import simulate
-from lockstep.pipelining.schedule import SCHEDULES
+from lockstep.pipelining.schedule import SCHEDULES, Action
 from lockstep.strategies.pp import PP
 
 card = torch.ops.simulated_card
@@ -121,8 +121,11 @@ def taken(model: type[nn.Module], schedule: str, cards: int, microbatches: int) 
 def ideal(schedule: str, cards: int, microbatches: int, transfer: float = 0.0) -> float:
     """What the schedule takes; the first layer's input needs no gradient."""
     order = SCHEDULES[schedule](cards, microbatches)
-    stages = 1 + max(action.stage for action in order[-1])
-    return simulate(order, 1.0, [1.0, *[2.0] * (stages - 1)], transfer).makespan
+
+    def seconds(action: Action) -> float:
+        return 2.0 if action.kind == "B" and action.stage else 1.0
+
+    return simulate(order, seconds, transfer).makespan
 
 
 SWEEP = [

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -31,6 +33,18 @@ def parse(text: str) -> Schedule:
 def action_of(word: str) -> Action:
     stage, kind, microbatch = re.fullmatch(r"(\d+)([FB])(\d+)", word).groups()
     return Action(int(stage), kind, int(microbatch))
+
+
+def taking(forward: Any, backward: Any) -> Callable[[Action], float]:
+    """One time for all, one for each stage, or for each stage one for each micro-batch."""
+
+    def seconds(action: Action) -> float:
+        found = forward if action.kind == "F" else backward
+        for index in (action.stage, action.microbatch):
+            found = found[index] if isinstance(found, list) else found
+        return float(found)
+
+    return seconds
 
 
 def picture(timeline: Timeline) -> list[str]:
@@ -114,10 +128,14 @@ def test_interleaved_takes_any_number_of_chunks_and_microbatches() -> None:
 def test_the_bubble_of_equal_stages_is_the_known_one(stages: int, microbatches: int) -> None:
     known = (stages - 1) / (microbatches + stages - 1)
     for schedule in (gpipe, one_f_one_b):
-        assert simulate(schedule(stages, microbatches), 1.0, 2.0).bubble == pytest.approx(known)
+        assert simulate(schedule(stages, microbatches), taking(1.0, 2.0)).bubble == pytest.approx(
+            known
+        )
     if microbatches % stages == 0:
         halved = (stages - 1) / (2 * microbatches + stages - 1)
-        assert simulate(interleaved(stages, microbatches), 1.0, 2.0).bubble == pytest.approx(halved)
+        assert simulate(
+            interleaved(stages, microbatches), taking(1.0, 2.0)
+        ).bubble == pytest.approx(halved)
 
 
 def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> None:
@@ -133,7 +151,7 @@ def test_one_f_one_b_holds_as_many_microbatches_as_there_are_stages_behind() -> 
 
 
 def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
-    even = simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0])
+    even = simulate(one_f_one_b(2, 2), taking([1.0, 3.0], [2.0, 5.0]))
     assert [[tuple(span) for span in spans] for spans in even.devices] == [
         [
             (Action(0, "F", 0), 0, 1),
@@ -149,9 +167,11 @@ def test_each_stage_and_microbatch_may_take_its_own_time() -> None:
         ],
     ]
     assert even.makespan == 19 and even.bubble == pytest.approx(1 - 22 / 38)
-    smaller_last = simulate(one_f_one_b(2, 2), [[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
+    smaller_last = simulate(
+        one_f_one_b(2, 2), taking([[1.0, 0.5], [3.0, 1.5]], [[2.0, 1.0], [5.0, 2.5]])
+    )
     assert smaller_last.makespan == 14
-    assert simulate(one_f_one_b(2, 2), [1.0, 3.0], [2.0, 5.0], transfer=0.5).makespan == 20
+    assert simulate(one_f_one_b(2, 2), taking([1.0, 3.0], [2.0, 5.0]), transfer=0.5).makespan == 20
 
 
 @pytest.mark.parametrize("text", ["0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", "0B0 0F0"])

@@ -32,7 +32,6 @@ def test_times_lie_on_a_line_between_the_sizes_that_were_measured() -> None:
     points = {8: 3.0, 32: 9.0}
     assert at(points, 8) == 3.0 and at(points, 20) == 6.0 and at(points, 32) == 9.0
     assert at(points, 4) == 3.0, "a smaller micro-batch than any measured isn't cheaper"
-    assert at({16: 4.0}, 4) == 1.0, "one size is taken to be in proportion"
     assert at({8: 1.0, 16: 2.0, 32: 10.0}, 24) == 6.0
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lockstep.checkpoint.weights import save_weights, take_weights
+from lockstep.checkpoint.weights import take_weights
 from lockstep.data import Batch, job_loader, resolve, resolve_sets
 from lockstep.errors import InputError, LockstepError, NotEqual, error_line
 from lockstep.export.exportable import Exportable
@@ -105,11 +105,11 @@ def export(
         trust=trust_job,
     )
     trained = _to_export(the_job(with_settings(its, settings, export)))
-    if trained.loss is None and format != "safetensors":
+    if trained.loss is None:
         raise InputError(
-            f"{format}: the job's step function calls the parts of its model, which has no "
-            "forward that could be exported: take safetensors, or give the model a forward, and "
-            "the job a loss"
+            "export: the job's step function calls the parts of its model, which has no forward "
+            "that could be compared: take model.safetensors of the run, or give the model a "
+            "forward, and the job a loss"
         )
 
     if out is None:
@@ -142,11 +142,7 @@ def export(
             world=world,
             display=display,
         )
-        if trained.loss is None:
-            writing.weights_alone()
-            apart = 0.0
-        else:
-            apart = writing.compared(tolerance)
+        apart = writing.compared(tolerance)
         _move(folder, target, display)
         return Exported(target, apart)
 
@@ -189,16 +185,6 @@ class _Export:
     is_fixed: bool
     world: World
     display: Display
-
-    def weights_alone(self) -> None:
-        """Write the weights of a model without a forward."""
-        self.display.line(
-            "weights alone: a step function calls the parts of the model, so there are no "
-            "outputs to compare"
-        )
-        model = trained_model(self.job, self.weights)
-        save_weights(self.path, model.state_dict())
-        take_weights(model, self.path)  # which compares its sum
 
     def compared(self, tolerance: float | None) -> float:
         """Write the file, load it again, and compare its outputs with the run's.

@@ -54,7 +54,11 @@ def split(
         StrategyError: a device is too small for its stage.
     """
     if stages > len(blocks):
-        raise _too_few(blocks, stages)
+        has = counted(len(blocks), "block")
+        raise TooFewLayers(
+            f"partition: {stages} stages, but the model has {has} that can be placed: use "
+            f"{counted(len(blocks), 'device')}"
+        )
     before = list(itertools.accumulate((block.time for block in blocks), initial=0.0))
     depths = _depths(blocks)
     deepest = max(depths) or 1
@@ -95,15 +99,6 @@ def split(
             "devices, a smaller batch_size, more micro-batches, or activation_checkpointing"
         )
     return bounds
-
-
-def _too_few(blocks: Sequence[Block], stages: int) -> TooFewLayers:
-    """Make the error of a model that has fewer blocks than stages."""
-    has = counted(len(blocks), "block")
-    fits = counted(max(len(blocks), 1), "device")
-    return TooFewLayers(
-        f"partition: {stages} stages, but the model has {has} that can be placed: use {fits}"
-    )
 
 
 def _depths(blocks: Sequence[Block]) -> list[int]:

@@ -9,6 +9,7 @@ into the devices' memory is left out.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,11 +27,11 @@ from lockstep.pipelining.planner.measured_blocks import ModelBenchmark
 from lockstep.pipelining.planner.partition import divided
 from lockstep.pipelining.planner.simulate import Timeline, simulate
 from lockstep.pipelining.planner.stage_table import Partition
-from lockstep.pipelining.schedule import Schedule, gpipe, interleaved, one_f_one_b
+from lockstep.pipelining.schedule import Kind, Schedule, gpipe, interleaved, one_f_one_b
 from lockstep.tensors.byte_size import size as size_text
 from lockstep.tensors.rows import share_sizes
 
-NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The numbers of micro-batches that are simulated."""
 
 _NEAR = 1.01
@@ -205,11 +206,7 @@ def at(points: Mapping[int, float], samples: int) -> float:
         samples: how many.
     """
     sizes = sorted(points)
-    seconds = [points[size] for size in sizes]
-    if len(sizes) == 1:  # in proportion
-        sizes.insert(0, 0)
-        seconds.insert(0, 0.0)
-    return float(numpy.interp(samples, sizes, seconds))
+    return float(numpy.interp(samples, sizes, [points[size] for size in sizes]))
 
 
 def _candidates(
@@ -227,17 +224,18 @@ def _candidates(
         capacity: bytes of each device; None doesn't look at memory.
     """
     sizes = share_sizes(batch, microbatches)
-    forward = []
-    backward = []
-    kept = {}
-    one_device = 0.0
-    for stage, cost in enumerate(plan.costs):
-        forward.append([at(cost.forward, size) for size in sizes])
-        backward.append([at(cost.backward, size) for size in sizes])
-        kept[stage] = cost.kept * sizes[0]
-        one_device += at(cost.forward, batch) + at(cost.backward, batch)
+    kept = {stage: cost.kept * sizes[0] for stage, cost in enumerate(plan.costs)}
+    one_device = sum(at(cost.forward, batch) + at(cost.backward, batch) for cost in plan.costs)
+
+    @functools.cache
+    def seconds(stage: int, kind: Kind, size: int) -> float:
+        cost = plan.costs[stage]
+        return at(cost.forward if kind == "F" else cost.backward, size)
+
     for name, schedule in plan.schedules(microbatches).items():
-        timeline = simulate(schedule, forward, backward)
+        timeline = simulate(
+            schedule, lambda one: seconds(one.stage, one.kind, sizes[one.microbatch])
+        )
         full = []
         for device, held in enumerate(timeline.held(kept)):
             room = math.inf if capacity is None else max(capacity[device], 1.0)
@@ -281,11 +279,11 @@ def planned(
     """
     with alone(tuple(devices[:1])) as world:
         bench = ModelBenchmark(job, world)
-        by_size, too_small = _measured_at_sizes(bench, seconds)
+        by_size = _measured_at_sizes(bench, seconds)
     batch = bench.first.size
     near = max(1, batch // _NEAR_CUT)
     if near not in by_size:  # the model can't take it
-        near = min(by_size)
+        near = batch
     blocks = by_size[near]
     plans: list[Plan] = []
     for each in chunks:
@@ -297,7 +295,7 @@ def planned(
         plans.append(Plan(len(devices), _costs(bench, by_size, found), found))
     # A batch is in no more micro-batches than it has samples, whatever was asked for.
     numbers = sorted({min(number, batch) for number in microbatches})
-    possible = [number for number in numbers if batch // number > too_small]
+    possible = [number for number in numbers if batch // number >= min(by_size)]
     choice = choose_schedule(
         batch,
         plans,
@@ -311,11 +309,8 @@ def planned(
     return chosen, choice
 
 
-def _measured_at_sizes(
-    bench: ModelBenchmark, seconds: float
-) -> tuple[dict[int, tuple[Block, ...]], int]:
-    """Measure the blocks by the samples of a micro-batch, and the first size that the model can't
-    take (0: none).
+def _measured_at_sizes(bench: ModelBenchmark, seconds: float) -> dict[int, tuple[Block, ...]]:
+    """Measure the blocks by the samples of a micro-batch, down to what the model can take.
 
     Args:
         bench: the model.
@@ -330,8 +325,8 @@ def _measured_at_sizes(
         try:
             by_size[size] = bench.blocks(size, seconds)
         except Exception:
-            return by_size, size  # BatchNorm, say, has nothing to normalise over in one sample
-    return by_size, 0
+            break  # BatchNorm, say, has nothing to normalise over in one sample
+    return by_size
 
 
 def _costs(

@@ -13,17 +13,12 @@ on. So::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.errors import StrategyError
 from lockstep.pipelining.schedule import Action, Schedule, devices_of
-
-Times = float | Sequence[float] | Sequence[Sequence[float]]
-"""Seconds (or any unit) of an action: one for all, one for each stage, or for each stage one for
-each micro-batch.
-"""
 
 
 class Span(NamedTuple):
@@ -89,16 +84,14 @@ class Timeline:
 
 def simulate(
     schedule: Schedule,
-    forward: Times = 1.0,
-    backward: Times = 1.0,
+    seconds: Callable[[Action], float] = lambda action: 1.0,
     transfer: float = 0.0,
 ) -> Timeline:
     """Find when each action would begin and end.
 
     Args:
         schedule: for each device its actions.
-        forward: how long a forward takes.
-        backward: how long a backward takes.
+        seconds: gives how long an action takes.
         transfer: how long what a stage gives is on its way to a stage on another device.
 
     Raises:
@@ -126,10 +119,7 @@ def simulate(
                         ready += transfer
                     start = max(start, ready)
                 order.popleft()
-                times = backward
-                if action.kind == "F":
-                    times = forward
-                end = start + _time_of(action, times)
+                end = start + seconds(action)
                 free[device] = end
                 ended[action] = end
                 spans[device].append(Span(action, start, end))
@@ -148,13 +138,3 @@ def _before(action: Action, last: int) -> Action | None:
     if stage == last:
         return Action(stage, "F", microbatch)
     return Action(stage + 1, "B", microbatch)
-
-
-def _time_of(action: Action, times: Times) -> float:
-    """Tell how long an action takes."""
-    if isinstance(times, int | float):
-        return times
-    of_stage = times[action.stage]
-    if isinstance(of_stage, int | float):
-        return of_stage
-    return of_stage[action.microbatch]
