@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 248_956
+TOTAL = 248_682
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -207,12 +207,12 @@ TOKENS = {
     "cli": 6_046,
     "compare": 12_464,
     "data": 12_728,
-    "export": 3_918,
+    "export": 3_846,
     "launch": 21_669,
     "map": 5_340,
     "model": 18_096,
     "parallel": 11_555,
-    "pipelining": 18_117,
+    "pipelining": 17_915,
     "prediction": 4_309,
     "profiling": 4_082,
     "report": 2_030,

@@ -134,7 +134,7 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ),
         (
             "train a_job.py --strategy pp --map nowhere.json",
-            "read \\(No such file or directory\\): give a file",
+            "read \\(.*No such file or directory.*\\): give a file",
         ),
         (
             "train a_job.py --strategy mp --devices 2xcpu",

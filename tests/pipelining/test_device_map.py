@@ -40,7 +40,7 @@ def test_tied_weights_are_found_under_both_names() -> None:
     [
         ({"0": 0, "1": 1}, 2, 'leaves out 2 of 8 parameters, "2.weight" first'),
         ({"": 0, "1.2": 1}, 2, 'no "1.2": did you mean "1.'),
-        ({"": 0, "1": 2}, 2, "stage 2, but 2 devices are stages 0 to 1: use 3 devices"),
+        ({"": 0, "1": 2}, 2, "stage 2, the last of 2 is 1: use 3 devices"),
         ({"": 0, "1": 1}, 3, "stage 2 holds no parameter, of 3 stages: use 2 devices"),
         ({"": 0, "1": 2}, None, "stage 1 holds no parameter, of 3 stages"),
         ({"": 0, "1": -1}, 2, '"1" is on stage -1'),

@@ -17,11 +17,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from lockstep.errors import StrategyError, counted, nearest
+from lockstep.errors import StrategyError, counted, error_line, nearest
 
 DeviceMap = Mapping[str, int]
 """Prefix of names -> stage, from 0."""
@@ -52,7 +51,15 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
             raise StrategyError(
                 f'device map: the model has no "{prefix}": {nearest(prefix, names)}'
             )
-        _refuse_stage(prefix, stage, stages)
+        if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
+            raise StrategyError(
+                f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
+            )
+        if stages is not None and stage >= stages:
+            raise StrategyError(
+                f'device map: "{prefix}" is on stage {stage}, the last of {stages} is '
+                f"{stages - 1}: use {stage + 1} devices, or another map"
+            )
     found: dict[str, int] = {}
     for name in sorted(known):
         place = longest(name, device_map)
@@ -75,42 +82,21 @@ def stage_of(model: nn.Module, device_map: DeviceMap, stages: int | None = None)
     return found
 
 
-def _refuse_stage(prefix: str, stage: Any, stages: int | None) -> None:
-    """Refuse a stage that is no whole number from 0, or is beyond those there are."""
-    if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
-        raise StrategyError(
-            f'device map: "{prefix}" is on stage {stage!r}: give a whole number, from 0'
-        )
-    if stages is not None and stage >= stages:
-        those = f"{stages} devices are stages 0 to {stages - 1}"
-        if stages == 1:
-            those = "1 device is stage 0 alone"
-        raise StrategyError(
-            f'device map: "{prefix}" is on stage {stage}, but {those}: use {stage + 1} '
-            "devices, or another map"
-        )
-
-
 def read_map(word: str) -> dict[str, int]:
     """Read a device map: as JSON, ``{"stem": 0, "layer3": 1}``, or from a file that has it.
 
     Raises:
         StrategyError: it can't be read.
     """
-    text = word
-    if not word.lstrip().startswith("{"):
-        try:
-            text = Path(word).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            why = getattr(error, "strerror", None) or "it isn't text"
-            raise StrategyError(
-                f'device map: "{word}" can\'t be read ({why}): give a file, or JSON as {_EXAMPLE}'
-            ) from error
     try:
+        text = word
+        if not word.lstrip().startswith("{"):
+            text = Path(word).read_text()
         found = json.loads(text)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise StrategyError(
-            f"device map: it isn't JSON ({error}): write it as {_EXAMPLE}"
+            f'device map: "{word}" can\'t be read ({error_line(error)}): give a file, or JSON as '
+            f"{_EXAMPLE}"
         ) from error
     if not isinstance(found, dict):
         raise StrategyError(f"device map: it is a {type(found).__name__}: write it as {_EXAMPLE}")
