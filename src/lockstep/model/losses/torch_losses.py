@@ -120,26 +120,14 @@ def _elements(options: _Options, outputs: Tensor, targets: Tensor) -> int:
     )
 
 
-def _elements_by_class(options: _Options, outputs: Tensor, targets: Tensor) -> int:
-    """Count the elements of a loss that is the mean over classes in each row already."""
-    _need_classes(outputs)
-    classes = max(outputs.shape[-1], targets.shape[-1])
-    return _elements(options, outputs, targets) // classes
-
-
-def _rows(options: _Options, outputs: Tensor, targets: Tensor) -> int:
-    """Count the rows of a margin loss, each of them the mean over classes already."""
-    _need_classes(outputs)
-    return outputs.shape[0]
-
-
 def _kept_targets(options: _Options, outputs: Tensor, targets: Tensor) -> Count:
     """Count the targets of cross-entropy that aren't ignored, or sum the weights of their classes.
 
     Smoothing changes neither. Targets that are probabilities of classes count one for each
     position, whatever the weights.
     """
-    _need_classes(outputs)
+    if outputs.dim() < 2:
+        raise Misshapen("outputs (batch, classes, ...) are expected")
     if targets.is_floating_point():
         return outputs.numel() // outputs.shape[1]
     weight: Tensor | None = options.get("weight")
@@ -151,11 +139,6 @@ def _kept_targets(options: _Options, outputs: Tensor, targets: Tensor) -> Count:
     kept = targets.ne(ignored)
     classes = targets.where(kept, 0)  # an ignored target need not be a class
     return weight.detach().take(classes.long()).where(kept, 0).sum()
-
-
-def _need_classes(outputs: Tensor) -> None:
-    if outputs.dim() < 2:
-        raise Misshapen("outputs (batch, classes, ...) are expected")
 
 
 class _Mean(NamedTuple):
@@ -194,15 +177,5 @@ _MEANS: dict[type[nn.Module], _Mean] = {
         _elements,
     ),
     nn.KLDivLoss: _Mean(F.kl_div, ("log_target",), _elements),
-    nn.PoissonNLLLoss: _Mean(F.poisson_nll_loss, ("log_input", "full", "eps"), _elements),
-    nn.SoftMarginLoss: _Mean(F.soft_margin_loss, (), _elements),
-    nn.HingeEmbeddingLoss: _Mean(F.hinge_embedding_loss, ("margin",), _elements),
-    nn.MultiMarginLoss: _Mean(F.multi_margin_loss, ("p", "margin", "weight"), _rows),
-    nn.MultiLabelMarginLoss: _Mean(F.multilabel_margin_loss, (), _rows),
-    nn.MultiLabelSoftMarginLoss: _Mean(
-        F.multilabel_soft_margin_loss,
-        ("weight",),
-        _elements_by_class,
-    ),
 }
-"""The losses of PyTorch that take two arguments and are a mean."""
+"""The common losses of PyTorch. Any other one is checked, as a person's own mean over samples."""
