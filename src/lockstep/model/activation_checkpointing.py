@@ -21,9 +21,7 @@ keep their names.
 from __future__ import annotations
 
 import contextlib
-import functools
-import io
-import pickle
+import copy
 import types
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +32,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 from lockstep.errors import JobError, LockstepError, StrategyError, first_line, nearest
+from lockstep.model.snapshot import reachable
 from lockstep.tensors.seeding import other_states, set_other_states
 
 _OF_RECOMPUTATION = (
@@ -173,12 +172,19 @@ def not_checkpointable(error: Exception) -> StrategyError | None:
 
 def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of the class of ``self``, and keep only its inputs for backward."""
-    run = functools.partial(type(self).forward, self)
+    forward = type(self).forward
     if not torch.is_grad_enabled():
-        return run(*args, **kwargs)
+        return forward(self, *args, **kwargs)
     beginning = _Beginning(self)
+    given = _copied((args, kwargs))
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if beginning.is_again:
+            args, kwargs = _copied(given)
+        return forward(self, *args, **kwargs)
+
     return checkpoint(
-        _with_copied_objects(run, beginning, args, kwargs),
+        run,
         *args,
         use_reentrant=False,
         context_fn=lambda: (contextlib.nullcontext(), beginning),
@@ -224,79 +230,18 @@ def _clones(buffers: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor |
     return {name: None if b is None else b.clone() for name, b in buffers.items()}
 
 
-def _with_copied_objects(
-    run: Callable[..., Any],
-    beginning: _Beginning,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Callable[..., Any]:
-    """Make ``run`` get copies of the objects among its arguments in each recomputation, as the
-    objects are now.
+def _copied(
+    given: tuple[tuple[Any, ...], dict[str, Any]],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Copy arguments, all but the tensors and modules in them; what can't be copied stays as it is.
 
     Tensors are left to autograd, which refuses a write to them.
-
-    Args:
-        run: the block's forward.
-        beginning: tells a recomputation from the first run.
-        args: what the block is called with.
-        kwargs: likewise.
     """
-    given = [*enumerate(args), *kwargs.items()]
-    objects = {key: value for key, value in given if not isinstance(value, torch.Tensor)}
-    if not objects:
-        return run
+    same = {}
+    for one in reachable([given]):
+        if isinstance(one, torch.Tensor | nn.Module):
+            same[id(one)] = one
     try:
-        pickled, left_out = _pickled(objects)
-    except Exception:  # an object can't be pickled
-        return run
-
-    def run_with_copies(*args: Any, **kwargs: Any) -> Any:
-        if not beginning.is_again:
-            return run(*args, **kwargs)
-        copied = _Unpickler(pickled, left_out).load()
-        positional = [copied.get(place, value) for place, value in enumerate(args)]
-        by_name = {name: copied.get(name, value) for name, value in kwargs.items()}
-        return run(*positional, **by_name)
-
-    return run_with_copies
-
-
-def _pickled(objects: dict[Any, Any]) -> tuple[bytes, list[Any]]:
-    """Pickle objects, all but the tensors and modules in them.
-
-    Returns:
-        The bytes, and these tensors and modules, which stay the same in copies.
-    """
-    file = io.BytesIO()
-    pickler = _Pickler(file)
-    pickler.dump(objects)
-    return file.getvalue(), pickler.left_out
-
-
-class _Pickler(pickle.Pickler):
-    """Leaves tensors and modules out.
-
-    Attributes:
-        left_out: these tensors and modules, in order.
-    """
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
-        self.left_out: list[Any] = []
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor | nn.Module):
-            return None
-        self.left_out.append(value)
-        return len(self.left_out) - 1
-
-
-class _Unpickler(pickle.Unpickler):
-    """Puts what was left out in its places again."""
-
-    def __init__(self, pickled: bytes, left_out: list[Any]) -> None:
-        super().__init__(io.BytesIO(pickled))
-        self._left_out = left_out
-
-    def persistent_load(self, place: int) -> Any:
-        return self._left_out[place]
+        return copy.deepcopy(given, same)
+    except Exception:
+        return given

@@ -153,7 +153,7 @@ def _kept_in(roots: list[Any], *, parameters: bool) -> dict[int, _Kept]:
     """Copy what objects hold, some levels deep."""
     variables = [cell for one in roots for cell in cells_of(one)]
     found = {}
-    for one in _reachable([*roots, *variables]):
+    for one in reachable([*roots, *variables]):
         if parameters or not isinstance(one, nn.Parameter):
             for kind, copy, restore in _KINDS:
                 if isinstance(one, kind):
@@ -187,8 +187,8 @@ def same(one: Any, other: Any) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def _reachable(roots: list[Any]) -> Iterator[Any]:
-    """Yield each object that can change and is held by ``roots``, some levels deep.
+def reachable(roots: list[Any]) -> Iterator[Any]:
+    """Yield each object that is held by ``roots``, some levels deep.
 
     What long containers hold is left out.
     """
@@ -200,8 +200,7 @@ def _reachable(roots: list[Any]) -> Iterator[Any]:
             if id(one) in seen or _is_opaque(one):
                 continue
             seen.add(id(one))
-            if isinstance(one, _CHANGEABLE):
-                yield one
+            yield one
             below += _within(one)
         level = below
 
