@@ -20,22 +20,14 @@ def clip_gradients(parameters: list[nn.Parameter], largest: float) -> torch.Tens
         largest: the norm that all gradients together may have.
     """
     if math.isinf(largest):
-        return _norm(parameters)
-    if not any(p.grad is not None and p.grad.is_sparse for p in parameters):
-        return nn.utils.clip_grad_norm_(parameters, largest)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        return nn.utils.get_total_norm(
+            [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
+        )
     grads = gradient_values(parameters)
     norm = nn.utils.get_total_norm(grads)
     scale_to_norm(grads, norm, largest)
     return norm
-
-
-def _norm(parameters: list[nn.Parameter]) -> torch.Tensor:
-    """Compute the norm of all gradients together, without writing to them."""
-    values = []
-    for p in parameters:
-        if p.grad is not None:
-            values.append(p.grad.coalesce().values() if p.grad.is_sparse else p.grad)
-    return nn.utils.get_total_norm(values)
 
 
 def gradient_values(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
