@@ -97,11 +97,11 @@ def said(capfd: pytest.CaptureFixture) -> list[str]:
         ("train a_job.py --folder a_job.py", "no run can be kept there|can't be made"),
         (
             "train a_job.py --set model=unlike --devices 2xcpu",
-            "the ranks built different models: rank 0 has one.weight .*, rank 1 has other.weight",
+            r'model: "one.weight" \(3, 4\) torch.float32 differs between the ranks',
         ),
         (
             "train a_job.py --set model=random --devices 2xcpu",
-            '"one.weight" has other values on rank 0',
+            r'model: "one.weight" \(3, 4\) torch.float32 differs between the ranks',
         ),
         (
             "train a_job.py --set loss=mse --devices 2xcpu",

@@ -247,61 +247,42 @@ def same_on_every_rank(model: nn.Module, world: World) -> None:
     """Compare names, shapes and values of parameters and buffers over the ranks.
 
     Raises:
-        JobError: with the first name that differs, and how.
+        JobError: with the first one that differs.
     """
     if world.size == 1:
         return
-    mine = [(name, tuple(t.shape), str(t.dtype), digest(t)) for name, t in tensors_of(model)]
-    if _is_same_on_every_rank(mine, world):
-        return
-    first, *others = world.gather_objects(mine)
-    for rank, other in enumerate(others, start=1):
-        for ours, theirs in itertools.zip_longest(first, other, fillvalue=("nothing",)):
-            if ours[:3] != theirs[:3]:
-                raise JobError(
-                    f"model: the ranks built different models: rank 0 has {_shown(ours)}, rank "
-                    f"{rank} has {_shown(theirs)}",
-                    kind="unseeded model",
-                )
-            if ours != theirs:
-                raise JobError(
-                    f'model: "{ours[0]}" has other values on rank 0 than on rank {rank}',
-                    kind="unseeded model",
-                    fix="draw initial values from torch, random or numpy's global generator, "
-                    "which are seeded",
-                )
+    named = {f'"{name}" {tuple(t.shape)} {t.dtype}': t for name, t in tensors_of(model)}
+    different = differing_tensors(named.items(), world, all_names=True)
+    if different is not None:
+        raise JobError(
+            f"model: {different} differs between the ranks",
+            kind="unseeded model",
+            fix="draw initial values from torch, random or numpy's global generator, which are "
+            "seeded",
+        )
 
 
-def _shown(tensor: tuple[Any, ...]) -> str:
-    """Show the name, the shape and the dtype of a tensor."""
-    return " ".join(map(str, tensor[:3]))
-
-
-def _is_same_on_every_rank(value: Any, world: World) -> bool:
-    """Compare the hashes of a value's ``repr`` over the ranks.
-
-    Every rank calls it, and gets the same answer.
-    """
-    own = hashlib.sha256(repr(value).encode()).hexdigest()
-    return len(set(world.gather_objects(own))) == 1
-
-
-def differing_tensors(named: Iterable[tuple[str, torch.Tensor]], world: World) -> str | None:
+def differing_tensors(
+    named: Iterable[tuple[str, torch.Tensor]], world: World, *, all_names: bool = False
+) -> str | None:
     """Find the first name whose values differ between ranks, the same answer on every rank; None
     where all agree.
-
-    A name that a rank doesn't have is left out.
 
     Args:
         named: this rank's tensors, by name.
         world: every rank of it calls this.
+        all_names: whether a name that a rank doesn't have differs, too.
     """
     mine = {name: digest(tensor) for name, tensor in named}
-    if _is_same_on_every_rank(mine, world):
+    own = hashlib.sha256(repr(mine).encode()).hexdigest()
+    if len(set(world.gather_objects(own))) == 1:
         return None
-    first, *others = world.gather_objects(mine)
-    for name, value in first.items():
-        if any(other.get(name, value) != value for other in others):
+    every = world.gather_objects(mine)
+    for name in dict.fromkeys(itertools.chain(*every)):
+        values = {of_rank.get(name, ()) for of_rank in every}
+        if not all_names:
+            values.discard(())
+        if len(values) > 1:
             return str(name)
     return None
 
