@@ -199,7 +199,7 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 248_682
+TOTAL = 247_739
 """Code tokens of the package, at most."""
 
 TOKENS = {
@@ -210,7 +210,7 @@ TOKENS = {
     "export": 3_846,
     "launch": 21_669,
     "map": 5_340,
-    "model": 18_096,
+    "model": 17_153,
     "parallel": 11_555,
     "pipelining": 17_915,
     "prediction": 4_309,

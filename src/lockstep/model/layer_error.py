@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from lockstep.errors import JobError, first_line, is_own_code
@@ -55,11 +54,12 @@ def layer_error(model: nn.Module, error: Exception) -> JobError | None:
     if (in_own_code and not is_of_index) or is_out_of_memory(error):
         return None
     shapes = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors(given))
+    dtypes = {p.dtype for p in layer.parameters()}
+    advice = ""
     if is_of_index:
         advice = f"; numbers below num_embeddings={layer.num_embeddings} are expected"
-    else:
-        dtypes = {p.dtype for p in layer.parameters()}
-        advice = _advice(dtypes, _dtypes(given), _dtypes(calls[0][1]))
+    elif dtypes and dtypes.isdisjoint(t.dtype for t in tensors(given)):
+        advice = f"; its parameters are {', '.join(map(str, dtypes))}"
     return JobError(
         f"model: {layer_name(model, layer)}, given {shapes}: {first_line(error)}{advice}"
     )
@@ -88,31 +88,6 @@ def calls_in(error: Exception) -> tuple[list[tuple[nn.Module, Any]], bool]:
             calls.append((module, (frame.f_locals.get("args"), frame.f_locals.get("kwargs"))))
         trace = trace.tb_next
     return calls, in_own_code
-
-
-def _dtypes(nest: Any) -> set[torch.dtype]:
-    return {t.dtype for t in tensors(nest) if t.is_floating_point()}
-
-
-def _advice(parameters: set[torch.dtype], given: set[torch.dtype], inputs: set[torch.dtype]) -> str:
-    """Advise where a layer's parameters and what it was given are of different floating dtypes.
-
-    Args:
-        parameters: the layer's.
-        given: the arguments of the layer.
-        inputs: the arguments of the model.
-    """
-    others = given - parameters
-    if not parameters or not others:
-        return ""
-    dtypes = f"; its parameters are {', '.join(map(str, parameters))}"
-    if others & inputs:
-        precision = ', or choose precision="fp64"' if torch.float64 in others else ""
-        return f"{dtypes}: give it such inputs{precision}"
-    no_double = ""
-    if torch.float64 in parameters:
-        no_double = ' (not every model can compute in precision="fp64")'
-    return f"{dtypes}, and the model itself gives it {', '.join(map(str, others))}{no_double}"
 
 
 def is_of_one_sample(error: BaseException) -> bool:

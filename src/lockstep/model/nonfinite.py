@@ -8,10 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.data import Part
-from lockstep.tensors.pytree import named_tensors
-
-_HUGE = 1e8
-"""Outputs of a model that doesn't diverge are smaller."""
+from lockstep.tensors.pytree import named_tensors, tensors
 
 _SMALLER_STEPS = "try a smaller learning rate, or clip_norm"
 
@@ -42,15 +39,19 @@ def why_not_finite(model: nn.Module, part: Part, outputs: Any, *, first: bool) -
         )
     if found is not None:
         return f"{found} is not finite since an earlier update: {_SMALLER_STEPS}"
-    reason = _why_outputs(dict(named_tensors(outputs)), first=first)
-    if reason is not None:
-        return reason
-    if in_targets is not None:
+    if not all(map(_is_finite, tensors(outputs))):
+        reason = (
+            "inputs and weights are finite, the model's outputs are not: does its forward divide "
+            "by 0, or overflow?"
+        )
+    elif in_targets is not None:
         return f"{in_targets}, and the loss doesn't leave them out"
-    return (
-        "the model's outputs are finite, so the loss itself divides by 0 (are all items of the "
-        "batch masked?), takes the logarithm of 0, or overflows"
-    )
+    else:
+        reason = (
+            "the model's outputs are finite, so the loss itself divides by 0 (are all items of the "
+            "batch masked?), takes the logarithm of 0, or overflows"
+        )
+    return reason if first else f"{reason}; {_SMALLER_STEPS}"
 
 
 def _name_in_model(model: nn.Module) -> str | None:
@@ -68,29 +69,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Give this rank's part of a shard, or the tensor itself."""
     local: torch.Tensor = getattr(tensor, "to_local", tensor.detach)()
     return local
-
-
-def _why_outputs(outputs: dict[str, torch.Tensor], *, first: bool) -> str | None:
-    """Explain outputs that are not finite, or too large; None where they are neither.
-
-    Args:
-        outputs: by their names in the nest that the model gave.
-        first: whether nothing was updated yet in this process.
-    """
-    not_finite = {name: t for name, t in outputs.items() if not _is_finite(t)}
-    are_numbers = not any(t.dim() for t in not_finite.values())
-    if not_finite and len(not_finite) < len(outputs) and are_numbers:
-        return (
-            f'the model\'s output "{next(iter(not_finite))}" is not finite, though others are: '
-            "does it divide by 0 (are all items of the local batch masked)?"
-        )
-    if not_finite:
-        advice = "does its forward divide by 0, or overflow?" if first else _SMALLER_STEPS
-        return f"inputs and weights are finite, the model's outputs are not: {advice}"
-    largest = max(map(_largest, outputs.values()), default=0.0)
-    if not first and largest > _HUGE:
-        return f"the model's outputs have grown to {largest:.0e}: {_SMALLER_STEPS}"
-    return None
 
 
 def _nan_in(part: Part, what: str) -> str | None:
@@ -120,9 +98,3 @@ def _is_nan(tensor: torch.Tensor) -> bool:
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return not tensor.dtype.to_real().is_floating_point or bool(tensor.isfinite().all())
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    if not tensor.is_floating_point() or not tensor.numel():
-        return 0.0
-    return float(tensor.detach().abs().max())
