@@ -15,7 +15,7 @@ from benchmarks.pipelining import char_lm_job
 from benchmarks.timing import ROOT, Benchmark, Ratio, rate, torchrun
 from lockstep.data import Loader
 from lockstep.launch.devices import slots
-from lockstep.profiling.profiler import bytes_kept
+from lockstep.tensors.pytree import tensors
 
 JOBS: dict[str, Callable[[], lockstep.Job]] = {
     "stack": models.stack_job,
@@ -53,7 +53,14 @@ def kept(world: Any) -> int:
     )
     for _ in range(3):
         step(*batch)
-    return bytes_kept(step)
+    parameters = list(step.layout.parts().values())
+    gradients = [p.grad for p in parameters]
+    states = [dict(state) for state in step.optimizer.state.values()]
+    sizes = {}
+    for tensor in tensors([parameters, gradients, states]):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
 
 
 def rarity(devices: int) -> Callable[[], float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 import sys
 
@@ -25,34 +24,7 @@ def peak_memory(world: World) -> list[int]:
     """
     if not world.device.is_slot:
         return [torch.accelerator.max_memory_allocated(d.torch) for d in world.devices]
-    return [max(_highest[0], _most_resident())]
-
-
-def begin_step_peak(world: World) -> None:
-    """Count the peak of a step from here on."""
-    if world.device.is_slot:
-        _highest[0] = max(_highest[0], _most_resident())
-        with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Linux: the most that was resident is what is resident now
-    else:
-        reset_peak_memory(world)
-
-
-def step_peak(world: World) -> int | None:
-    """Return the most bytes since ``begin_step_peak``: of this process, or of its accelerators;
-    None where nothing says so.
-    """
-    if not world.device.is_slot:
-        return sum(peak_memory(world))
-    with contextlib.suppress(OSError), open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-_highest = [0]
-"""The most bytes of this process that were resident before the last ``begin_step_peak``."""
+    return [_most_resident()]
 
 
 def _most_resident() -> int:

@@ -16,15 +16,13 @@ import functools
 import itertools
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.profiler import profile, supported_activities
 
 from lockstep.data import Batch
 from lockstep.errors import SaveError
-from lockstep.launch.memory import begin_step_peak, step_peak
 from lockstep.launch.world import World
 from lockstep.profiling.clock import Clock
 from lockstep.profiling.profile_table import lines_of as table_of
@@ -32,8 +30,6 @@ from lockstep.profiling.time_breakdown import Track, times_of
 from lockstep.run.events import Line, Profile
 from lockstep.run.run_folder import RunFolder
 from lockstep.strategies.steps.step import Step
-from lockstep.tensors.byte_size import size
-from lockstep.tensors.pytree import tensors
 
 WARM_UP = 2
 """Steps before the profile: the first ones build what later ones have."""
@@ -56,7 +52,6 @@ class Profiler:
 
     def __init__(self, world: World, step: Step, folder: RunFolder, steps: int | None) -> None:
         self._world = world
-        self._step = step
         step.sums.last = 1  # none in the steps that are profiled
         self._folder = folder
         self._warm_up = WARM_UP
@@ -66,7 +61,6 @@ class Profiler:
         self._observing = contextlib.ExitStack()
         self._trace: profile | None = None
         self._done = False
-        self._peak: int | None = None  # bytes, of the last step before those that are profiled
         if world.is_first:
             shutil.rmtree(folder.profile, ignore_errors=True)  # of an earlier part of this run
 
@@ -87,12 +81,7 @@ class Profiler:
         """
         for batch in itertools.islice(batches, self._warm_up):
             self._warm_up -= 1
-            is_last = not self._warm_up
-            if is_last:
-                begin_step_peak(self._world)
             yield batch
-            if is_last:
-                self._peak = step_peak(self._world)
         if not self._done and not self._warm_up:
             self._begin()
             yield from itertools.islice(self._clock.over(batches), STEPS)
@@ -142,8 +131,6 @@ class Profiler:
         tracks: list[Track] = []
         for of_rank in world.gather_objects(clock.replicas):
             tracks += of_rank
-        mine = bytes_kept(self._step), self._peak
-        bytes_of = world.gather_objects(mine)
         if not world.is_first:
             return
 
@@ -153,11 +140,11 @@ class Profiler:
             last=world.step,
             whose=clock.whose,
             rows=times_of(tracks, one_clock=world.nodes == 1),
-            notes=(*self._notes(), _memory(bytes_of)),
+            notes=tuple(self._notes()),
             traces=tuple(f"rank{rank}.json.gz" for rank in range(world.size)),
             folder=os.path.relpath(folder),
         )
-        self._folder.write_json(folder / "summary.json", _summary(found, bytes_of))
+        self._folder.write_json(folder / "summary.json", _summary(found))
         table = functools.partial(table_of, found)
         world.emit(dataclasses.replace(found, drawings=(table,)))
 
@@ -191,8 +178,7 @@ class Profiler:
             )
         if self._world.nodes > 1:
             notes.append(
-                "waiting: in a collective, beyond the shortest time that any rank spent "
-                "in the same collective"
+                "communicating: waiting for other ranks too, since clocks of machines differ"
             )
         if not self._world.device.is_slot:
             notes.append(
@@ -208,13 +194,8 @@ _WAITING = {
 """What waiting means, by what has a track."""
 
 
-def _summary(found: Profile, bytes_of: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
-    """Return what ``summary.json`` holds.
-
-    Args:
-        found: the profile.
-        bytes_of: of each process, the bytes that it keeps, and the peak of a step.
-    """
+def _summary(found: Profile) -> dict[str, Any]:
+    """Return what ``summary.json`` holds."""
     rows = []
     for row in found.rows:
         values = {
@@ -227,48 +208,12 @@ def _summary(found: Profile, bytes_of: Sequence[tuple[int, int | None]]) -> dict
         }
         rows.append(values)
 
-    processes = []
-    for kept, peak in bytes_of:
-        processes.append(
-            {
-                "bytes_kept": kept,
-                "peak_bytes_of_a_step": peak,
-            }
-        )
-
-    summary: dict[str, Any] = {
+    return {
         "first_step": found.first,
         "last_step": found.last,
         f"{found.whose}s": rows,
+        "notes": found.notes,
     }
-    summary["processes"] = processes
-    summary["notes"] = found.notes
-    return summary
-
-
-def _memory(bytes_of: Sequence[tuple[int, int | None]]) -> str:
-    """Return what each process keeps, and the most that it had in a step.
-
-    Args:
-        bytes_of: of each process, the bytes that it keeps, and the peak of a step.
-    """
-    kept, peaks = zip(*bytes_of, strict=True)
-    span = _least_to_most(kept)
-    text = f"memory of a process: weights, gradients and the optimizer's state {span}"
-    known = [peak for peak in peaks if peak is not None]
-    if known:
-        span = _least_to_most(known)
-        text += f"; the peak of a step, with all that the process has, {span}"
-    return text
-
-
-def _least_to_most(sizes: Sequence[int]) -> str:
-    """Return ``3 MiB to 5 MiB``; ``3 MiB`` where all are alike."""
-    least = size(min(sizes))
-    most = size(max(sizes))
-    if least == most:
-        return least
-    return f"{least} to {most}"
 
 
 def _all_threads(devices: int) -> Any:
@@ -284,18 +229,3 @@ def _all_threads(devices: int) -> Any:
 
         return _ExperimentalConfig(profile_all_threads=True)
     return None
-
-
-def bytes_kept(step: Step) -> int:
-    """Return the bytes of weights, gradients and the optimizer's state of this process, between
-    updates.
-    """
-    parameters = list(step.layout.parts().values())
-    gradients = [p.grad for p in parameters]
-    states = [dict(state) for state in getattr(step.optimizer, "state", {}).values()]
-    sizes = {}
-    for tensor in tensors([parameters, gradients, states]):
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())

@@ -8,8 +8,7 @@ transfer::
                        ^ enters     ^ the last one enters
 
 With one clock for all (ranks of one machine, replicas of one process) the last entry is known.
-Clocks of several machines differ; there the shortest stay of any rank counts as communicating, and
-what others stayed longer as waiting.
+Clocks of several machines differ; there all of it counts as communicating.
 """
 
 from __future__ import annotations
@@ -82,21 +81,20 @@ def _divide(steps: Sequence[StepTimes], one_clock: bool) -> None:
     for name, parties in {key for step in steps for key in step.collectives}:
         present = steps[:parties]
         calls = [step.collectives.get((name, parties), []) for step in present]
-        if len({len(mine) for mine in calls}) > 1:
-            # Some ranks noted none: which rank waited for which isn't known.
+        if not one_clock or len({len(mine) for mine in calls}) > 1:
+            # Some ranks noted none, or moments can't be compared: who waited isn't known.
             for step, mine in zip(present, calls, strict=True):
                 for entered, left in mine:
                     step.add("communicating", name, left - entered)
             continue
         for together in zip(*calls, strict=True):
-            _divide_call(name, present, together, one_clock)
+            _divide_call(name, present, together)
 
 
 def _divide_call(
     name: str,
     steps: Sequence[StepTimes],
     stays: Sequence[tuple[float, float]],
-    one_clock: bool,
 ) -> None:
     """Divide one collective in waiting and communicating, on all ranks.
 
@@ -104,15 +102,11 @@ def _divide_call(
         name: of the collective.
         steps: of the ranks that took part.
         stays: when each of them entered and left.
-        one_clock: whether these moments can be compared.
     """
     last = max(entered for entered, _ in stays)
-    shortest = min(left - entered for entered, left in stays)
     for step, (entered, left) in zip(steps, stays, strict=True):
         stay = left - entered
-        waiting = stay - shortest
-        if one_clock:
-            waiting = min(max(last - entered, 0.0), stay)
+        waiting = min(max(last - entered, 0.0), stay)
         step.add("waiting", name, waiting)
         step.add("communicating", name, stay - waiting)
 
