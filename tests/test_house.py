@@ -199,30 +199,30 @@ def test_no_room_uses_private_members_of_another() -> None:
     assert [text for text in wrong if text.rpartition(".")[2] not in known] == []
 
 
-TOTAL = 247_739
+TOTAL = 247_003
 """Code tokens of the package, at most."""
 
 TOKENS = {
     "checkpoint": 6_900,
     "cli": 6_046,
-    "compare": 12_464,
+    "compare": 12_438,
     "data": 12_728,
     "export": 3_846,
-    "launch": 21_669,
+    "launch": 21_520,
     "map": 5_340,
     "model": 17_153,
     "parallel": 11_555,
     "pipelining": 17_915,
     "prediction": 4_309,
-    "profiling": 4_082,
-    "report": 2_030,
+    "profiling": 3_669,
+    "report": 1_941,
     "run": 4_190,
     "strategies": 55_177,
     "tensors": 8_746,
     "threads": 6_883,
     "top": 8_065,
     "training": 26_408,
-    "verify": 12_233,
+    "verify": 12_174,
 }
 """Code tokens of each room, at most. A bar rises only by code that lets more go elsewhere: the
 whole only falls.

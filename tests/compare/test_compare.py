@@ -554,7 +554,7 @@ def test_a_sweep_of_the_job_has_a_line_for_each_row_against_one_device(
         (["examples/digits.py", "--sweep", "microbatch=1,2"], 'did you mean "microbatches"?'),
         (
             ["examples/digits.py", "--strategies", "ddp", "--sweep", "microbatches=2"],
-            "microbatches is a setting of pp, which is",
+            'sweep: "microbatches" is no setting of a job or of ddp',
         ),
         (
             ["examples/digits.py", "--sweep", "lr=1,2"],

@@ -22,7 +22,7 @@ from lockstep.job import SETTINGS, Job, checked_setting
 from lockstep.jobfile import JobFile, written
 from lockstep.launch import devices as _devices
 from lockstep.launch.devices import Device, Devices
-from lockstep.strategies import STRATEGIES, Strategy, devices_for, kind_of, named
+from lockstep.strategies import Strategy, devices_for, kind_of, named
 
 Role = Literal["one device", "all cores", "strategy"]
 
@@ -338,11 +338,6 @@ def _unknown(key: str, strategies: Sequence[str]) -> InputError:
         key: what was to be swept.
         strategies: the names of those that are compared.
     """
-    others = [name for name in STRATEGIES if _takes(name, key)]
-    if others:
-        return InputError(
-            f"sweep: {key} is a setting of {' and '.join(others)}, which is not compared here"
-        )
     every = {"devices", *SETTINGS}
     for name in strategies:
         every |= kind_of(name).choices()

@@ -6,27 +6,31 @@ with their names to the left, because names are long.
 
 from __future__ import annotations
 
+import io
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
-
-from lockstep.report.canvas import (
-    COLOURS,
-    FAINT,
-    GRID,
-    INK,
-    LETTERS,
-    WIDTH,
-    new_figure,
-    plain_axes,
-    words,
-)
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+INK = "#222222"
+FAINT = "#666666"
+GRID = "#dddddd"
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
+"""The colour-blind can tell these apart too (Okabe and Ito, 2008), as far as there are eight."""
+
+WIDTH = 5.4
+"""Inches of a chart on a page."""
+
+LETTERS = 10
+"""Points of the letters of a chart."""
+
+DPI = 160
 
 Pairs = Sequence[tuple[float, float]]
 """Points (x, y) of a line, or the lowest and the highest value of each bar or point."""
@@ -44,13 +48,6 @@ _NAME = 22
 """Letters of a name in one line; a longer one takes several."""
 
 _DASHES = ("-", (0, (6, 3)), (0, (2, 2)), (0, (8, 3, 2, 3)))
-
-
-class Chart(Protocol):
-    """What a page shows: bars, lines or what another room draws."""
-
-    def draw(self) -> Figure:
-        """Draw it."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ class Bars:
 
     def draw(self) -> Figure:
         """Draw lying bars, with their names to the left."""
-        figure = new_figure(WIDTH, 1.0 + _LINE * len(self.names))
-        axes = plain_axes(figure)
+        figure, axes = _new_figure(1.0 + _LINE * len(self.names))
         places = range(len(self.names))
         labels = [words("\n".join(textwrap.wrap(name, _NAME))) for name in self.names]
         axes.set_yticks(places, labels)
@@ -126,8 +122,7 @@ class Lines:
     def draw(self) -> Figure:
         """Draw lines with marks; those that lie on one another show through by their dashes."""
         rows = math.ceil(len(self.series) / 2)
-        figure = new_figure(WIDTH, 3.0 + 0.22 * rows)
-        axes = plain_axes(figure)
+        figure, axes = _new_figure(3.0 + 0.22 * rows)
         for number, name in enumerate(self.series):
             self._draw_line(axes, number, name)
 
@@ -200,3 +195,30 @@ def short(value: float) -> str:
     if abs(value) >= 999.5:  # which rounds to four digits
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def _new_figure(height: float) -> tuple[Figure, Axes]:
+    """Return a figure of that many inches, and its axes, without a frame and pyplot's global state."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes: Axes = figure.add_subplot()
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.tick_params(length=0, labelsize=LETTERS, labelcolor=INK)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def words(text: str) -> str:
+    """Return a text that matplotlib shows as it is: a dollar begins no formula."""
+    return text.replace("$", r"\$")
+
+
+def image(figure: Figure, format: str) -> bytes:
+    """Return the figure as ``png`` or ``svg``."""
+    out = io.BytesIO()
+    figure.savefig(out, format=format, dpi=DPI)
+    return out.getvalue()

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import FolderError, InputError
-from lockstep.report.canvas import image
-from lockstep.report.charts import Chart
+from lockstep.report.charts import Bars, Lines, image
 from lockstep.report.table import Table
 from lockstep.tensors.new_file import write_over
 
@@ -37,7 +36,7 @@ class Figure:
 
     name: str
     title: str
-    chart: Chart
+    chart: Bars | Lines
     caption: str = ""
 
 

@@ -79,18 +79,6 @@ class Diagnosis:
 
         return [cause("unknown")]
 
-    def first_layer(self) -> tuple[str, str] | None:
-        """Return name and class of the first layer that differs, where that is known."""
-        if self.first is None:
-            return None
-        if self.first.number == 1:
-            return self.found.layer
-
-        watched = self._try(self._again.but(watched=self.first.number))
-        if watched is None:
-            return None
-        return watched.layer
-
     # ---- can the job be repeated at all? ---------------------------------------------------------
 
     def _of_the_job_alone(self) -> Iterator[Caveat]:

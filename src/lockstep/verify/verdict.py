@@ -167,13 +167,14 @@ class _Search:
             return self._with_whole_batches(answer, experiment, noise)
 
         diagnosis = Diagnosis(self.laboratory, experiment, found, noise)
+        first = diagnosis.first
         return replace(
             answer,
-            first=diagnosis.first,
-            beyond=_beyond(diagnosis.bounds, diagnosis.first),
+            first=first,
+            beyond=_beyond(diagnosis.bounds, first),
             evaluation_apart=tuple(diagnosis.bounds.evaluation_apart(found)),
             causes=tuple(diagnosis.causes()),
-            layer=diagnosis.first_layer(),
+            layer=found.layer if first is not None and first.number == 1 else None,
         )
 
     def _of_error(
